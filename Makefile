@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions slurm test test-all faults clean-check fuzz lint format docs gpu bench-step bench-data bench-checkpoint bench-gate bench-generation bench-scale clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -98,6 +98,10 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each kind of document (COPIES=1000: more of each)
 	$(BIN)/python -m tests.cleaning --copies $(or $(COPIES),100)
 
+clean-study: $(STAMP)  ## what a model learns from that crawl as it is, cleaned, and without its copies; ten minutes
+	$(BIN)/python -m tests.cleaning --write runs/cleaning/texts/crawl.jsonl
+	$(BIN)/python tools/run_study.py configs/studies/cleaning.yaml --data runs/cleaning/texts
+
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
@@ -111,6 +115,9 @@ bench-step: $(STAMP)  ## time and memory of a training step with each method, on
 bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=path/to/Megatron-LM: compare with it)
 	$(BIN)/python benchmarks/tokenize_throughput.py --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))
 	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
+
+bench-clean: $(STAMP)  ## throughput and memory of cleaning, compared with datatrove alone (MIB="100 1000")
+	$(BIN)/python -m benchmarks.cleaning --mib $(or $(MIB),100) --json benchmarks/out/cleaning.json
 
 bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other kinds of text (after make frontier QUICK=1; BASE=path: another base, DATA=path: other texts)
 	$(BIN)/python benchmarks/gate_separation.py --own-text 16000 --json benchmarks/out/gate_separation.json $(if $(BASE),--base $(BASE)) $(if $(DATA),--data $(DATA))

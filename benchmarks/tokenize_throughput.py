@@ -57,7 +57,9 @@ sys.exit(code)
 """
 
 
-class _Run(NamedTuple):
+class Usage(NamedTuple):
+    """What a command and all its processes took."""
+
     seconds: float
     cpu_seconds: float
     peak_mib: float
@@ -126,22 +128,23 @@ def _compare(
     contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int
 ) -> list[dict[str, Any]]:
     """The best of `rounds` runs of each."""
-    runs: dict[str, list[_Run]] = {name: [] for name in contenders}
+    runs: dict[str, list[Usage]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, command in contenders.items():
             for path in output.parent.glob(output.name + "*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            runs[name].append(_run(command))
+            runs[name].append(usage_of(command))
     megabytes = source.stat().st_size / 1e6
     rows = []
     for name, done in runs.items():
-        best = {figure: min(getattr(run, figure) for run in done) for figure in _Run._fields}
+        best = {figure: min(getattr(run, figure) for run in done) for figure in Usage._fields}
         about = {"contender": name, "text": language, "megabytes": megabytes}
         rows.append({**about, "megabytes_per_second": megabytes / best["seconds"], **best})
     return rows
 
 
-def _run(command: Sequence[str]) -> _Run:
+def usage_of(command: Sequence[str]) -> Usage:
+    """Runs a command, which must succeed."""
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
@@ -158,7 +161,7 @@ def _run(command: Sequence[str]) -> _Run:
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
     cpu_seconds, peak_mib = map(float, done.stdout.split()[-2:])
-    return _Run(elapsed, cpu_seconds, peak_mib)
+    return Usage(elapsed, cpu_seconds, peak_mib)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)")
 PROJECT_FILE = re.compile(
     r"\b((?:pipeline|tools|tests|slurm|configs|ds_configs|benchmarks|docs)/[\w./-]+\.(?:py|sh|yaml|json|md|env))\b"
 )
-MODULE = re.compile(r"\bpipeline(?:\.[a-z_0-9]+)+")
+MODULE = re.compile(r"(?<!datatrove.)\bpipeline(?:\.[a-z_0-9]+)+")
 SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(

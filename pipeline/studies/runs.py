@@ -267,8 +267,9 @@ class StudyRuns:
         corpora = first.config.data.corpora
         unfinished = [corpora[name] for name in unfinished_corpora(first.config.data)]
         if unfinished:
-            making = "sample" if all(corpus.sample is not None for corpus in unfinished) else "tokenize"
-            return [Task(first, (making,), 1)]
+            if all(corpus.sample is not None for corpus in unfinished):
+                return [Task(first, ("sample",), 1)]
+            return [Task(first, (*(["clean"] if any(corpus.clean for corpus in unfinished) else []), "tokenize"), 1)]
         pending = [self.trial(trial) for trial in trials if not self.is_over(trial)]
         return [Task(run, run.training_stages, self.study.ranks) for run in pending]
 

@@ -1,4 +1,4 @@
-"""The benchmarks of tokenizing and loading run at their smallest size."""
+"""The benchmarks of tokenizing, cleaning and loading run at their smallest size."""
 
 from __future__ import annotations
 
@@ -44,4 +44,11 @@ def test_tokenizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("ours, gigatoken", "korean"),
     ]
     assert all(min(result["megabytes"], result["cpu_seconds"], result["peak_mib"]) > 0 for result in results)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_cleaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    report = report_of("cleaning.py", tmp_path, monkeypatch, "--mib", "0.1", "--scratch", tmp_path)
+    assert [result["contender"] for result in report["results"]] == ["ours", "datatrove alone"]
+    assert all(min(result["megabytes"], result["cpu_seconds"], result["peak_mib"]) > 0 for result in report["results"])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -61,7 +61,7 @@ class Crawl:
         """the text of those that are kept"""
         self._draw = random.Random(1)
         self._pages = _pages("reviews.jsonl.zst", 12)
-        heldout = [*islice(_pages("reviews.heldout.jsonl.zst", 12), copies)]
+        heldout = [*islice(self._pages, copies)]
         questions = [*islice(_pages("law.heldout.jsonl.zst", 3), copies)]
         english = [one.text for one in islice(good_documents([str(DATA / "en" / "stories.jsonl.zst")], Keys()), copies)]
         made.mkdir()
@@ -73,6 +73,7 @@ class Crawl:
         self._draw.shuffle(documents)
         later = [one for one in documents if one[0].startswith("copy")]  # of copies the first is kept
         documents = [one for one in documents if not one[0].startswith("copy")] + later
+        self.documents = documents
         half = len(documents) // 2
         for number, (encoding, part) in enumerate((("utf-8", documents[:half]), ("cp949", documents[half:]))):
             lines = []

@@ -1,0 +1,151 @@
+"""How fast a crawl is cleaned, and in how much memory: this project compared with datatrove alone.
+
+    python -m benchmarks.cleaning --mib 100 1000 --json benchmarks/out/cleaning.json
+
+Both clean the same synthetic Korean pages in one process: lines of the shipped texts, a tenth of the pages copies.
+datatrove alone is its own reader, executor and blocks, with the same words, thresholds and hashes, for the steps that
+it has: encoding, language, repetition, quality, lines, mail addresses, near-copies. What this project does beside them
+(CP949, boilerplate, Korean personal data, a manifest) is in its time. Compare processor times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter, LambdaFilter
+from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers.jsonl import JsonlWriter
+from datatrove.utils.hashing import HashConfig
+from datatrove.utils.text import TextNormConfig
+
+from benchmarks.tokenize_throughput import DATA, PROJECT, usage_of
+from pipeline.cleaning.blocks import Words
+from pipeline.cleaning.clean import clean
+from pipeline.cleaning.stages import CleaningJob, is_written_in
+from pipeline.config.data import Corpus
+from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import default_unit_bytes
+from pipeline.evaluation.table import table
+from pipeline.files import write_json
+
+_LINES_A_PAGE = 12
+_COPIES = 0.1
+
+
+def ours(source: Path, output: Path) -> None:
+    """`scale-cpt clean`, without a configuration."""
+    corpus = Corpus.model_validate({"input": [f"{source}/*.jsonl"], "clean": {"language": "ko"}})
+    clean(CleaningJob(corpus, output / "cleaned"), workers=1)
+
+
+def datatrove_alone(source: Path, output: Path) -> None:
+    """What its documentation shows: filters and signatures, then copies, which are left out of what was filtered."""
+    rules = yaml.safe_load((PROJECT / "pipeline" / "cleaning" / "ko.yaml").read_text())
+    words, tasks = Words(), len([*source.glob("*.jsonl")])
+    plain = TextNormConfig(norm_unicode_diacritics=False)
+    config = MinhashConfig(norm_config=plain, hash_config=HashConfig(hash_fc="sha1"))
+    filtered, signatures, pairs, copies = (str(output / name) for name in ("filtered", "signatures", "pairs", "copies"))
+    stages: list[tuple[int, list[Any]]] = [
+        (
+            tasks,
+            [
+                JsonlReader(str(source)),
+                FTFYFormatter(normalization="NFC"),
+                LambdaFilter(partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])),
+                SymbolLinesFormatter(),
+                GopherRepetitionFilter(language=words, **rules["repetition"]),
+                GopherQualityFilter(language=words, **rules["quality"]),
+                FineWebQualityFilter(language=words, **rules["lines"]),
+                PIIFormatter(),
+                JsonlWriter(filtered, compression="zstd"),
+                MinhashDedupSignature(signatures, config, words),
+            ],
+        ),
+        (config.num_buckets, [MinhashDedupBuckets(signatures, pairs, None, config)]),
+        (1, [MinhashDedupCluster(pairs, copies, config)]),
+        (tasks, [JsonlReader(filtered), MinhashDedupFilter(copies), JsonlWriter(str(output / "cleaned"))]),
+    ]
+    for number, (count, blocks) in enumerate(stages):
+        LocalPipelineExecutor(blocks, count, workers=1, logging_dir=str(output / "logs" / str(number))).run()
+
+
+_CONTENDERS = {"ours": ours, "datatrove alone": datatrove_alone}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--mib", type=float, nargs="+", default=[100], help="sizes of the crawl (default: 100)")
+    add("--rounds", type=int, default=1, help="runs of each contender; the best counts (default: 1)")
+    add("--scratch", type=Path, help="folder for the temporary crawl and outputs, about three times its size")
+    add("--json", type=Path, help="also write the results to this file")
+    add("--contender", nargs=3, metavar=("NAME", "SOURCE", "OUTPUT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        name, source, output = options.contender
+        _CONTENDERS[name](Path(source), Path(output))
+        return
+    rows = [row for mib in options.mib for row in _compared(mib, options.rounds, options.scratch)]
+    names = ("megabytes", "cpu_seconds", "megabytes_per_cpu_second", "peak_mib")
+    lines = [[row["contender"], *(f"{row[name]:.2f}" for name in names)] for row in rows]
+    print(table(["contender", "MB", "processor s", "MB/s a core", "peak MiB"], lines))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        write_json(options.json, {"rounds": options.rounds, "results": rows})
+
+
+def _compared(mib: float, rounds: int, scratch: Path | None) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="cleaning-", dir=scratch) as folder:
+        source, output = Path(folder, "crawl"), Path(folder, "out")
+        megabytes = _write_crawl(source, int(mib * 2**20)) / 1e6
+        for name in _CONTENDERS:
+            runs = []
+            for _ in range(rounds):
+                command = [sys.executable, "-m", "benchmarks.cleaning", "--contender", name, str(source), str(output)]
+                runs.append(usage_of(command))
+                shutil.rmtree(output)
+            cpu_seconds = min(run.cpu_seconds for run in runs)
+            figures = {"cpu_seconds": cpu_seconds, "megabytes_per_cpu_second": megabytes / cpu_seconds}
+            peak_mib = min(run.peak_mib for run in runs)
+            rows.append({"contender": name, "megabytes": megabytes, **figures, "peak_mib": peak_mib})
+    return rows
+
+
+def _write_crawl(folder: Path, size: int) -> int:
+    """Files of about `size` bytes in all, each as large as one of our units of work; returns their size."""
+    folder.mkdir()
+    lines = [line for text in texts([str(DATA / "ko" / "reviews.jsonl.zst")]) for line in text.split("\n") if line]
+    draw, written, number = random.Random(1), 0, 0
+    while written < size:
+        with (folder / f"{number:05d}.jsonl").open("wb") as file:
+            while file.tell() < min(default_unit_bytes(size), size - written):
+                file.write(orjson.dumps({"text": _page(lines, draw)}) + b"\n")
+            written, number = written + file.tell(), number + 1
+    return written
+
+
+def _page(lines: Sequence[str], draw: random.Random) -> str:
+    """Lines that no other page has in this order; of a tenth of the pages there are several."""
+    if draw.random() < _COPIES:
+        draw = random.Random(draw.randrange(100))
+    return "\n".join(draw.choices(lines, k=_LINES_A_PAGE))
+
+
+if __name__ == "__main__":
+    main()

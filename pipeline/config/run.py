@@ -164,7 +164,7 @@ class Watchdog(Section):
     """When a run with lost or hung ranks ends, to be restarted."""
 
     beat_every_s: PositiveFloat = 5.0
-    """interval of each rank's heartbeats"""
+    """interval of each rank's heartbeats; of more than 1,000 ranks a multiple of it"""
     dead_after_s: PositiveFloat = 60.0
     """a rank without a heartbeat for this long is lost; the end of a process is noticed immediately"""
     hung_after_s: PositiveFloat = 600.0

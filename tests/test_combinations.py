@@ -172,7 +172,7 @@ def model_of(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     settings = METHODS[method] | ({"norm": "base"} if "norm: base" in rest else {})
     changes: dict[str, Any] = {"new_rows": 5} if "vocabulary" in rest else {}
     changes |= {"residual": WIDENED} if "widened base" in rest else {}
-    bases = {"Gemma": "gemma2", "OLMo": "olmo2", "GPT-NeoX": "neox"}
+    bases = {"Gemma": "gemma2", "OLMo": "olmo2", "GPT-NeoX": "neox", "GLM-4-MoE": "glm4_moe"}
     bases |= {"dense layers": "qwen3_moe dense layer", "mixture": "qwen3_moe"}
     return settings, changes, next((base for name, base in bases.items() if name in rest), "llama")
 

@@ -15,6 +15,11 @@ Norms after attention and FFN (EXAONE 4) leave the new part scaled by s: their g
 maps that read the stream, with no norm before them, are times 1 / s in the new columns. A norm of each query and key
 head shares eps, so these maps are times √(D / D') in fp32; in 16 bits rounding them would cost more than that eps.
 
+In a mixture with a shared expert (GLM-4-MoE) the expansion's FFN becomes more inner width of that expert, which every
+token takes; the router and the other experts read no added channel. W21 reads the sum of all experts. As it is linear,
+each writes its own part: below its down map W stands W21 W. The shared expert's width is a multiple of an expert's, so
+zeros fill it up.
+
 If the base was widened before, the channels added then are stored in the same way. config.json says which channels are
 scaled, and s, so that training can undo it (`pipeline.model.spec.StoredResidual`).
 """
@@ -37,14 +42,14 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of, hf_tensor
 from pipeline.model.family import FusedPart, HfTensor, fuse
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
-from pipeline.model.spec import StoredResidual, scale_in
+from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_in
 from pipeline.model.stock_model import UNPADDED, Padding, stock_widths
+from pipeline.scale.plan import ExpansionPlan
 
 _logger = log.get_logger(__name__)
 _HEADS_NORMS = ("attention.query_norm", "attention.key_norm")
 # Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and the output's.
 _BLOCK_POSITIONS = {
-    "base": (0, 0),
     "expansion_to_base": (0, 1),
     "base_to_expansion": (1, 0),
     "expansion_to_expansion": (1, 1),
@@ -67,6 +72,7 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
     spec, wider = model.spec, stock_widths(model.plan.expansion, model.spec, padding)
     if padding != UNPADDED:
         _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan.expansion, spec))
+    mixture, entries = _wider_mixture(spec, model.plan)
     normed = spec.widths.hidden_size / wider.hidden_size
     new = StoredResidual(spec.widths.hidden_size, scale_in(dtype), spec.norm_placement == "after")
     residual = _kept(spec.residual, dtype) or new
@@ -79,24 +85,21 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
         "tie_word_embeddings": False,
         "dtype": dtype_name(dtype),
         RESIDUAL_KEY: asdict(residual),
+        **entries,
     }
     with torch.device("meta"):
-        ordinary = Decoder(replace(spec, widths=wider, tie_word_embeddings=False))
+        ordinary = Decoder(replace(spec, widths=wider, mixture=mixture, tie_word_embeddings=False))
 
     def fused(name: str, shape: torch.Size) -> Tensor:
         """Zeros of `shape`, in which the base parameter `name` and each block beside it have a corner."""
-        stem, _, kind = name.partition(".base")
+        stem = name.partition(".base")[0]
         values, base = torch.zeros(shape, dtype=dtype), model.read(name)
         takes_root = stem.endswith("norm") and not stem.endswith(_HEADS_NORMS)
         if spec.query_key_norm == "head" and stem.endswith(("attention.query", "attention.key")):
             takes_root = dtype == torch.float32
-        for block, position in _BLOCK_POSITIONS.items():
-            path = f"{stem}.{block}{kind}"
-            if block != "base" and path not in model.shapes:
-                continue
-            part = base if block == "base" else model.read(path)
-            # In a bias or gain, what is added comes second.
-            offsets = position if base.dim() == 2 else (int(block != "base"),)
+        for position, part in {(0, 0): base, **_blocks_beside(model, name, base)}.items():
+            # In a bias or gain, what is added comes second; the experts' matrices are one tensor.
+            offsets = (int(position != (0, 0)),) if base.dim() == 1 else (*[0] * (base.dim() - 2), *position)
             corner = [size * offset for size, offset in zip(base.shape, offsets, strict=True)]
             place = tuple(slice(start, start + size) for start, size in zip(corner, part.shape, strict=True))
             values[place] = part.float() * math.sqrt(normed) if takes_root else part
@@ -107,6 +110,34 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNP
         for name, parameter in ordinary.named_parameters()
     ]
     return Export("stock", config, _stored(model, tensors), dtype)
+
+
+def _wider_mixture(spec: DecoderSpec, plan: ExpansionPlan) -> tuple[MixtureSpec | None, dict[str, int]]:
+    """The ordinary model's mixture, whose shared expert holds the expansion's FFN, and its entry in config.json."""
+    mixture, entry = spec.mixture, family_of(spec).shared_experts
+    if mixture is None or entry is None:
+        return mixture, {}
+    count = math.ceil((mixture.shared_size + plan.expansion.intermediate_size) / mixture.intermediate_size)
+    return replace(mixture, shared_size=count * mixture.intermediate_size), {entry: count}
+
+
+def _blocks_beside(model: TrainedModel, name: str, base: Tensor) -> dict[tuple[int, int], Tensor]:
+    """The blocks beside `base`, the values of the base parameter `name`, by their places in the fused matrix."""
+    stem, _, kind = name.partition(".base")
+    if not kind.startswith((".experts.", ".router.", ".shared.")):
+        paths = {position: f"{stem}.{block}{kind}" for block, position in _BLOCK_POSITIONS.items()}
+        return {position: model.read(path) for position, path in paths.items() if path in model.shapes}
+    _, module, linear, *_ = kind.split(".")
+    if module == "router" or (module == "experts" and linear != "down"):
+        return {}  # these read no added channel
+    paths = {position: f"{stem}.{linear}.{block}.weight" for block, position in _BLOCK_POSITIONS.items()}
+    blocks = {position: model.read(path).float() for position, path in paths.items() if path in model.shapes}
+    if linear == "down":
+        to_expansion = blocks[1, 0]
+        blocks[1, 0] = to_expansion @ base.float()
+        if (0, 1) in blocks:
+            blocks[1, 1] += to_expansion @ blocks[0, 1]
+    return blocks if module == "shared" else {(1, 0): blocks[1, 0]}
 
 
 def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -> list[PlannedTensor]:

@@ -149,7 +149,8 @@ class BaseFolder:
         if source.experts is not None:
             of_one = REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
             experts = source.of_each_expert()[slice(*rows or (None,))]
-            return torch.stack(self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size)))
+            stored = torch.stack(self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size)))
+            return self.spec.residual.restore(name, stored) if self.spec.residual else stored
         if source.in_three:
             with self._slice(source.name) as view:
                 return in_three(view[0 : view.get_shape()[0]])[slice(*rows or (None,))]

@@ -284,7 +284,6 @@ _PHI3_FUSED = {
 _PHI3_NAMES = LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items() for part in parts}
 _WHOLE_HEADS = "its query and key norms take one mean square over all heads, the added ones too"
 _GEMMA = "its servers take the embedding for the output too, and widened the two differ"
-_SHARED_EXPERT = "to widen its shared expert is not built"
 _NO_SHARED_EXPERT = "it has no shared expert that the expansion's FFN could widen"
 _GPT_NEOX = "its LayerNorm takes one mean over the residual stream, and its head size follows from it"
 
@@ -324,15 +323,15 @@ FAMILIES = {
             _glm4_moe,
             MIXTURE_NAMES,
             layer_entries=lambda spec: {"first_k_dense_replace": len(_dense_layers(spec))},
-            why_not_stock=f"a GLM-4 mixture: {_SHARED_EXPERT}",
+            shared_experts="n_shared_experts",
         ),
-        Family("solar_open", _solar_open, MIXTURE_NAMES, why_not_stock=f"a Solar Open base: {_SHARED_EXPERT}"),
+        Family("solar_open", _solar_open, MIXTURE_NAMES, shared_experts="n_shared_experts"),
         Family(
             "exaone_moe",
             _exaone_moe,
             MIXTURE_NAMES | {f"{ROUTER}.bias": "mlp.e_score_correction_bias"},
             layer_entries=_exaone_moe_entries,
-            why_not_stock=f"a K-EXAONE base: {_SHARED_EXPERT}",
+            shared_experts="num_shared_experts",
         ),
         Family("mixtral", _mixtral, _MIXTRAL_NAMES, why_not_stock=f"a Mixtral base: {_NO_SHARED_EXPERT}"),
         Family("olmoe", _olmoe, MIXTURE_NAMES, why_not_stock=f"an OLMoE base: {_WHOLE_HEADS}"),

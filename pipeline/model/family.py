@@ -35,6 +35,7 @@ class Family:
             each other, or with `fused_by_head` they alternate head by head.
         layer_entries: the config's entries that list layers, for a spec with more layers than the folder.
         derives_head_dim: whether transformers or a server takes the size of a head to be hidden_size / heads.
+        shared_experts: the config's entry with the width of an expert that every token takes, in widths of one expert.
         why_not_stock: why a widened model is not expressible as an ordinary one; None if it is.
     """
 
@@ -45,6 +46,7 @@ class Family:
     fused_by_head: bool = False
     layer_entries: Callable[[DecoderSpec], dict[str, Any]] = lambda spec: {}
     derives_head_dim: bool = False
+    shared_experts: str | None = None
     why_not_stock: str | None = None
 
     def tensor(self, name: str, spec: DecoderSpec) -> HfTensor:

@@ -18,7 +18,7 @@ from pipeline.errors import BaseModelError, in_one_line
 from pipeline.files import read_object
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.families import FAMILIES
+from pipeline.model.families import FAMILIES, hf_tensor
 from pipeline.model.family import UnsupportedError, head_dim_of
 from pipeline.model.layers import ACTIVATIONS
 from pipeline.model.spec import DecoderSpec, StoredResidual
@@ -58,8 +58,6 @@ def read_spec(path: Path) -> DecoderSpec:
     except _FAULTS as error:
         raise BaseModelError(f"{file}: not a {config.model_type} config: {in_one_line(error):.300}") from None
     _check_spec(spec, file)
-    if spec.mixture is not None and getattr(config, RESIDUAL_KEY, None) is not None:
-        raise BaseModelError(f"{file}: {RESIDUAL_KEY}: no mixture of experts was widened so; use the original model")
     return replace(spec, residual=_residual(getattr(config, RESIDUAL_KEY, None), spec.widths.hidden_size, file))
 
 
@@ -219,7 +217,8 @@ def check_weights(model: nn.Module, base: BaseFolder, source: Callable[[str], st
         found, expected = base.shape(source(name)), full_shape_of(parameter)
         if found != expected:
             raise BaseModelError(
-                f"{base.path}: {source(name)} has shape {found}, config.json implies {expected}; copy the folder again"
+                f"{base.path}: {source(name)} has shape {found}, config.json implies {expected} (the tensor "
+                f"{hf_tensor(source(name), base.spec).name}); copy the folder again"
             )
 
 

@@ -193,50 +193,35 @@ class Experts(nn.Module):
         self.down = ExpertLinear(self.count, inner, hidden_size, dim=2, tp=tp)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        top_k = chosen.shape[1]
         taken, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(taken, torch.arange(self.count, device=x.device), right=True, out_int32=True)
-        rows = _Spread.apply(x, order, top_k)
+        tokens, places = order // chosen.shape[1], order.argsort().view_as(chosen)
+
+        def spread(x: Tensor) -> Tensor:
+            return x.index_select(0, tokens)
+
+        def summed(rows: Tensor) -> Tensor:
+            return F.embedding_bag(places, rows, mode="sum")
+
+        rows = _Adjoint.apply(x, spread, summed)
         inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
         # The down map is linear: weighting the narrower inner activations costs less than weighting its results.
         weighted = inner * weights.flatten()[order].unsqueeze(-1)
-        summed: Tensor = _Sum.apply(self.down(weighted, ends), order, top_k)
-        return summed
+        y: Tensor = _Adjoint.apply(self.down(weighted, ends), summed, spread)
+        return y
 
 
-class _Spread(torch.autograd.Function):
-    """x: [N, D] -> a row for each expert that a token takes, sorted by expert: [N k, D]. `_Sum` is its adjoint.
+class _Adjoint(torch.autograd.Function):
+    """The linear map `there`, whose gradient its adjoint `back` takes.
 
-    As sums over a token's rows neither direction adds in an order that chance decides, as torch's indexing may.
+    Autograd's own, of an indexing, may add in an order that chance decides.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return x[order // top_k]
+    def forward(ctx: Any, x: Tensor, there: Activation, back: Activation) -> Tensor:  # noqa: ANN401
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (order,) = ctx.saved_tensors
-        return _summed(gradient, order, ctx.top_k), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, top_k: int) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return _summed(rows, order, top_k)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (order,) = ctx.saved_tensors
-        return gradient[order // ctx.top_k], None, None
-
-
-def _summed(rows: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """rows: [N k, D] sorted by expert -> the sum of each token's: [N, D]."""
-    by_token = torch.empty_like(rows)
-    by_token[order] = rows
-    return by_token.unflatten(0, (-1, top_k)).sum(1)
+        return ctx.back(gradient), None, None

@@ -163,6 +163,8 @@ _WRITE_STREAM = (
     "attention.output.base.bias",
     "ffn.down.base.weight",
     "ffn.down.base.bias",
+    "ffn.base.experts.down.weight",
+    "ffn.base.shared.down.base.weight",
 )
 _READ_STREAM = tuple(
     f"{name}.base.weight" for name in ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
@@ -211,7 +213,8 @@ class StoredResidual:
         if name == "embedding.base.weight":
             values[:, self.normed_size :] *= factor
         elif name.endswith(_WRITE_STREAM):
-            values[max(0, self.normed_size - first_row) :] *= factor
+            rows = values.movedim(-2, 0) if values.dim() > 1 else values  # of every expert at once
+            rows[max(0, self.normed_size - first_row) :] *= factor
         elif self.read_unnormed and name.endswith(_READ_STREAM):
             values[:, self.normed_size :] /= factor
         elif name.endswith(_GAINS_OF_STREAM):  # a gain undoes the scale of the stream

@@ -47,7 +47,7 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "lora key, value, down": METHODS["lora"] | {"target_modules": ["key", "value", "down"]},
     "lora query, value, output": METHODS["lora"] | {"target_modules": ["query", "value", "output"]},
 }
-NOT_STOCK = ("neox", "olmo", "gemma", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "solar_open", "exaone_moe")
+NOT_STOCK = ("neox", "olmo", "gemma", "mixtral", "qwen3_moe", "qwen2_moe")
 """How the names of bases begin of which no ordinary wider model exists."""
 
 

@@ -125,18 +125,18 @@ def _blocks_beside(model: TrainedModel, name: str, base: Tensor) -> dict[tuple[i
     """The blocks beside `base`, the values of the base parameter `name`, by their places in the fused matrix."""
     stem, _, kind = name.partition(".base")
     if not kind.startswith((".experts.", ".router.", ".shared.")):
-        paths = {position: f"{stem}.{block}{kind}" for block, position in _BLOCK_POSITIONS.items()}
-        return {position: model.read(path) for position, path in paths.items() if path in model.shapes}
+        paths = {f"{stem}.{block}{kind}": position for block, position in _BLOCK_POSITIONS.items()}
+        return {position: model.read(path) for path, position in paths.items() if path in model.shapes}
     _, module, linear, *_ = kind.split(".")
     if module == "router" or (module == "experts" and linear != "down"):
         return {}  # these read no added channel
-    paths = {position: f"{stem}.{linear}.{block}.weight" for block, position in _BLOCK_POSITIONS.items()}
-    blocks = {position: model.read(path).float() for position, path in paths.items() if path in model.shapes}
+    paths = {f"{stem}.{linear}.{block}.weight": position for block, position in _BLOCK_POSITIONS.items()}
+    blocks = {position: model.read(path).float() for path, position in paths.items() if path in model.shapes}
     if linear == "down":
         to_expansion = blocks[1, 0]
         blocks[1, 0] = to_expansion @ base.float()
         if (0, 1) in blocks:
-            blocks[1, 1] += to_expansion @ blocks[0, 1]
+            blocks[1, 1] = blocks[1, 1] + to_expansion @ blocks[0, 1]
     return blocks if module == "shared" else {(1, 0): blocks[1, 0]}
 
 

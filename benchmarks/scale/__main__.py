@@ -1,7 +1,6 @@
 """What grows with ranks, shards, files and steps, tried on one machine: sparse files, light processes, links.
 
-    python -m benchmarks.scale --json benchmarks/out/scale.json
-    python -m benchmarks.scale --only --json benchmarks/out/scale.json --picture docs/scale.svg
+    python -m benchmarks.scale --json benchmarks/out/scale.json --picture docs/scale.svg
 
 Slopes are the exponents by which costs grow. docs/scale.md says what is simulated, and what that leaves out.
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,19 +26,18 @@ _WIDTH, _LINE, _LEFT = 820.0, 24.0, 470.0
 _WORDS = {0.0: "constant", 1.0: "linear", 2.0: "square"}
 
 
-def draw(now: Mapping[str, Sequence[Row]], before: Mapping[str, Sequence[Row]]) -> Drawing:
-    """A line for each cost with a goal: a circle, and a square for what it was in `before`; both hold tables."""
-    tables = [{table["title"]: table for found in of.values() for table in found} for of in (now, before)]
-    costs = [(title, name) for title, table in tables[0].items() for name in table["goals"]]
+def draw(found: Mapping[str, Sequence[Row]]) -> Drawing:
+    """A line for each cost with a goal in the tables of all subjects, and a circle at its slope."""
+    tables = [table for of in found.values() for table in of]
+    costs = [(table, name) for table in tables for name in table["goals"] if table["slopes"][name] is not None]
     drawing = Drawing(_WIDTH, _LINE * (len(costs) + 2), "slopes", "How costs grow", "The exponent of each cost")
     x = Axis(-0.5, 2.5, _LEFT, _WIDTH - 20, lambda tick: _WORDS[tick], tuple(_WORDS))
     Chart(drawing, x, Axis(0, 1, _LINE * len(costs), 0, str))
-    for number, (title, name) in enumerate(costs):
-        y, size = _LINE * (number + 0.5), next(iter(tables[0][title]["rows"][0]))
-        drawing.text((_LEFT - 40, y + 4), f"{title.partition(':')[0]}: {name} by {size}", "tick", "end")
-        for style in (1, 0):
-            if (slope := tables[style].get(title, {"slopes": {}})["slopes"].get(name)) is not None:
-                drawing.mark((x(min(max(slope, -0.5), 2.5)), y), style, tooltip=f"{slope:.2f}")
+    for number, (table, name) in enumerate(costs):
+        y, slope = _LINE * (number + 0.5), table["slopes"][name]
+        label = f"{table['title'].partition(':')[0]}: {name} by {next(iter(table['rows'][0]))}"
+        drawing.text((_LEFT - 40, y + 4), label, "tick", "end")
+        drawing.mark((x(min(max(slope, -0.5), 2.5)), y), 0, tooltip=f"{slope:.2f}")
     return drawing
 
 
@@ -49,18 +48,18 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="folder for temporary files: some GB, 10^5 files")
     parser.add_argument("--json", type=Path, required=True, help="the tables; those of other subjects stay in it")
     parser.add_argument("--picture", type=Path, help="also draw the slopes of all tables in it, as SVG")
-    parser.add_argument("--beside", type=Path, help="tables of an earlier version, for the picture")
     options = parser.parse_args()
     found = read_object(options.json, UserError) if options.json.exists() else {}
     for subject in options.only:
+        began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=f"scale-{subject}-", dir=options.scratch) as scratch:
             module = importlib.import_module(f"benchmarks.scale.{subject}")
             found[subject] = list(module.measure(Path(scratch), options.smallest))
+        print(f"{subject}: {time.monotonic() - began:.0f} s", flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.json, found)
     if options.picture:
-        before = read_object(options.beside, UserError) if options.beside else {}
-        write_text(options.picture, svg_file(draw(found, before)))
+        write_text(options.picture, svg_file(draw(found)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The estimate compared with what a real step of DeepSpeed holds and sends: within 5 %, ZeRO-3's gathers 15 %.
+"""The estimate compared with what a real step of DeepSpeed holds (within 5 %) and sends (equal, ZeRO-3's gathers 15 %).
 
 `python -m pytest tests/sizing/test_against_runs.py -k sends -rP` prints both figures.
 """
@@ -32,6 +32,7 @@ CASES = [
 ]
 COLLECTIVES = {"all-gather": "allgather_base", "reduce-scatter": "reduce_scatter_base", "all-reduce": "allreduce"}
 CLOSE = 0.05
+A_FEW_NUMBERS = 64  # bytes: the gradient's norm, and whether it is finite
 CLOSE_GATHERS = 0.15  # ZeRO-3's gathers: a formula instead of DeepSpeed's prefetcher
 
 
@@ -92,4 +93,5 @@ def test_what_a_step_sends(case):
                 f"{kind[0]:<20} over {kind[1]}: {length:>9,} estimated, {found[kind]:>9,} measured bytes\n"
             )
             gathers = estimate.choice.zero_stage == 3 and kind[0] == "allgather_base"
-            assert length == pytest.approx(found[kind], rel=CLOSE_GATHERS if gathers else CLOSE), kind
+            close = {"rel": CLOSE_GATHERS} if gathers else {"abs": A_FEW_NUMBERS}
+            assert length == pytest.approx(found[kind], **close), kind

@@ -5,11 +5,11 @@ It needs `modeling_scale.py` beside it, torch and transformers:
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)                      # all expansions
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["korean"])   # only this one
 
-Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact stream. After a
-token on which several gates are open, the expansion with the largest margin (its score, the log odds of its text, less
-its threshold) gives the probabilities that it would give alone. Where no gate is open, the one that was used last gives
-those that it would give of a closed token alone, and before the first the base its own. So no expansion changes what
-another, or the base, says of a token.
+Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact stream. Of several,
+the expansion whose margins (its score, the log odds of its text, less its threshold) were largest over the last tokens
+is in use; where its gate is open, it gives the probabilities that it would give alone. Where it is closed, the one that
+was open last gives those that it would give of a closed token alone, and before the first the base its own. So no
+expansion changes what another, or the base, says of a token.
 
 A text pays for an expansion from the first token on which it is used: then the text so far is computed with it, once.
 One without expansion_to_base blocks (Preserve) computes the base's stream too, in the same pass; beside one with such
@@ -48,6 +48,10 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
 """What an expansion may be called: its name is that of a folder."""
 BASE = 0
 """The index of the base among the paths; expansions follow, from 1 on."""
+RECENT = 128
+"""How many tokens' margins are compared where several gates are open."""
+LARGEST_MARGIN = 64.0
+"""What a larger margin counts as for the tokens after it, such as a new piece's."""
 
 
 class CombinedConfig(ScaleConfig):
@@ -363,13 +367,13 @@ class CombinedForCausalLM(ScaleForCausalLM):
         length = inputs.tokens.shape[1]
         read, streams = self._base_stream(inputs, state, options)
         margins = self._margins(read, inputs, state)
-        allowed = F.pad(active, (1, 0), value=True).unsqueeze(1)
-        winner, used = self._choice(margins.masked_fill(~allowed, -torch.inf), allowed, state)
-        # Which gates are open is stored as if alone: a later token's request may allow another expansion.
-        decided = torch.cat([used.unsqueeze(-1), 2 * (margins[..., 1:] > 0).long()], dim=-1)
+        totals = self._totals(margins, state)
+        winner, used = self._choice(margins, totals, F.pad(active, (1, 0), value=True).unsqueeze(1), state)
+        # Gates and totals are stored as if alone: a later token's request may allow another expansion.
+        decided = torch.cat([used.unsqueeze(-1), 2 * (margins[..., 1:] > 0), totals[:, RECENT:]], dim=-1)
         new = (torch.stack(inputs[:2], dim=-1), decided)
-        text, opens = (part[:, 0] for part in state.text.update(*(part.unsqueeze(1) for part in new)))
-        whole = Inputs(text[..., 0], text[..., 1], inputs.attention_mask)
+        text, stored = (part[:, 0] for part in state.text.update(*(part.unsqueeze(1) for part in new)))
+        whole, opens = Inputs(text[..., 0], text[..., 1], inputs.attention_mask), stored.long()
         winner_kept, used_kept = winner[:, kept], used[:, kept]
         x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
         added = list[tuple[Tensor, Tensor]]()
@@ -401,17 +405,32 @@ class CombinedForCausalLM(ScaleForCausalLM):
             return z
         return self.output._without_new(z, winner_kept.ne(self._vocabulary_owner()).unsqueeze(-1))
 
-    def _choice(self, margins: Tensor, allowed: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    def _totals(self, margins: Tensor, state: State) -> Tensor:
+        """The sum of each gate's positive margins over the text up to each of the last tokens: [B, RECENT + S, E].
+
+        margins: [B, S, P]. Summed one by one, so that a text read in parts has the totals of the whole.
+        """
+        past = margins.new_zeros(len(margins), RECENT, len(self.names), dtype=torch.double)
+        if state.text.get_seq_length() > 0:
+            past = torch.cat([past, state.text.values[:, 0, :, -len(self.names) :]], dim=1)[:, -RECENT:]
+        own = margins[..., 1:].clamp(0, LARGEST_MARGIN).double()
+        return torch.cat([past, torch.cat([past[:, -1:], own], dim=1).cumsum(1)[:, 1:]], dim=1)
+
+    def _choice(self, margins: Tensor, totals: Tensor, allowed: Tensor, state: State) -> tuple[Tensor, Tensor]:
         """For each token, the path whose gate opens it, BASE if none does, and the path that is used, both [B, S].
 
-        margins: [B, S, P]; of equal ones none wins. A closed token uses the path of the open one before it, if that is
-        `allowed` [B, 1, P] now.
+        Of the `allowed` [B, 1, P], the one whose margins [B, S, P] were largest lately wins, if its gate is open, and
+        on a new piece the one that has it; of equal ones none. A closed token uses the path of the open one before it,
+        if that is allowed now.
         """
-        best = margins.amax(-1, keepdim=True)
-        winner = margins.argmax(-1).masked_fill((margins == best).long().sum(-1) > 1, BASE)
+        lately = F.pad(totals[:, RECENT:] - totals[:, :-RECENT], (1, 0))
+        lately = lately.masked_fill(margins.isposinf(), torch.inf).masked_fill(~allowed, -1)
+        best, first = lately.max(-1, keepdim=True)
+        is_one = (lately == best).sum(-1, keepdim=True) == 1
+        winner = first.masked_fill(~is_one | (margins.gather(-1, first) <= 0), BASE)[..., 0]
         before = winner.new_full((len(winner), 1), BASE)
         if state.text.get_seq_length() > 0:
-            before = state.text.values[:, 0, -1:, 0]
+            before = state.text.values[:, 0, -1:, 0].long()
         places = torch.arange(1, winner.shape[1] + 1, device=winner.device)
         last = (winner != BASE).long().mul(places).cummax(dim=1).values
         used = torch.cat([before, winner], dim=1).gather(1, last)

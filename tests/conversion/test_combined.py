@@ -20,7 +20,7 @@ from pipeline.conversion.combine import combine, expansions_in
 from pipeline.conversion.convert import EXPORT
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
-from pipeline.conversion.modeling_scale_combined import CombinedForCausalLM, is_of_base
+from pipeline.conversion.modeling_scale_combined import LARGEST_MARGIN, RECENT, CombinedForCausalLM, is_of_base
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.errors import ConversionError, OutputError
 from pipeline.files import file_hash
@@ -114,23 +114,30 @@ def alone(path: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 @torch.no_grad()
 def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model):
-    text, given = torch.randint(3, BASE_TOKENS + 18, (1, 64), generator=torch.Generator().manual_seed(4)), Counter()
-    for names in (["pieces"], list(EXPANSIONS), ["ko"], ["code", "med"]):
+    passages = torch.randint(3, BASE_TOKENS + 18, (6, 4), generator=torch.Generator().manual_seed(4))
+    text, given = passages.repeat(1, 20).view(1, -1), Counter()  # each of four words, for which other gates open
+    for names in (["pieces"], list(EXPANSIONS), ["ko"], ["code", "med"], ["code"]):
         tokens = text if names == ["pieces"] else text % BASE_TOKENS
         model.set_active([])
         expected = model(tokens, use_cache=False).logits[0]
         found, used = {name: alone(exports[name], tokens) for name in names}, None
-        for at in range(64):
-            margin, best = max((margins[at], name) for name, (_, margins) in found.items())
-            used = best if margin > 0 else used
+        for at in range(text.shape[1]):
+            lately = {name: margins[max(0, at - RECENT + 1) : at + 1] for name, (_, margins) in found.items()}
+            best = max(names, key=lambda name: lately[name].clamp(0, LARGEST_MARGIN).sum())
+            is_open = bool(lately[best][-1] > 0)
+            used = best if is_open else used
             if used is not None:
                 logits = found[used][0][at]
                 expected[at, : len(logits)] = logits
-            given[used, bool(margin > 0)] += 1
+            given[used, is_open] += 1
         model.set_active(names)
         assert torch.equal(model(tokens, use_cache=False).logits[0], expected), names
     cases = {(None, False), ("code", False), *((name, True) for name in EXPANSIONS)}
     assert cases <= given.keys(), given
+    model.set_active(EXPANSIONS)  # a new piece is open for the expansion that brought it, whatever came before
+    is_new = text[0] >= BASE_TOKENS
+    found = model(text, use_cache=False).logits[0]
+    assert is_new.any() and torch.equal(found[is_new], alone(exports["pieces"], text)[0][is_new])
 
 
 REQUESTS = [["ko"], ["code", "law", "med"], [], list(EXPANSIONS)]

@@ -48,7 +48,7 @@ def _known_hashes(shards: tuple[tuple[Path, int], ...]) -> npt.NDArray[np.uint64
 
 
 def _hashes(shard: Shard) -> npt.NDArray[np.uint64]:
-    stored = memoryview(np.memmap(shard.bin_path, np.uint8, "r"))
+    stored = np.memmap(shard.bin_path, np.uint8, "r").data
     starts = (shard.document_starts(0, shard.tokens) * shard.dtype.itemsize).tolist()
     documents = (stored[start:end] for start, end in pairwise([*starts, len(stored)]))
     return np.frombuffer(b"".join(blake2b(ids, digest_size=8).digest() for ids in documents), np.uint64)

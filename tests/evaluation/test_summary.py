@@ -86,6 +86,7 @@ def test_the_summary_of_a_run(run, tmp_path):
         summarise(run_config(tmp_path / "demo"))
 
 
+@pytest.mark.full
 def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
     shutil.copytree(run, tmp_path / "demo")
     changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}

@@ -188,8 +188,8 @@ class Watchdog:
 
 
 def pauses_between_heartbeats(limits: settings.Watchdog, ranks: int) -> int:
-    """Rank 0 hears some 100 heartbeats a second, however many ranks; of each, three before it is given up."""
-    return max(1, int(min(ranks / 100, limits.dead_after_s / 3) // limits.beat_every_s))
+    """Rank 0 hears some 100 heartbeats a second, however many ranks; of each, two before it is given up."""
+    return max(1, int(min(ranks / 100, limits.dead_after_s / 2) // limits.beat_every_s))
 
 
 def lost_a_peer(error: BaseException) -> bool:

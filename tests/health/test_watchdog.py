@@ -220,7 +220,7 @@ def test_a_fault_that_all_agreed_on_is_not_repeated(ends_of):
     assert [end.errors for end in ends] == [[], [], []]
 
 
-@pytest.mark.parametrize(("ranks", "every_s"), [(8, 5), (999, 5), (1024, 10), (4096, 20), (100_000, 20)])
-def test_of_thousands_each_sends_less_often_but_thrice_before_it_is_given_up(ranks, every_s):
+@pytest.mark.parametrize(("ranks", "every_s"), [(8, 5), (999, 5), (1024, 10), (4096, 30), (100_000, 30)])
+def test_of_thousands_each_sends_less_often_but_twice_before_it_is_given_up(ranks, every_s):
     limits = Settings(beat_every_s=5, dead_after_s=60)
     assert limits.beat_every_s * pauses_between_heartbeats(limits, ranks) == every_s

@@ -30,7 +30,7 @@ $(STAMP): $(CORE)
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-demo: $(CORE)  ## run the whole pipeline on a small model, about 3 minutes; COMPARE=1 also trains by full fine-tuning
+demo: $(CORE)  ## run the whole pipeline on a small model, 3 to 8 minutes; COMPARE=1 also trains by full fine-tuning
 ifdef COMPARE
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo_fft.yaml STAGES="tokenize sample train convert evaluate" bash slurm/cpt_korean.sh
 endif

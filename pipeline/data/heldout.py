@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.token_corpus import load_manifest
+from pipeline.data.token_corpus import MANIFEST, load_manifest
 from pipeline.data.token_shards import Shard, shard_file
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
@@ -22,23 +22,33 @@ from pipeline.errors import DataError
 
 def shards_of(folder: Path) -> dict[Path, str]:
     """The shards of a finished corpus, each with the file that its documents come from."""
-    manifest = load_manifest(folder)
-    # A unit's name begins with its file's number.
-    return {folder / shard.name: manifest.inputs[int(shard.name.partition("-")[0])].path for shard in manifest.shards}
+    manifest = folder / MANIFEST
+    return _shards_of(folder, manifest.stat().st_mtime_ns if manifest.exists() else 0)
 
 
-def check_apart(shard: Path, source: str, heldout: Iterable[Path], folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises DataError where a document of a training `shard`, from `source`, is in a shard `heldout` of `folder`."""
+def check_apart(shard: Path, source: str, heldout: Iterable[Path], tokenizer: Tokenizer) -> None:
+    """Raises DataError where a document of a training `shard`, from `source`, is in one of the shards `heldout`."""
+    heldout = tuple(heldout)
     known = _known_hashes(tuple((path, shard_file(path, ".bin").stat().st_mtime_ns) for path in heldout))
     opened = Shard(shard)
     hashes = _hashes(opened)
     same = np.flatnonzero(known[np.searchsorted(known[:-1], hashes)] == hashes)
     if len(same):
-        text = tokenizer.decode(opened.document(int(same[0]))[len(tokenizer.document_start) :][:60])
+        first = int(same[0])
+        text = tokenizer.decode(opened.document(first)[len(tokenizer.document_start) :][:60])
+        folder = next(path.parent for path in heldout if hashes[first] in _hashes(Shard(path)))
         raise DataError(
             f"{source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the two, as "
             "scale-cpt clean does, remove the folder of that one, and start again"
         )
+
+
+@lru_cache
+def _shards_of(folder: Path, changed: int) -> dict[Path, str]:
+    """`changed`: when its manifest was; that of a large corpus is too long to be read for every shard."""
+    manifest = load_manifest(folder)
+    # A unit's name begins with its file's number.
+    return {folder / shard.name: manifest.inputs[int(shard.name.partition("-")[0])].path for shard in manifest.shards}
 
 
 @lru_cache

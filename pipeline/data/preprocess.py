@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,7 +168,7 @@ def _split(keys: Keys, unit_bytes: int, file: _File) -> _FileRecord:
 
 def _compare(job: Job, heldout: tuple[Path, ...], shard: _File) -> UnitPart:
     path, tokenizer = Path(shard.path), cached_tokenizer(job.tokenizer, job.end_of_document)
-    check_apart(path, shards_of(path.parent)[path], heldout, job.output, tokenizer)
+    check_apart(path, shards_of(path.parent)[path], heldout, tokenizer)
     return UnitPart()
 
 
@@ -226,9 +226,8 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 (heldout if fraction and is_heldout(record.held_out_by, fraction) else train).add(record)
         train.write_batch()
         heldout.write_batch()
-    if job.part == "train" and train.outcome.documents:
-        for folder in job.apart_from:
-            check_apart(job.output / unit.name, str(unit), shards_of(folder), folder, tokenizer)
+    if job.part == "train" and train.outcome.documents and job.apart_from:
+        check_apart(job.output / unit.name, str(unit), chain.from_iterable(map(shards_of, job.apart_from)), tokenizer)
     if listed:
         with published_file(state / f"{unit.name}.{QUARANTINE}") as file:
             file.writelines(listed)

@@ -20,7 +20,7 @@ import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.conversion import Exported
@@ -211,6 +211,17 @@ def load_hf_model(
             names = sorted(map(str, found[fault]))
             raise BaseModelError(f"{folder}: {fault.replace('_', ' ')}: {names[0]} and {len(names) - 1} more")
     return model.to(device).eval()
+
+
+def taken_ends(model: Any) -> list[int]:  # noqa: ANN401
+    """Every `eos_token_id` of the model's generation_config.json, as chat models have several; the rest is forgotten.
+
+    `generate` fills what a given configuration leaves open from the model's own: Llama's, for one, lowers the
+    temperature and cuts off the tail of the distribution.
+    """
+    ends = model.generation_config.eos_token_id
+    model.generation_config = GenerationConfig()
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401

@@ -13,7 +13,7 @@ import orjson
 import torch
 from transformers import GenerationConfig
 
-from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.hf_folder import load_hf_model, taken_ends
 from pipeline.data.chats import ChatTemplate, chat_template, message_of
 from pipeline.data.readers import lines
 from pipeline.data.text_streams import open_stream
@@ -130,9 +130,7 @@ def score_chats(
         for chat in chats
     ]
     left.sort(key=lambda prompt: -len(prompt.ids))  # little padding
-    ends = model.generation_config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else ends or list(tokenizer.document_end[-1:])
-    model.generation_config = GenerationConfig()  # `generate` fills what a given one leaves open from this one
+    ends = taken_ends(model) or list(tokenizer.document_end[-1:])
     found: dict[str, list[tuple[bool, bool, int]]] = {name: [] for name in files}
     with progress_bar(str(folder), len(left), " chats") as bar:
         while left:

@@ -12,15 +12,14 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
-from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.hf_folder import load_hf_model, taken_ends
 from pipeline.data.tokenizer import Tokenizer
 
 
 class BaseWriter:
     """The base model in `base` on `device`, in the type of its files; it samples from the ids of `tokenizer` alone.
 
-    Of the base's own generation_config.json every `eos_token_id` is an end, as chat models have several; nothing else
-    is used: Llama's, for one, lowers the temperature and cuts off the tail of the distribution.
+    Of the base's own generation_config.json every `eos_token_id` is an end; nothing else is used.
 
     Raises:
         BaseModelError: the folder cannot be loaded; no code in it is run.
@@ -30,10 +29,7 @@ class BaseWriter:
         self.device = torch.device(device)
         self._tokenizer = tokenizer
         self._model: Any = load_hf_model(base, device=device)
-        stated = self._model.generation_config.eos_token_id
-        self._ends = [stated] if isinstance(stated, int) else list(stated or ())
-        # `generate` fills what a given configuration leaves open from this one.
-        self._model.generation_config = GenerationConfig()
+        self._ends = taken_ends(self._model)
 
     @torch.inference_mode()
     def write(

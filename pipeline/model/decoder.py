@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Attend, Documents, attention_kernel
 from pipeline.model.layers import Context, DecoderLayer, RotaryEmbedding, RotaryTable, widened_norm
-from pipeline.model.mixture import balance_loss, recorded_loads
+from pipeline.model.mixture import MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.output import HiddenStates, Losses, OutputProjection
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
@@ -74,6 +74,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp) for layer in range(spec.num_layers)
         )
+        ffns = (layer.ffn for layer in self.layers)
+        self.mixtures = [ffn.base for ffn in ffns if isinstance(ffn, MixtureFeedForward)]
         self.final_norm = widened_norm(spec, plan, tp)
         threshold = plan.router_threshold if plan else 0.0
         self.output = OutputProjection(
@@ -128,7 +130,7 @@ class Decoder(nn.Module):
         The first `kl_rows` sequences are rehearsed. `reference_rows`, at least as many, is how many the base itself
         runs on; under ZeRO-3 it must be equal on all ranks.
         """
-        with recorded_loads(self.layers) as loads:
+        with recorded_loads(self.mixtures) as loads:
             hidden = self.hidden_states(tokens, positions, documents, reference_rows=reference_rows)
         losses: Losses = self.output(hidden, targets.reshape(-1), kl_rows * tokens.shape[1])
         losses = losses.of_shape(targets.shape)

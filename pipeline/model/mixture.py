@@ -99,15 +99,16 @@ class Mixture(nn.Module):
 
 
 @contextmanager
-def recorded_loads(model: nn.Module) -> Iterator[list[Load]]:
-    """The loads of the mixtures in `model` whose routers train, in the passes inside."""
-    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+def recorded_loads(mixtures: Sequence[Mixture]) -> Iterator[list[Load]]:
+    """The loads of those `mixtures` whose routers train, in the passes inside."""
     loads: list[Load] = []
     for mixture in mixtures:
         mixture.loads = loads
-    yield loads
-    for mixture in mixtures:
-        mixture.loads = None
+    try:
+        yield loads
+    finally:
+        for mixture in mixtures:
+            mixture.loads = None
 
 
 def balance_loss(loads: Sequence[Load]) -> Tensor:

@@ -69,6 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--opening-tokens", type=positive, help="the beginning of each that is used (default: all of it)")
     add("--text-key", default="text", help="the key or column that holds them (default: text)")
     add("--chat-template", action="store_true", help="they are a user's messages, framed by the chat template")
+    add("--thinking", action=argparse.BooleanOptionalAction, help="whether the base thinks before it answers")
     add("--seed", type=int, default=0, help="of the text (default: 0)")
 
 

@@ -31,6 +31,9 @@ class Sampling(Section):
     """the beginning of an opening that is used; default: all of it, as for questions"""
     chat_template: bool = False
     """the openings are a user's messages, framed by the tokenizer's chat template"""
+    thinking: bool | None = None
+    """of openings that are chats: whether the base thinks before it answers, the template's `enable_thinking`; default:
+    as the template has it"""
     seed: int = 0
     """of the text; not the run's, because runs with other seeds read the same corpus"""
 

@@ -21,17 +21,21 @@ from pipeline.files import json_hash, read_text
 TEMPLATE = "chat_template.jinja"
 # ShareGPT's names of who speaks; messages there hold `from` and `value`.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+# What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
+_THINKING = "enable_thinking"
 _ADVICE = "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
 
 
 class ChatTemplate:
     """The chat template of the tokenizer at `path`; two of the same template are equal.
 
+    `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
+
     Raises:
-        DataError: it has none, or its library does not see special tokens in a text.
+        DataError: it has none, or no `enable_thinking`, or its library does not see special tokens in a text.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, thinking: bool | None = None) -> None:
         self.path = path
         file = tokenizer_file(path)
         if file.suffix == ".model":
@@ -40,17 +44,19 @@ class ChatTemplate:
         source = template_in(file.parent, described)
         if not source:
             raise DataError(f"{file.parent}: its tokenizer has no chat template; {_ADVICE}")
+        if thinking is not None and _THINKING not in source:
+            raise DataError(f"{file.parent}: its chat template has no {_THINKING}; leave thinking out")
         self.source = source
-        self._special = {
+        self._variables = {
             name: token.get("content") if isinstance(token, dict) else token
             for name, token in described.items()
             if name.endswith("_token") and isinstance(token, (str, dict))
-        }
+        } | ({} if thinking is None else {_THINKING: thinking})
 
     @property
     def fingerprint(self) -> str:
         """A hash of what decides how a chat is rendered."""
-        return json_hash([self.source, self._special])
+        return json_hash([self.source, self._variables])
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
@@ -93,15 +99,15 @@ class ChatTemplate:
 
         with faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError):
             texts, _ = render_jinja_template(
-                conversations=[messages], chat_template=self.source, add_generation_prompt=is_open, **self._special
+                conversations=[messages], chat_template=self.source, add_generation_prompt=is_open, **self._variables
             )
         return str(texts[0])
 
 
 @lru_cache(maxsize=4)
-def chat_template(path: Path) -> ChatTemplate:
+def chat_template(path: Path, thinking: bool | None = None) -> ChatTemplate:
     """The chat template of the tokenizer at `path`, read once. Raises as `ChatTemplate`."""
-    return ChatTemplate(path)
+    return ChatTemplate(path, thinking)
 
 
 def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:

@@ -84,6 +84,7 @@ class SamplingRecord(_Strict):
     chat_template: bool
     seed: int
     batch_size: int
+    thinking: bool | None = None
 
 
 class Description(_Strict):

@@ -128,6 +128,11 @@ def plan_of(job: SamplingJob) -> Plan:
     tokenizer = load_tokenizer(job.base)
     check_vocabulary(tokenizer, base.spec)
     check_sampling(job.sampling, job.max_tokens, tokenizer, base.spec)
+    template = None
+    if job.messages_key or job.sampling.chat_template:
+        template = chat_template(job.base, job.sampling.thinking)
+    elif job.sampling.thinking is not None:
+        raise ConfigError("thinking is of openings that are chats; give messages_key or chat_template")
     batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     sampling = SamplingRecord(
         base=base.hashes(),
@@ -139,7 +144,7 @@ def plan_of(job: SamplingJob) -> Plan:
         inputs=[(str(file), size) for file, size in input_files(job.sampling.openings).items()],
         tokenizer=tokenizer.record(_BACKEND),
         text_key=job.messages_key or job.text_key,
-        chat_template=chat_template(job.base).fingerprint if job.messages_key else None,
+        chat_template=template.fingerprint if template and job.messages_key else None,
         unit_size=max(batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)),
         sampling=sampling,
     )

@@ -169,6 +169,21 @@ def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
         sample(tmp_path / "other", base, max_tokens=60, **chats)
 
 
+def test_a_setting_decides_whether_the_base_thinks_before_it_answers(tmp_path: Path):
+    thinks = "{% if enable_thinking %}<think>{% elif enable_thinking is false %}<think></think>{% endif %}"
+    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE + thinks})
+    file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
+    openings = {"openings": [str(file)], "chat_template": True, "max_tokens": 60}
+    encode = load_tokenizer(base).reference.encode
+    for thinking, opening in ((None, ""), (True, "<think>"), (False, "<think></think>")):
+        output = tmp_path / f"thinking {thinking}"
+        assert sample(output, base, thinking=thinking, **openings).sampling.thinking is thinking
+        ids = encode([f"<s>[user] Hi there=>{opening}"]).ids.tolist()
+        assert {tuple(document[: len(ids)]) for document in documents_in(output)} == {tuple(ids)}
+    with pytest.raises(DataError, match="begun with another thinking"):
+        sample(tmp_path / "thinking False", base, thinking=True, **openings)
+
+
 @given(count=st.integers(1, 40), stride=st.integers(1, 9), seed=st.integers(0, 5), passes=st.integers(1, 3))
 def test_each_pass_over_the_openings_uses_each_once(tmp_path_factory, count: int, stride: int, seed: int, passes: int):
     prefix = tmp_path_factory.mktemp("shard") / "openings"
@@ -224,6 +239,7 @@ def test_a_base_without_a_start_token_begins_after_the_end_of_another_document(t
         ({"openings": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
         ({"openings": ["o.jsonl"], "text_key": "body"}, DataError, "o.jsonl: no usable document .* text_key 'body'"),
         ({"openings": ["o.jsonl"], "chat_template": True}, DataError, "its tokenizer has no chat template"),
+        ({"base": "no thoughts"}, DataError, "its chat template has no enable_thinking; leave thinking out"),
         ({"base": "more ids"}, BaseModelError, "has ids up to 512, but the base's vocab_size is 512"),
     ],
 )
@@ -232,7 +248,10 @@ def test_settings_that_cannot_work_are_refused(
 ):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "o.jsonl", ["a story about a dog that ran home " * 9])
-    if "base" in settings:
+    if settings.get("base") == "no thoughts":
+        base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE})
+        settings = {"base": base, "openings": ["o.jsonl"], "chat_template": True, "thinking": False}
+    elif "base" in settings:
         settings = {"base": save_stories_with_a_token_more(tmp_path / "base")}
     with pytest.raises(error, match=message) as raised:
         sample(tmp_path / "own", **settings)

@@ -56,6 +56,15 @@ def names(runs: StudyRuns) -> list[str]:
     return [task.name for task in runs.pending_tasks()]
 
 
+def test_a_crawl_is_cleaned_before_it_is_tokenized(opened, tmp_path):
+    def cleans(values):
+        values["settings"]["data"]["folder"] = str(tmp_path / "none")
+        values["settings"]["data"]["corpora"]["korean"]["clean"] = {"language": "ko"}
+
+    (task,) = opened(cleans).pending_tasks()
+    assert task.stages == ("clean", "tokenize")
+
+
 def test_the_base_writes_its_text_once_before_the_compared_runs(opened, tmp_path, tokens):
     """Runs of other seeds read the same corpora, so one run makes them for all."""
     folder = shutil.copytree(tokens, tmp_path / "tokens")

@@ -99,7 +99,7 @@ clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each k
 	$(BIN)/python -m tests.cleaning --copies $(or $(COPIES),100)
 
 clean-study: $(STAMP)  ## what a model learns from that crawl as it is, cleaned, and without its copies; ten minutes
-	$(BIN)/python -m tests.cleaning --write runs/cleaning/texts/crawl.jsonl
+	$(BIN)/python -m tests.cleaning --copies 25 --write runs/cleaning/texts/crawl.jsonl
 	$(BIN)/python tools/run_study.py configs/studies/cleaning.yaml --data runs/cleaning/texts
 
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others)

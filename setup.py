@@ -32,7 +32,8 @@ class BuildWithShippedFiles(build_py):
 
 
 # What one tool needs and training does not.
-CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7"]
+# The last three read web archives; justext, which trafilatura needs, does not ask for lxml_html_clean by itself.
+CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7", "warcio>=1.7,<2", "trafilatura>=2,<3", "lxml_html_clean>=0.4,<1"]
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 WANDB = ["wandb>=0.26,<1"]
 # The last two are for a local database.

@@ -186,24 +186,23 @@ def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
     logs = job.work / "logs" / stage.name
     datatrove_logger.remove()  # each task has a file of its lines
     executor = LocalPipelineExecutor(stage.blocks, stage.tasks, logging_dir=str(logs))
-    work, faults = partial(_fault_of, dill.dumps(executor)), [""]
-    for attempt in range(2):
+    title, faults = f"{job.output.name}: {stage.name}", list[str]()
+    for _ in range(2):
         left = [f"{stage.name}, task {rank}" for rank in executor.get_incomplete_ranks()]
-        if attempt:
+        if not left:
+            return
+        if faults:
             _logger.warning("%s: %s; trying again", job.output, "; ".join(faults[:3]))
         with (
-            local_workers(min(workers, len(left) or 1), preload="pipeline.cleaning.stages") as pool,
-            log.progress_bar(
-                f"{job.output.name}: {stage.name}", stage.tasks, " tasks", done=stage.tasks - len(left)
-            ) as progress,
+            local_workers(min(workers, len(left)), preload="pipeline.cleaning.stages") as pool,
+            log.progress_bar(title, stage.tasks, " tasks", done=stage.tasks - len(left)) as progress,
         ):
             faults = []
-            for fault in pool.run(work, left):
+            for fault in pool.run(partial(_fault_of, dill.dumps(executor)), left):
                 progress.update(not fault)
-                faults += [fault] if fault else []
-        if not faults:
-            return
-    raise DataError(f"{job.output}: {'; '.join(faults[:3])}; {logs} says more; start again to continue")
+                faults += filter(None, [fault])
+    if faults:
+        raise DataError(f"{job.output}: {'; '.join(faults[:3])}; {logs} says more; start again to continue")
 
 
 def _fault_of(executor: bytes, task: str) -> str:

@@ -79,8 +79,8 @@ class Corpus(Section):
     """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
 
     input: Texts = []
-    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet; folders saved by datasets; or datasets
-    on the hub, hf://org/name[/config][@revision][/split][?documents=N]"""
+    """files or patterns: JSONL, JSON, CSV, TSV, text, WARC (.gz, .zst, .xz), Parquet; folders saved by datasets; or
+    datasets on the hub, hf://org/name[/config][@revision][/split][?documents=N]"""
     clean: Cleaning | None = None
     """what scale-cpt clean does with input before it is tokenized; default: nothing"""
     sample: Sampling | None = None

@@ -1,4 +1,4 @@
-"""The records in text files: JSONL, JSON arrays, CSV, TSV and plain text, read from any offset in bounded memory."""
+"""The records in text files: JSONL, JSON arrays, CSV, TSV, web archives and plain text, read in bounded memory."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from pipeline.data.records import (
     with_prompt,
 )
 from pipeline.data.text_streams import Stream, encoding_advice
+from pipeline.data.web_archives import archive_records
 from pipeline.errors import DataError
 
 _BLOCK_BYTES = 4 << 20
@@ -45,12 +46,15 @@ class Line(NamedTuple):
 
 
 def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records that begin in the bytes [start, stop) of a file; of a `kind` json_array, csv or tsv all of them.
+    """The records that begin in the bytes [start, stop) of a file; of a `kind` json_array, csv, tsv, warc all of them.
 
     Where the stream is damaged, the incomplete last record is rejected with the fault as reason.
     """
     if kind == "json_array":
         yield from _array_records(stream, keys)
+        return
+    if kind == "warc":
+        yield from archive_records(stream)
         return
     if kind in ("csv", "tsv"):
         yield from _csv_records(stream, keys, "," if kind == "csv" else "\t")

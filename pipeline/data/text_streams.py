@@ -23,6 +23,8 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
 }
 COMPRESSIONS = tuple(_DECOMPRESSORS)
+_OTHERS = {".parquet", ".arrow", ".warc", ".wet"}
+"""Names of files that are not text of one encoding."""
 _DAMAGE = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError)
 # Small, because what a damaged slice held before the damage is lost, too.
 _SLICE_BYTES = 4 << 10
@@ -156,7 +158,7 @@ def encoding_advice(path: Path) -> str | None:
 
 def likely_encoding(path: Path) -> str | None:
     """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
-    if any(path.name.endswith(suffix) for suffix in (".parquet", ".arrow")):
+    if _OTHERS & {*path.suffixes[-2:]}:
         return None
     sample = open_stream(path).read_at(0, _SAMPLE_BYTES)
     text = sample.decode(errors="replace")

@@ -23,12 +23,12 @@ from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
 from pipeline.files import in_threads
 
-Kind = Literal["jsonl", "json_array", "text", "csv", "tsv", "parquet", "arrow", "tokens"]
+Kind = Literal["jsonl", "json_array", "text", "csv", "tsv", "parquet", "arrow", "warc", "tokens"]
 
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".csv": "csv",
     ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow",
-    ".bin": "tokens",
+    ".warc": "warc", ".wet": "warc", ".bin": "tokens",
 }  # fmt: skip
 TOKENS = ".bin"
 """Of tokens that Megatron-LM made, with an index beside them."""
@@ -118,9 +118,9 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         raise DataError(f"{path}: document {keys.document} is for .txt files; here each record is a document")
     if keys.chat is not None and kind != "jsonl":
         raise DataError(f"{path}: chats are read from JSON; write them as JSONL, a chat a line")
-    if keys.encoding is not None and (is_table or kind == "tokens"):
-        raise DataError(f"{path}: encoding is for text files; the strings of a table are UTF-8")
-    if keys.prompt is not None and kind in ("text", "tokens"):
+    if keys.encoding is not None and (is_table or kind in ("warc", "tokens")):
+        raise DataError(f"{path}: encoding is for text files; a table is UTF-8, and a web page names its own")
+    if keys.prompt is not None and kind in ("text", "warc", "tokens"):
         raise DataError(
             f"{path}: a line has no {keys.prompt!r}; give texts with prompts as JSONL, CSV, Parquet or Arrow"
         )
@@ -133,7 +133,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         # Of a .json file that holds one array of all records, as LLaMA-Factory's data do, and not an object a line.
         if ".json" in path.suffixes[-2:] and begins_array(open_stream(path, keys.encoding)):
             kind = "json_array"
-        if kind in ("json_array", "csv", "tsv") or keys.document == "file":
+        if kind in ("json_array", "csv", "tsv", "warc") or keys.document == "file":
             unit_bytes = max(length, 1)
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]

@@ -39,7 +39,7 @@ _PERSONAL = ("kim.{0}@naver.com", "010-1234-{0}", "+82 10 9876 {0}", "02-345-{0}
 _FRAMES = ("무단 전재 및 재배포 금지", "저작권자 ⓒ 무비뉴스", "Copyright 2024. All rights reserved.", "====----====")
 
 
-def _pages(name: str, lines: int) -> Iterator[str]:
+def korean_pages(name: str, lines: int) -> Iterator[str]:
     """Pages of so many lines of the shipped Korean reviews."""
     for document in good_documents([str(DATA / "ko" / name)], Keys()):
         found = [line for line in document.text.split("\n") if len(line) > 15 and not line.endswith("..")]
@@ -60,9 +60,9 @@ class Crawl:
         self.expected: dict[str, str] = {}
         """the text of those that are kept"""
         self._draw = random.Random(1)
-        self._pages = _pages("reviews.jsonl.zst", 12)
+        self._pages = korean_pages("reviews.jsonl.zst", 12)
         heldout = [*islice(self._pages, copies)]
-        questions = [*islice(_pages("law.heldout.jsonl.zst", 3), copies)]
+        questions = [*islice(korean_pages("law.heldout.jsonl.zst", 3), copies)]
         english = [one.text for one in islice(good_documents([str(DATA / "en" / "stories.jsonl.zst")], Keys()), copies)]
         made.mkdir()
         self._write("heldout.jsonl", [{"text": text} for text in heldout])

@@ -2,6 +2,7 @@
 
     make bench-generation
     python benchmarks/generation_speed.py --hidden-size 1024 --layers 8 --json benchmarks/out/generation.json
+    python benchmarks/generation_speed.py --loading --hidden-size 2048 --layers 16 --dtype bf16
 
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's proportions) and by a half
 becomes: a wider Llama, as stock exports are, and the scale format's two streams, without a gate, with one that never
@@ -9,23 +10,31 @@ opens and with one that opens at once; and four expansions by an eighth beside e
 They take turns in one process, and the fastest turn of each counts, so that load on the machine changes little. The
 scale format's models have the base's own matrices, in one memory: the same product takes up to a fifth longer where the
 weights lie on other pages. A turn generates --new-tokens tokens after a prompt, without a batch.
+
+--loading measures instead how long the base and the four expansions beside it take from their files until every weight
+has been read once, each in a process of its own and in turns, and what memory that process then has needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pipeline import command_line
 from pipeline.conversion.combine import base_entries
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM, ScaleGate
-from pipeline.conversion.modeling_scale_combined import CombinedConfig, CombinedForCausalLM
+from pipeline.conversion.modeling_scale_combined import EXPANSIONS, CombinedConfig, CombinedForCausalLM, is_of_base
 from pipeline.evaluation.table import table
 from pipeline.files import write_json
 
@@ -47,8 +56,13 @@ MATRICES = {
 """Of a layer: their names in the scale format, and Llama's."""
 
 
-def models(hidden_size: int, layers: int, vocab_size: int, dtype: torch.dtype) -> dict[str, PreTrainedModel]:
-    """The base and its exports by name, with random weights. Half as many key/value heads as heads."""
+def models(
+    hidden_size: int, layers: int, vocab_size: int, dtype: torch.dtype, *, loading: bool = False
+) -> dict[str, PreTrainedModel]:
+    """The base and its exports by name, with random weights. Half as many key/value heads as heads.
+
+    For `loading` only the base and the several expansions, in the memory that these need.
+    """
     sizes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": vocab_size, "max_position_embeddings": CONTEXT}
     sizes |= {"head_dim": HEAD_DIM, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
 
@@ -61,26 +75,30 @@ def models(hidden_size: int, layers: int, vocab_size: int, dtype: torch.dtype) -
     rotary = {"frequencies": frequencies, "context": None, "attention_factor": 1.0, "long_frequencies": None}
     base = widths(hidden_size)
     made: dict[str, PreTrainedModel] = {"base": LlamaForCausalLM(LlamaConfig(**sizes, **base))}
-    for share in SHARES:
+    for share in SHARES[:1] if loading else SHARES:
         wider = widths(hidden_size + hidden_size // share)
         scale: dict[str, Any] = {
             **sizes,
             **{name: size if name.startswith("num") else base[name] for name, size in wider.items()},
             **{f"expansion_{name}": size - base[name] for name, size in wider.items()},
+            "base_vocab_size": vocab_size,
             "l_fp": layers // 2,
             "collaborative_modules": ["attention", "ffn"],
             "norm_statistics": "base",
             "rotary": [rotary],
             "layer_rotary": [0] * layers,
         }
-        made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
-        made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
-        made[f"1/{share}, gate shut"] = ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
+        if not loading:
+            made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
+            made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
+            made[f"1/{share}, gate shut"] = ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
         if share == SHARES[0]:
             several = CombinedForCausalLM(CombinedConfig(**base_entries(scale)))
             for index in range(SEVERAL):
                 several.expansions.append(ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2)))
                 several.names.append(str(index))
+                several.pieces.append(range(vocab_size, vocab_size))
+                several.share_base()
             several.set_active(several.names)
             made[f"{SEVERAL} x 1/{share}, gate shut"] = several
     for model in made.values():
@@ -133,6 +151,60 @@ def measure(made: dict[str, PreTrainedModel], new_tokens: int, turns: int) -> li
     ]
 
 
+LOAD = """
+import re, sys, time
+from pathlib import Path
+from pipeline.conversion.hf_folder import load_hf_model
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before, start = peak(), time.perf_counter()
+model = load_hf_model(Path(sys.argv[1]))
+for parameter in model.parameters():
+    parameter.sum()
+print([time.perf_counter() - start, (peak() - before) / 2**20])
+"""
+
+
+def write(made: dict[str, PreTrainedModel], folder: Path) -> dict[str, Path]:
+    """The folders of the base and of the several expansions, as `scale-cpt combine` writes them, but for one file."""
+    base, name, dtype = made["base"], f"{SEVERAL} x 1/{SHARES[0]}", made["base"].dtype
+    several = made[f"{name}, gate shut"]
+    base.save_pretrained(folder / "base")
+    expansions = dict(zip(several.names, several.expansions, strict=True))
+    for own, expansion in expansions.items():
+        tensors = {key: tensor for key, tensor in expansion.state_dict().items() if not is_of_base(key)}
+        (folder / "several" / EXPANSIONS / own).mkdir(parents=True)
+        save_file(tensors, folder / "several" / EXPANSIONS / own / "model.safetensors", {"format": "pt"})
+    several.config.expansions = {own: expansion.config.to_dict() for own, expansion in expansions.items()}
+    several.config.dtype = dtype
+    several.config.save_pretrained(folder / "several")
+    tensors = {key: tensor for key, tensor in several.state_dict().items() if not key.startswith(EXPANSIONS)}
+    save_file(tensors, folder / "several" / "model.safetensors", {"format": "pt"})
+    return {"base": folder / "base", name: folder / "several"}
+
+
+def measure_loading(folders: dict[str, Path], turns: int) -> list[dict[str, Any]]:
+    """A row for each folder: its fastest turn, and its memory; both also over the base's."""
+    taken: dict[str, list[list[float]]] = {name: [] for name in folders}
+    for _ in range(turns):
+        for name, folder in folders.items():
+            command = [sys.executable, "-c", LOAD, str(folder)]
+            ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            taken[name].append(json.loads(ran.stdout.splitlines()[-1]))
+    least = {name: [min(figures) for figures in zip(*own, strict=True)] for name, own in taken.items()}
+    return [
+        {
+            "model": name,
+            "gib_of_weights": sum(file.stat().st_size for file in folders[name].rglob("*.safetensors")) / 2**30,
+            "seconds": seconds,
+            "seconds_to_base": seconds / least["base"][0],
+            "gib": memory,
+            "gib_to_base": memory / least["base"][1],
+        }
+        for name, (seconds, memory) in least.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, positive = parser.add_argument, command_line.positive
@@ -143,6 +215,7 @@ def main() -> None:
     add("--new-tokens", type=positive, default=32, help="of a turn (default: 32)")
     add("--turns", type=positive, default=5, help="of each model (default: 5)")
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
+    add("--loading", action="store_true", help="measure loading instead")
     add("--json", type=Path, help="where to write the rows")
     arguments = parser.parse_args()
     step = 2 * HEAD_DIM * max(SHARES)
@@ -151,13 +224,20 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     transformers_logging.set_verbosity_error()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
-    made = models(arguments.hidden_size, arguments.layers, arguments.vocab_size, dtype)
-    rows = measure(made, arguments.new_tokens, arguments.turns)
-    lines = [
-        [row["model"], f"{row['parameters']:,}", f"{row['tokens_per_second']:.2f}", f"{row['ratio_to_base']:.2f}"]
-        for row in rows
-    ]
-    print(table(["model", "parameters", "tokens/s", "x base"], lines))
+    torch.set_default_dtype(dtype)
+    sizes = (arguments.hidden_size, arguments.layers, arguments.vocab_size)
+    made = models(*sizes, dtype, loading=arguments.loading)
+    if arguments.loading:
+        with tempfile.TemporaryDirectory() as folder:
+            folders = write(made, Path(folder))
+            del made
+            rows = measure_loading(folders, arguments.turns)
+        head = ["model", "GiB of weights", "s to load", "x base", "GiB", "x base"]
+    else:
+        rows = measure(made, arguments.new_tokens, arguments.turns)
+        head = ["model", "parameters", "s", "tokens/s", "x base"]
+    shown = [[f"{one:,}" if isinstance(one, int) else f"{one:.2f}" for one in [*row.values()][1:]] for row in rows]
+    print(table(head, [[row["model"], *cells] for row, cells in zip(rows, shown, strict=True)]))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         settings = {name: str(value) for name, value in vars(arguments).items()}

@@ -25,6 +25,17 @@ def test_every_model_is_measured(tmp_path, monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
+def test_the_base_and_several_expansions_are_loaded_from_files(tmp_path, monkeypatch, capsys):
+    output = tmp_path / "rows.json"
+    sizes = ["--loading", "--layers", "2", "--vocab-size", "64", "--turns", "1"]
+    monkeypatch.setattr("sys.argv", ["generation_speed.py", *sizes, "--json", str(output)])
+    generation_speed.main()
+    base, several = json.loads(output.read_text())["rows"]
+    assert (base["model"], several["model"]) == ("base", "4 x 1/8") and several["seconds"] > 0
+    assert 1.3 < several["gib_of_weights"] / base["gib_of_weights"] < 2 and several["gib_to_base"] > 1
+    assert capsys.readouterr().out.count("\n") == 4
+
+
 def test_the_scale_export_has_the_stock_exports_blocks():
     made = generation_speed.models(1024, 1, 64, torch.float32)
     count = {name: sum(parameter.numel() for parameter in model.parameters()) for name, model in made.items()}

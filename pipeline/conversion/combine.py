@@ -38,6 +38,7 @@ from pipeline.conversion.publish import CARD, markdown_table
 from pipeline.conversion.verify import BUILT_IN, TOKENS
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
+from pipeline.data.vocabulary import join_extensions
 from pipeline.errors import ConversionError, faults_of_library
 from pipeline.files import (
     FolderKind,
@@ -270,17 +271,11 @@ def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
 
 
 def _check_tokenizers(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ConversionError unless all have one tokenizer, but for one expansion whose vocabulary is extended."""
-    extended = [name for name, record in records.items() if record["new_tokens"]]
-    if len(extended) > 1:
-        raise ConversionError(
-            f"{' and '.join(extended)} have extended vocabularies: text of one would be cut otherwise than it was "
-            "trained; combine at most one"
-        )
-    first, *others = (name for name in records if name not in extended) if len(records) > len(extended) else extended
-    for name in others:
-        if records[name]["tokenizer"] != records[first]["tokenizer"]:
-            raise ConversionError(f"{name} and {first} have different tokenizers; combine expansions of one base")
+    """Raises ConversionError unless all have one tokenizer, but for those whose vocabulary is extended."""
+    plain = [name for name, record in records.items() if not record["new_tokens"]]
+    for name in plain[1:]:
+        if records[name]["tokenizer"] != records[plain[0]]["tokenizer"]:
+            raise ConversionError(f"{name} and {plain[0]} have different tokenizers; combine expansions of one base")
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -315,7 +310,10 @@ def _write_model(
     """Writes what is shared beside the base's weights: code, tokenizer, model card. Returns the config.json."""
     for module in (modeling_scale, modeling_scale_combined):
         write_text(folder / Path(str(module.__file__)).name, inspect.getsource(module))
-    _copy_tokenizer(folder / EXPANSIONS / max(records, key=lambda name: records[name]["new_tokens"]), folder)
+    first, *extended = [name for name, record in records.items() if record["new_tokens"]] or list(records)[:1]
+    _copy_tokenizer(folder / EXPANSIONS / first, folder)
+    for name in extended:
+        join_extensions(folder, folder / EXPANSIONS / name)
     write_text(folder / CARD, _card(records))
     write_json(folder / COMBINATION.record, {"format": COMBINATION.format})
     code = Path(str(modeling_scale_combined.__file__)).stem
@@ -385,8 +383,11 @@ def _verify(folder: Path, config: Mapping[str, Any], name: str, export: Export) 
     for text in BUILT_IN.values():
         ids = [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()]
         tokens = torch.tensor([ids[: min(TOKENS, int(config["max_position_embeddings"]))]])
-        found, expected = (one(tokens, use_cache=False).logits for one in (model, alone))
-        found = found[..., : expected.shape[-1]]  # the vocabulary of another expansion may follow
+        expected = alone(tokens, use_cache=False).logits
+        columns = torch.arange(expected.shape[-1])
+        # Its pieces may have other ids here, and those of other expansions come before or behind.
+        columns[export.base_rows :] += model.pieces[model.names.index(name)].start - export.base_rows
+        found = model(columns[tokens], use_cache=False).logits[..., columns]
         if not torch.equal(found, expected):
             difference = float((found - expected).abs().max())
             raise ConversionError(

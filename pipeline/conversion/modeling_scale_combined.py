@@ -35,10 +35,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .modeling_scale import GateCache, ScaleConfig, ScaleForCausalLM, StreamPath, TextCache, texts_of
+from .modeling_scale import NEVER, GateCache, ScaleConfig, ScaleForCausalLM, StreamPath, TextCache, texts_of
 
 EXPANSIONS = "expansions"
 """The folder of expansions, each in a folder with its name."""
@@ -68,7 +69,7 @@ class CombinedConfig(ScaleConfig):
         super().__init__(**kwargs)
 
     def names(self) -> list[str]:
-        """The expansions to be loaded: the active ones, and one whose vocabulary the tokenizer has.
+        """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer has.
 
         Raises:
             ValueError: a name that is not there, or that names no folder.
@@ -175,7 +176,10 @@ class Inputs(NamedTuple):
 
 
 class CombinedForCausalLM(ScaleForCausalLM):
-    """A base, as a ScaleForCausalLM without an expansion, and models of its expansions, which share its weights."""
+    """A base, as a ScaleForCausalLM without an expansion, and models of its expansions, which share its weights.
+
+    `pieces` are the ids of each expansion's own vocabulary, behind those of the base and of expansions before it.
+    """
 
     config_class = CombinedConfig
     _keys_to_ignore_on_load_missing = (r"expansion",)
@@ -186,6 +190,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
             super().__init__(config)
         self.names: list[str] = []
         self.expansions = nn.ModuleList()
+        self.pieces: list[range] = []
         self.active: list[str] = []
 
     @classmethod
@@ -210,6 +215,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
             folder = Path(snapshot_download(name, allow_patterns=wanted, **of_hub))
         for expansion in model.config.names():
             model.load_expansion(expansion, folder / part / EXPANSIONS / expansion)
+        model.share_base()
+        model.requires_grad_(False).eval()
         model.set_active(model.names if model.config.active is None else model.config.active)
         return found
 
@@ -218,14 +225,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
         return list(self.expansions)  # type: ignore[arg-type]
 
     def load_expansion(self, name: str, folder: Path) -> None:
-        """Adds the expansion `name`, an entry of the config, from its `folder`.
-
-        Raises:
-            ValueError: the folder lacks a tensor.
-        """
+        """Adds the expansion `name`, an entry of the config, from its `folder`, without its base: see `share_base`."""
         config = ScaleConfig(**self.config.expansions[name])
         config._attn_implementation = self.config._attn_implementation
-        with torch.device("meta"):
+        with no_init_weights(), torch.device("meta"):
             model = ScaleForCausalLM(config)
         model.rotary = self.rotary
         tensors = {
@@ -234,30 +237,37 @@ class CombinedForCausalLM(ScaleForCausalLM):
             for key, tensor in load_file(file).items()
         }
         new_rows = [tensors.pop(key) for key in NEW_ROWS if key in tensors]
+        first = self.config.vocab_size
+        self.pieces.append(range(first, first + len(new_rows[0]) if new_rows else first))
         model.load_state_dict(tensors, strict=False, assign=True)
+        if new_rows:  # behind the pieces of the expansions before it, of which it knows nothing
+            old, own = model.embedding.expansion.weight.split([config.base_vocab_size, len(new_rows[0])])
+            others = old.new_zeros(first - len(old), old.shape[1])
+            model.embedding.expansion.weight = nn.Parameter(torch.cat([old, others, own]), requires_grad=False)
+            self._add_pieces(*new_rows)
         self.names.append(name)
         self.expansions.append(model)
-        self.share_base(new_rows)
-        missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
-        if missing:
-            raise ValueError(f"{folder}: lacks {missing[0]} and {len(missing) - 1} more tensors; combine it again")
-        self.requires_grad_(False).eval()
 
-    def share_base(self, new_rows: Sequence[Tensor] = ()) -> None:
-        """Gives the expansions the base's parameters, which get `new_rows`: of its embedding and its output.
+    def _add_pieces(self, embedding: Tensor, output: Tensor) -> None:
+        """Adds rows of new pieces to the base's embedding and output."""
+        self.config.base_vocab_size = self.config.base_vocab_size or self.config.vocab_size
+        self.config.vocab_size += len(embedding)
+        self.config.tie_word_embeddings = False
+        self.embedding.base.weight, self.output.base = (
+            nn.Parameter(torch.cat(rows), requires_grad=False)
+            for rows in ((self.embedding.base.weight, embedding), (self.output.base, output))
+        )
+        self.output.set_vocabulary(self.config)
+        self.output.only_base_after_closed = True
 
-        An expansion has a row of zeros for a piece of another's vocabulary.
+    def share_base(self) -> None:
+        """Gives the expansions the base's parameters.
+
+        An expansion's embedding has a row of zeros for a piece of another's vocabulary.
+
+        Raises:
+            ValueError: an expansion lacks a tensor.
         """
-        if new_rows:
-            self.config.base_vocab_size = self.config.vocab_size
-            self.config.vocab_size += len(new_rows[0])
-            self.config.tie_word_embeddings = False
-            self.embedding.base.weight, self.output.base = (
-                nn.Parameter(torch.cat([rows, more]), requires_grad=False)
-                for rows, more in zip((self.embedding.base.weight, self.output.base), new_rows, strict=True)
-            )
-            self.output.set_vocabulary(self.config)
-            self.output.only_base_after_closed = True
         of_base = {key: value for key, value in self.named_parameters() if not key.startswith(EXPANSIONS)}
         of_base["output.base"] = self.output.base  # not named where it is tied
         for model in (self, *self._models):
@@ -266,10 +276,13 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 if path.startswith(EXPANSIONS):
                     continue
                 shared = of_base[key] if is_of_base(key) else parameter
-                of_vocabulary = key in ("embedding.expansion.weight", "output.expansion")
-                if of_vocabulary and (rows := self.config.vocab_size - len(parameter)):
+                if key == "embedding.expansion.weight" and (rows := self.config.vocab_size - len(parameter)):
                     shared = nn.Parameter(F.pad(parameter, (0, 0, 0, rows)), requires_grad=False)
                 setattr(model.get_submodule(path), leaf, shared)
+        for name, model in zip(self.names, self._models, strict=True):
+            missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
+            if missing:
+                raise ValueError(f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it again")
 
     def set_active(self, names: Iterable[str]) -> None:
         """From now on only these expansions open; none: the model is the base.
@@ -376,7 +389,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         whole, opens = Inputs(text[..., 0], text[..., 1], inputs.attention_mask), stored.long()
         winner_kept, used_kept = winner[:, kept], used[:, kept]
         x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
-        added = list[tuple[Tensor, Tensor]]()
+        added = list[tuple[Tensor, range, Tensor]]()
         for index, model in enumerate(self._models, start=1):
             path, levels, parts = state.paths[index], opens[..., index : index + 1], []
             if index not in streams and path.runs_on.any():
@@ -396,14 +409,20 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 path_x, x_up = model.final_norm(*(part[:, -length:][:, kept] for part in stream[:2]))
                 x[rows] = torch.where(used_kept[rows].eq(index).unsqueeze(-1), path_x, x[rows])
                 x_up = x_up.masked_fill(winner_kept[rows].ne(index).unsqueeze(-1), 0)
-                added.append((rows, F.linear(x_up, model.output.expansion).float()))
-        z = self.output._base_logits(x)
-        for rows, of_rows in added:
-            z[rows] = z[rows] + of_rows
+                added.append((rows, self.pieces[index - 1], F.linear(x_up, model.output.expansion).float()))
+        # In products of their own, columns are the base's, or an expansion's alone, whatever others follow.
+        old = self.output.of_base
+        spans = [range(old), *filter(len, self.pieces)]
+        z = torch.cat([F.linear(x, self.output.base[span.start : span.stop]) for span in spans], -1).float()
+        for rows, own, of_rows in added:
+            part = z[rows]
+            part[..., :old] += of_rows[..., :old]
+            part[..., own.start : own.stop] += of_rows[..., old:]
+            z[rows] = part
         z = self.output._capped(z)
-        if not self.output.only_base_after_closed:
-            return z
-        return self.output._without_new(z, winner_kept.ne(self._vocabulary_owner()).unsqueeze(-1))
+        for index, pieces in enumerate(self.pieces, start=1):  # only the expansion that has a piece may give it
+            z[..., pieces.start : pieces.stop].masked_fill_(winner_kept.ne(index).unsqueeze(-1), NEVER)
+        return z
 
     def _totals(self, margins: Tensor, state: State) -> Tensor:
         """The sum of each gate's positive margins over the text up to each of the last tokens: [B, RECENT + S, E].
@@ -466,22 +485,16 @@ class CombinedForCausalLM(ScaleForCausalLM):
         texts = texts_of(
             read[self.config.num_hidden_layers], inputs.attention_mask, inputs.positions, state.kept or None
         )
-        owner = self._vocabulary_owner()
-        for index, model in enumerate(self._models, start=1):
-            gate, cache = model.token_gate, SimpleNamespace(layers=[state.gates[index - 1]])
+        for model, stored, pieces in zip(self._models, state.gates, self.pieces, strict=True):
+            gate, cache = model.token_gate, SimpleNamespace(layers=[stored])
             assert gate is not None  # an expansion without one is not added
             margin = gate.scores(read[model.config.gate_layer], *texts, cache if state.kept else None) - gate.threshold
             if texts[0] is not None:
                 margin = margin.masked_fill(~texts[0].unsqueeze(-1), -torch.inf)
-            if index == owner:
-                margin = margin.masked_fill((inputs.tokens >= self.output.of_base).unsqueeze(-1), torch.inf)
+            is_own = (inputs.tokens >= pieces.start) & (inputs.tokens < pieces.stop)
+            margin = margin.masked_fill(is_own.unsqueeze(-1), torch.inf)
             margins.append(margin)
         return torch.cat(margins, dim=-1)
-
-    def _vocabulary_owner(self) -> int:
-        """The path whose vocabulary is extended, or the base."""
-        sizes = [model.config.vocab_size for model in self._models]
-        return next((index for index, size in enumerate(sizes, start=1) if size > self.output.of_base), BASE)
 
     def _run_on(
         self,

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.data.merges import Pair, Word, learn_merges, new_rows_of_characters, row_pattern
+from pipeline.data.merges import ROW_BITS, Pair, Word, learn_merges, new_rows_of_characters, row_pattern
 from pipeline.data.tokenizer import Tokenizer, fingerprint_of, json_beside, load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_pieces import Pieces, read_pieces
 from pipeline.errors import DataError
@@ -174,6 +174,45 @@ def write_extension(
         load_tokenizer(folder)
         check(folder)
         write_record(folder / RECORD, extension.record)
+
+
+def join_extensions(folder: Path, other: Path) -> None:
+    """Adds to the extended tokenizer in `folder` the pieces of `other`, behind its own; both lie beside trained models.
+
+    Their pieces hold characters of different rows, so a text without those of one tokenizer is cut as by the other
+    (docs/adr/0023-old-cuts-stay.md).
+
+    Raises:
+        DataError: they extend different tokenizers, or for the same characters; says which.
+    """
+    first, second = (read_vocabulary(one, EXPORTED) for one in (folder, other))
+    if first.base_tokenizer != second.base_tokenizer:
+        raise DataError(
+            f"{other.name}: its tokenizer extends another one than the others'; combine expansions of one base"
+        )
+    own, taken = read_pieces(tokenizer_file(other)), {*first.new_rows}
+    added = [one.piece for one in second.pieces]
+    if taken & {*second.new_rows}:
+        letters = (one for piece in added for one in own.raw(piece).decode(errors="ignore"))
+        example = next((one for one in letters if ord(one) >> ROW_BITS in taken), "?")
+        raise DataError(
+            f"{other.name}: has pieces for the letters that the others' have pieces for, such as {example}: text would "
+            "be cut otherwise than it was trained; combine one of them"
+        )
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in own.described["model"]["merges"])
+    made = {*added}
+    merges = [(left, right) for left, right in pairs if left + right in made]
+    content = read_pieces(tokenizer_file(folder)).extended(first.base_rows + len(first.pieces), added, merges)
+    record = first.model_copy(
+        update={
+            "tokenizer": fingerprint_of(content),
+            "new_rows": sorted({*first.new_rows, *second.new_rows}),
+            "pieces": [*first.pieces, *second.pieces],
+            "learned_from": first.learned_from + second.learned_from,
+        }
+    )
+    write_json(folder / "tokenizer.json", content)
+    write_record(folder / EXPORTED, record)
 
 
 class Cuts(NamedTuple):

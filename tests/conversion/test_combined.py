@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from pipeline.conversion.combine import combine, expansions_in
 from pipeline.conversion.convert import EXPORT
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
+from pipeline.conversion.modeling_scale import NEVER, ScaleConfig, ScaleForCausalLM
 from pipeline.conversion.modeling_scale_combined import LARGEST_MARGIN, RECENT, CombinedForCausalLM, is_of_base
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
-from pipeline.errors import ConversionError, OutputError
-from pipeline.files import file_hash
+from pipeline.data.vocabulary import learn_extension
+from pipeline.errors import ConversionError, DataError, OutputError
+from pipeline.files import file_hash, write_json, write_record
 from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily
 from tests.studies.studies import call_tool
@@ -40,7 +42,10 @@ EXPANSIONS = {
     "code": (ADAPT, 32, 4),
     "med": (ADAPT | {"gate_features": "token+running_mean", "gate_layer": 1}, 24, 1),
     "pieces": (PRESERVE | {"vocab_size": BASE_TOKENS + 18}, 32, 4),
+    "kana": (ADAPT | {"vocab_size": BASE_TOKENS + 11}, 16, 2),
 }
+ALL = [*EXPANSIONS][:-1]
+TEXTS = {"pieces": "나는 너를 나의 나라에서 너의 나비로 보았다. " * 3, "kana": "わたしはわたしのねこをみていた。" * 3}
 
 
 def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
@@ -70,8 +75,12 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
     model.save_pretrained(folder)
     for file in DEMO.glob("*token*"):
         shutil.copy(file, folder)
-    if name == "pieces":
-        (folder / EXTENDED).write_text("{}")
+    if added := config.vocab_size - BASE_TOKENS:
+        text = TEXTS.get(name, TEXTS["pieces"])
+        extension = learn_extension(DEMO, [text], ["Once upon a time " * 99], add=added, min_uses=2)
+        write_json(folder / "tokenizer.json", extension.content)
+        write_record(folder / EXTENDED, extension.record)
+        assert len(extension.record.pieces) == added
     record = {"format": EXPORT.format, "method": {"variant": name}, "position": {"tokens_seen": 1}}
     (folder / EXPORT.record).write_text(json.dumps(record | {"checkpoint_manifest": name}))
     return folder
@@ -86,7 +95,7 @@ def exports(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def combined(exports, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("combined") / "all"
-    combine(folder, exports)
+    combine(folder, {name: exports[name] for name in ALL})
     return folder
 
 
@@ -116,7 +125,7 @@ def alone(path: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model):
     passages = torch.randint(3, BASE_TOKENS + 18, (6, 4), generator=torch.Generator().manual_seed(4))
     text, given = passages.repeat(1, 20).view(1, -1), Counter()  # each of four words, for which other gates open
-    for names in (["pieces"], list(EXPANSIONS), ["ko"], ["code", "med"], ["code"]):
+    for names in (["pieces"], ALL, ["ko"], ["code", "med"], ["code"]):
         tokens = text if names == ["pieces"] else text % BASE_TOKENS
         model.set_active([])
         expected = model(tokens, use_cache=False).logits[0]
@@ -132,15 +141,15 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
             given[used, is_open] += 1
         model.set_active(names)
         assert torch.equal(model(tokens, use_cache=False).logits[0], expected), names
-    cases = {(None, False), ("code", False), *((name, True) for name in EXPANSIONS)}
+    cases = {(None, False), ("code", False), *((name, True) for name in ALL)}
     assert cases <= given.keys(), given
-    model.set_active(EXPANSIONS)  # a new piece is open for the expansion that brought it, whatever came before
+    model.set_active(ALL)  # a new piece is open for the expansion that brought it, whatever came before
     is_new = text[0] >= BASE_TOKENS
     found = model(text, use_cache=False).logits[0]
     assert is_new.any() and torch.equal(found[is_new], alone(exports["pieces"], text)[0][is_new])
 
 
-REQUESTS = [["ko"], ["code", "law", "med"], [], list(EXPANSIONS)]
+REQUESTS = [["ko"], ["code", "law", "med"], [], ALL]
 
 
 @torch.no_grad()
@@ -206,13 +215,13 @@ def test_guessing_tokens_ahead_changes_nothing(model, tmp_path):
         assert torch.equal(found, generate_greedily(one, tokens, new_tokens=12))
 
 
-def test_arguments_it_cannot_follow_are_refused(model):
+def test_arguments_it_cannot_follow_are_refused(exports, model):
     tokens, mask = prompts()
     for options, error in (
         ({"attention_mask": mask[:, None, None].bool()}, r"expected a tensor \[B, T\]"),
         ({"active": ["ko"]}, "that model.allowed"),
         ({"inputs_embeds": torch.zeros(4, 12, 64)}, "takes input_ids"),
-        ({"past_key_values": model.expansions[0](tokens).past_key_values}, "expected the cache of this model"),
+        ({"past_key_values": load_hf_model(exports["ko"])(tokens).past_key_values}, "expected the cache of this model"),
     ):
         with pytest.raises(ValueError, match=error):
             model(tokens, **options)
@@ -230,7 +239,7 @@ def test_expansions_are_added_and_removed_beside_each_other(exports, tmp_path):
     combine(folder, {name: exports[name] for name in ("law", "code", "pieces")})
     assert [*expansions_in(folder)] == ["ko", "law", "code", "pieces"] and (folder / EXTENDED).exists()
     changed = {name for name, value in hashes(folder).items() if first.get(name, value) != value}
-    assert changed == {"config.json", "README.md"}
+    assert changed == {"config.json", "README.md", "tokenizer.json"}
     only = CombinedForCausalLM.from_pretrained(folder, active=["ko"])
     assert (
         only.names == ["ko", "pieces"]
@@ -243,6 +252,30 @@ def test_expansions_are_added_and_removed_beside_each_other(exports, tmp_path):
     assert [*expansions_in(folder)] == ["ko", "law", "code", "pieces"]
     combine(folder, {}, ["pieces", "law", "code"])
     assert hashes(folder) == first
+
+
+@torch.no_grad()
+def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path):
+    folder, owners = tmp_path / "served", list(TEXTS)
+    combine(folder, {name: exports[name] for name in ("ko", *owners)})
+    model, served = load_hf_model(folder), load_tokenizer(folder)
+    everything = torch.tensor([served.reference.encode(["".join(TEXTS.values())]).ids.tolist()])
+    for name, other in zip(owners, reversed(owners), strict=True):
+        own, others = (model.pieces[model.names.index(one)] for one in (name, other))
+        tokens = torch.tensor([load_tokenizer(exports[name]).reference.encode([TEXTS[name]]).ids.tolist()])
+        columns = torch.tensor([*range(BASE_TOKENS), *own])
+        assert (tokens >= BASE_TOKENS).any()
+        assert columns[tokens][0].tolist() == served.reference.encode([TEXTS[name]]).ids.tolist()
+        model.set_active([name])
+        found, expected = model(columns[tokens]).logits, alone(exports[name], tokens)[0]
+        assert torch.equal(found[0, :, columns], expected) and (found[..., list(others)] == NEVER).all()
+        model.set_active(model.names)
+        after_own = model(everything).logits[0, ((everything >= own.start) & (everything < own.stop))[0]]
+        assert (
+            len(after_own) and (after_own[:, list(own)] > NEVER).all() and (after_own[:, list(others)] == NEVER).all()
+        )
+    combine(folder, {}, [owners[0]])
+    assert load_tokenizer(folder).fingerprint == load_tokenizer(exports[owners[1]]).fingerprint
 
 
 def test_experts_of_a_mixture_are_the_bases(tmp_path):
@@ -263,14 +296,14 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
         ("its base has layer_norm_epsilon", {"layer_norm_epsilon": 1e-3}),
         ("Route", {"routed": True}),
         ("undecided", {"gate_lower": -1.0}),
-        ("pieces and other have extended vocabularies", {"vocab_size": BASE_TOKENS + 3}),
+        ("for the letters that the others' have pieces for, such as [가-힣]:", {"vocab_size": BASE_TOKENS + 3}),
     ],
 )
 def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_path, error, changes):
     folder = tmp_path / "served"
     combine(folder, {"pieces": exports["pieces"]})
     before = hashes(folder)
-    with pytest.raises(ConversionError, match=error):
+    with pytest.raises((ConversionError, DataError), match=error):
         combine(folder, {"other": export(tmp_path / "other", "ko", **changes)})
     assert hashes(folder) == before
 
@@ -283,7 +316,7 @@ def test_names_are_checked(exports, combined, tmp_path, model):
         ({"ko": exports["ko"]}, [], "ko: is taken"),
         ({"more": tmp_path}, [], "holds no export"),
         ({}, ["nobody"], "has no such expansion, but ko, law"),
-        ({}, list(EXPANSIONS), "would hold no expansion"),
+        ({}, ALL, "would hold no expansion"),
     ):
         with pytest.raises(ConversionError, match=error):
             combine(combined, added, removed)
@@ -318,6 +351,6 @@ def test_the_folder_is_a_model_without_this_project(combined, tmp_path, capsys, 
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(combined)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert ran.stdout.split() == ["ko", "512"] and "Warning" not in ran.stderr, ran.stderr
+    assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, ran.stderr
     call_tool(monkeypatch, "combine", combined)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][-5:] == list(EXPANSIONS)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][-5:] == ALL

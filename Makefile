@@ -98,7 +98,7 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each kind of document (COPIES=1000: more of each)
 	$(BIN)/python -m tests.cleaning --copies $(or $(COPIES),100)
 
-clean-study: $(STAMP)  ## what a model learns from that crawl as it is, cleaned, and without its copies; ten minutes
+clean-study: $(STAMP)  ## what a model learns from that crawl as it is, cleaned, and without its copies; half an hour
 	$(BIN)/python -m tests.cleaning --copies 25 --write runs/cleaning/texts/crawl.jsonl
 	$(BIN)/python tools/run_study.py configs/studies/cleaning.yaml --data runs/cleaning/texts
 

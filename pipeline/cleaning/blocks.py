@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ftfy  # noqa: F401  # datatrove asks for it late
 import numpy as np
@@ -13,10 +15,13 @@ import orjson
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.decont import NGramsDecontFilter
+from datatrove.pipeline.filters import LanguageFilter
 from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
 from datatrove.pipeline.formatters.base import BaseFormatter
 from datatrove.pipeline.formatters.pii import PIIReplacer
 from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from datatrove.utils.lid import FastTextLID
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
@@ -24,7 +29,7 @@ from pipeline.data.readers import text_records
 from pipeline.data.records import Keys, Rejected
 from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.units import Unit, unit_records
-from pipeline.errors import DataError, faults_of_library
+from pipeline.errors import DataError, MissingPackageError, faults_of_library
 
 _HANGUL = re.compile("[가-힣]")
 _LATIN_1 = re.compile("[\x80-\xff]")
@@ -79,6 +84,49 @@ class Shard(JsonlReader):
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         name = f"{rank:05d}.jsonl.zst"
         return self.read_files_shard([name] if self.data_folder.isfile(name) else [])
+
+
+class LanguageModel(FastTextLID):
+    """A model of fastText. datatrove's own would copy it to a cache, where a newer file does not replace it."""
+
+    def __init__(self, path: Path, labels: Sequence[str]) -> None:
+        super().__init__([*labels])
+        self.path = path
+        self._model: Any = None
+
+    @property
+    def model(self) -> Any:  # noqa: ANN401  # fastText has no types
+        if self._model is None:
+            from fasttext.FastText import _FastText
+
+            with faults_of_library(f"{self.path}: not a whole model of fastText", DataError):
+                self._check_length()
+                self._model = _FastText(str(self.path))
+            known = {label.removeprefix("__label__") for label in self._model.labels}
+            if known.isdisjoint(self.languages):
+                some = ", ".join(sorted(known)[:10])
+                raise DataError(f"{self.path}: expected one of the labels {', '.join(self.languages)}, found {some}")
+        return self._model
+
+    def _check_length(self) -> None:
+        """fastText itself reads a file that was cut as zeros, or for ever."""
+        with self.path.open("rb") as file:
+            numbers = struct.unpack("<14i8x3i", file.read(76))
+        width, buckets, words, labels = numbers[2], numbers[10], *numbers[15:]
+        if self.path.suffix != ".ftz" and self.path.stat().st_size < 4 * width * (words + buckets + labels):
+            raise EOFError("too short; copy it again")
+
+
+def in_language(model: Path, labels: Sequence[str], least: float, exclusion_writer: DiskWriter) -> LanguageFilter:
+    """Keeps documents of whose language, one of `labels`, a model of fastText is that sure."""
+    try:
+        block = LanguageFilter([*labels], least, exclusion_writer)
+    except ImportError:
+        raise MissingPackageError(
+            f"{model}: fasttext is not installed; pip install 'scale-cpt[clean,fasttext]'"
+        ) from None
+    block.model = LanguageModel(model, labels)
+    return block
 
 
 class Formatter(BaseFormatter):

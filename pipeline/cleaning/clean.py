@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +21,12 @@ from datatrove.utils.logging import logger as datatrove_logger
 from pydantic import BaseModel
 
 from pipeline import log
-from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
+from pipeline.cleaning.report import table, write_page
+from pipeline.cleaning.stages import CleaningJob, Stage, rules_of, stages_of
 from pipeline.data.records import Keys
 from pipeline.data.text_streams import input_size, likely_encoding
 from pipeline.data.token_corpus import InputFile
-from pipeline.data.units import good_documents, input_files, named_files, sampled_documents
+from pipeline.data.units import input_files, named_files, sampled_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line
 from pipeline.files import (
@@ -107,6 +107,7 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     cleaned = CleanedText(**plan.model_dump(), inputs=records, steps=_counts(job, stages))
     if not cleaned.documents:
         raise DataError(f"{job.work}: no document is left: {cleaned.steps}")
+    write_page(job.work / "output", job.output.name, cleaned.steps, re.compile(rules_of(job)["script"]), job.copies)
     write_record(job.work / "output" / "manifest.json", cleaned)
     replace_directory(job.work / "output", job.output)
     shutil.rmtree(job.work)
@@ -128,7 +129,7 @@ def estimate(job: CleaningJob, workers: int) -> str:
     seconds = (time.monotonic() - began) * scale
     share, left = cleaned.documents / len(documents), cleaned.documents * scale
     what = f"about {share:.1%} of the documents, {left:,.0f} in all, {mib:,.0f} MiB; {seconds / 3600:,.1f} hours"
-    return f"{table(cleaned)}\n{job.output}: {what} with {workers} processes"
+    return f"{table(cleaned.steps)}\n{job.output}: {what} with {workers} processes"
 
 
 def submit(job: CleaningJob, partition: str, limit: str) -> int:
@@ -154,30 +155,11 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
     return int(last.job_id)
 
 
-def table(cleaned: CleanedText) -> str:
-    """What each step did, for people."""
-    lines = [f"{'step':<16}{'documents':>12}{'dropped':>12}{'changed':>12}  reasons"]
-    for name, found in cleaned.steps.items():
-        reasons = Counter({key[8:]: count for key, count in found.items() if key.startswith("dropped_")})
-        most = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common(3))
-        counts = "".join(f"{found.get(key, 0):>12,}" for key in ("total", "dropped", "changed"))
-        lines.append(f"{name:<16}{counts}  {most}".rstrip())
-    return "\n".join(lines)
-
-
-def examples(folder: Path, count: int) -> Iterator[str]:
-    """The beginnings of `count` documents that each step dropped."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; run scale-cpt clean first")
-    for step in sorted(folder.glob(f"{DROPPED}/*")):
-        for document in islice(good_documents([f"{step}/*.jsonl.zst"], Keys()), count):
-            yield f"{step.name}: {' '.join(document.text.split())[:200]}"
-
-
 def _plan_of(job: CleaningJob) -> Plan:
     settings = job.corpus.model_dump(mode="json", include={"input", "clean", "text_key", "document", "encoding"})
     files = [file for corpus in (job.corpus, *job.heldout, *job.others) for file in input_files(corpus.input)]
     files += named_files(settings["clean"]["benchmarks"])
+    files += map(Path, filter(None, [settings["clean"]["language_model"]]))
     return Plan(settings=settings, files={str(file): input_size(file) for file in files})
 
 

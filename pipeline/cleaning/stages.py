@@ -34,6 +34,7 @@ from pipeline.cleaning.blocks import (
     Shard,
     Words,
     benchmark_lines,
+    in_language,
     index_words,
     mend,
     without_boilerplate,
@@ -80,6 +81,11 @@ class CleaningJob:
         """The folder of unfinished work; the part `output` is what becomes of it."""
         return self.output.with_name(f"{self.output.name}.work")
 
+    @property
+    def copies(self) -> Path:
+        """What datatrove finds of copies: which are left out, and the sizes of their clusters."""
+        return self.work / "copies"
+
 
 def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
     """The cleaning of the corpora of a run, of each when those before it are done."""
@@ -106,21 +112,33 @@ def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
     return units
 
 
+def script_share(script: re.Pattern[str], text: str) -> float:
+    """The share of the letters of a text that are of one script."""
+    return len(script.findall(text)) / max(1, len(_LETTER.findall(text)))
+
+
 def is_written_in(script: re.Pattern[str], least: float, doc: Document) -> bool:
     """Whether at least that share of the letters of a document is of one script."""
-    return len(script.findall(doc.text)) >= least * max(1, len(_LETTER.findall(doc.text)))
+    return script_share(script, doc.text) >= least
 
 
-def _document(_: JsonlWriter, doc: Document) -> dict[str, str]:
+def rules_of(job: CleaningJob) -> dict[str, Any]:
+    """The thresholds for the language of a corpus."""
+    assert job.corpus.clean is not None  # it is to be cleaned
+    rules: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{job.corpus.clean.language}.yaml").read_text())
+    return rules
+
+
+def _document(_: JsonlWriter, doc: Document) -> dict[str, object]:
     return {"text": doc.text, "id": doc.id}
 
 
-def _excerpt(_: JsonlWriter, doc: Document) -> dict[str, str]:
+def _excerpt(_: JsonlWriter, doc: Document) -> dict[str, object]:
     reason = doc.metadata.get("contaminated_ngram") or doc.metadata.get("filter_reason", "")
-    return {"text": doc.text[:_EXCERPT], "id": doc.id, "reason": reason}
+    return {"text": doc.text[:_EXCERPT], "id": doc.id, "reason": reason, "characters": len(doc.text)}
 
 
-def _writer(folder: Path, adapter: Callable[[JsonlWriter, Document], dict[str, str]] = _document) -> JsonlWriter:
+def _writer(folder: Path, adapter: Callable[[JsonlWriter, Document], dict[str, object]] = _document) -> JsonlWriter:
     return JsonlWriter(str(folder), "${rank}.jsonl.zst", compression="zstd", adapter=adapter)
 
 
@@ -128,14 +146,14 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     """The stages of a job; the counts of a block are kept under the name of its step."""
     settings, work = job.corpus.clean, job.work
     assert settings is not None  # it is to be cleaned
-    rules: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{settings.language}.yaml").read_text())
+    rules = rules_of(job)
     rules["quality"]["min_doc_words"] = settings.min_words or rules["quality"]["min_doc_words"]
     least = rules["min_script_share"] if settings.min_script_share is None else settings.min_script_share
     units, benchmarks = units_of([job.corpus]), named_files(settings.benchmarks)
-    tasks, heldout = min(len(units), _MOST_TASKS), units_of(job.heldout)
-    signatures, references, index, pairs, copies = (
-        str(work / name) for name in ("signatures", "references", "index", "pairs", "copies")
-    )
+    tasks, heldout, copies = min(len(units), _MOST_TASKS), units_of(job.heldout), str(job.copies)
+    signatures, references, index, pairs = (str(work / name) for name in ("signatures", "references", "index", "pairs"))
+
+    model = {"model": settings.language_model, "labels": rules["labels"], "least": settings.min_language_score}
 
     def step(name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
         if name in settings.skip:
@@ -154,6 +172,7 @@ def stages_of(job: CleaningJob) -> list[Stage]:
         *step("records", Records, units=units),
         *step("mend", mend),
         *dropping("language", LambdaFilter, filter_function=partial(is_written_in, re.compile(rules["script"]), least)),
+        *(dropping("language_model", in_language, **model) if settings.language_model else []),
         *step("boilerplate", without_boilerplate),
         *dropping("repetition", GopherRepetitionFilter, language=_WORDS, **rules["repetition"]),
         *dropping("quality", GopherQualityFilter, language=_WORDS, **rules["quality"]),
@@ -171,7 +190,7 @@ def stages_of(job: CleaningJob) -> list[Stage]:
             stages.append(Stage("index", buckets, [MinhashBuildIndex(references, index, "known", _MINHASH)]))
         found = MinhashDedupBuckets(signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False)
         stages.append(Stage("buckets", buckets, [found]))
-        stages.append(Stage("cluster", 1, [MinhashDedupCluster(pairs, copies, _MINHASH)]))
+        stages.append(Stage("cluster", 1, [MinhashDedupCluster(pairs, copies, _MINHASH, save_cluster_size=True)]))
         last += dropping("duplicates", MinhashDedupFilter, input_folder=copies)
     if "contamination" not in settings.skip and (benchmarks or heldout):
         in_a_row = settings.shared_words or rules["shared_words"]

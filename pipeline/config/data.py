@@ -57,6 +57,10 @@ class Cleaning(Section):
     """of a document; default: 25 words of Korean, 50 of English"""
     min_script_share: Fraction | None = None
     """of the letters that are Hangul, or Latin; default: 0.5 for Korean, 0.8 for English"""
+    language_model: Path | None = None
+    """a model of fastText, lid.176 or GlotLID (.bin or .ftz): drops documents of whose language it is not sure"""
+    min_language_score: Fraction = 0.65
+    """how sure, from 0 to 1"""
     benchmarks: Texts = []
     """JSONL files, or patterns, of benchmarks; documents that share words in a row with them are dropped, as are those
     that share words with heldout_input of any corpus"""

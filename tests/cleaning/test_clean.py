@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -15,7 +18,8 @@ import pytest
 from datatrove.executor import LocalPipelineExecutor
 
 from pipeline.cleaning import clean as module
-from pipeline.cleaning.clean import clean, examples
+from pipeline.cleaning.clean import clean
+from pipeline.cleaning.report import PAGE, examples
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
@@ -71,8 +75,8 @@ def test_a_task_cut_short_is_done_again_with_the_same_bytes(
     shard.write_bytes(shard.read_bytes()[:100])
     (again.job.work / "logs" / "write" / "completions" / "00001").unlink()
     clean(again.job, workers=1)
-    shards = {name: digest for name, digest in contents(again.job.output).items() if name.endswith(".zst")}
-    assert len(shards) > 5
+    shards = {name: digest for name, digest in contents(again.job.output).items() if name.endswith((".zst", PAGE))}
+    assert len(shards) > 6
     assert shards.items() <= contents(crawl.job.output).items()
     assert not again.job.work.exists()
 
@@ -80,6 +84,17 @@ def test_a_task_cut_short_is_done_again_with_the_same_bytes(
 def test_examples_of_what_a_step_dropped(crawl: Crawl) -> None:
     shown = [*examples(crawl.job.output, 2)]
     assert sum(line.startswith("language: ") for line in shown) == 2
+
+
+def test_a_page_shows_what_each_step_dropped(crawl: Crawl) -> None:
+    page, steps = (crawl.job.output / PAGE).read_text(encoding="utf-8"), crawl.cleaned.steps
+    for name, counts in steps.items():
+        assert f"<td>{name}</td><td>{counts['total']:,}</td><td>{counts.get('dropped', 0):,}</td>" in page
+    figures = page[page.index("<h2>Lengths") : page.index("<h2>Language")].split("<figcaption>")[:-1]
+    kept, *dropped = (sum(map(int, re.findall(r"from [\d,]+: (\d+)", figure))) for figure in figures)
+    assert kept == crawl.cleaned.documents
+    assert sum(dropped) == sum(counts.get("dropped", 0) for step, counts in steps.items() if step != "records")
+    assert re.search(r"<h2>Copies</h2>\n<p>.*by size", page)
 
 
 def test_other_settings_are_refused(crawl: Crawl) -> None:
@@ -125,6 +140,53 @@ def test_a_web_archive_is_cleaned_as_other_formats_are(tmp_path: Path) -> None:
     corpus = Corpus.model_validate({"input": [str(path)], "clean": {"language": "ko"}})
     cleaned = clean(CleaningJob(corpus, tmp_path / "cleaned"), workers=1)
     assert (cleaned.steps["records"]["total"], cleaned.documents) == (6, 5)
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of fastText, of the labels ko and en."""
+    fasttext = pytest.importorskip("fasttext")
+    folder = tmp_path_factory.mktemp("fasttext")
+    labelled = [f"__label__ko {text}" for text in islice(korean_pages("reviews.jsonl.zst", 1), 700)]
+    labelled += [f"__label__en {line}" for text in stories(80)[:80] for line in text.split("\n") if line]
+    (folder / "train.txt").write_text("\n".join(labelled))
+    # Fewer threads leave a part of its weights uninitialised.
+    model = fasttext.train_supervised(str(folder / "train.txt"), dim=4, minCount=10, epoch=10, thread=12, verbose=0)
+    model.save_model(str(folder / "lid.bin"))
+    return folder / "lid.bin"
+
+
+def test_a_language_model_drops_other_languages(tmp_path: Path, language_model: Path) -> None:
+    settings = {"language": "ko", "language_model": str(language_model), "skip": ["language"]}
+    korean = [*islice(korean_pages("reviews.jsonl.zst", 12), 5)]
+    corpus = {"input": [str(write_jsonl(tmp_path / "x.jsonl", [*korean, *stories(3)[:3]]))], "clean": settings}
+    cleaned = clean(CleaningJob(Corpus.model_validate(corpus), tmp_path / "cleaned"), workers=1)
+    assert cleaned.steps["language_model"] == {"dropped": 3, "total": 8}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.write_bytes(b"no"), "lid.bin: not a whole model of fastText: "),
+        (
+            lambda model: model.write_bytes(model.read_bytes()[:3000]),
+            "lid.bin: not a whole .*: too short; copy it again",
+        ),
+        (lambda model: model.write_bytes(model.read_bytes().replace(b"ko\0", b"fi\0")), "ko, kor_Hang, found en, fi"),
+        (lambda model: model.unlink(), "lid.bin: no such file"),
+    ],
+)
+def test_another_or_a_damaged_language_model_is_named(
+    tmp_path: Path, language_model: Path, change: Callable[[Path], object], message: str
+) -> None:
+    model = Path(shutil.copy(language_model, tmp_path))
+    change(model)
+    run = run_of(
+        tmp_path, [*islice(korean_pages("reviews.jsonl.zst", 12), 3)], language="ko", language_model=str(model)
+    )
+    with pytest.raises(DataError, match=message) as refused:
+        call(clean_corpora, run, "--workers", 1)
+    assert "\n" not in str(refused.value)
 
 
 def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
@@ -174,6 +236,14 @@ def test_a_benchmark_that_is_not_jsonl_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path, stories(3)[:3], language="en", benchmarks=[str(tmp_path / "arc.jsonl")])
     with pytest.raises(DataError, match=r"arc\.jsonl: a benchmark is JSONL, found .question,answer"):
         call(clean_corpora, run, "--workers", 1)
+
+
+def test_without_fasttext_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = "datatrove.utils._import_utils._is_distribution_available"
+    monkeypatch.setattr(installed, lambda name: name != "fasttext-numpy2-wheel")
+    run = run_of(tmp_path, ["text"], language="en", language_model=str(tmp_path / "run.yaml"))
+    with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean,fasttext\]'"):
+        call(clean_corpora, run)
 
 
 @pytest.mark.parametrize("missing", ["datatrove.executor", "ftfy"])

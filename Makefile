@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-scale clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-sampling bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -124,6 +124,9 @@ bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other 
 
 bench-generation: $(STAMP)  ## tokens a second of generation by a base and its two kinds of export, on the CPU
 	$(BIN)/python benchmarks/generation_speed.py --json benchmarks/out/generation.json
+
+bench-sampling: $(STAMP)  ## tokens a second that a base writes for rehearsal, by batch size, on the CPU (BASE=path: another base)
+	$(BIN)/python benchmarks/sampling_throughput.py --json benchmarks/out/sampling.json $(if $(BASE),--base $(BASE))
 
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json

@@ -44,12 +44,13 @@ def table(steps: Counts) -> str:
 
 
 def examples(folder: Path, count: int) -> Iterator[str]:
-    """The beginnings of `count` documents that each step dropped."""
+    """The beginnings of `count` documents that each step dropped, and why."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; run scale-cpt clean first")
     for step in sorted(folder.glob(f"{DROPPED}/*")):
         for document in islice(_documents(step, count), count):
-            yield f"{step.name}: {' '.join(document['text'].split())[:200]}"
+            reason = document["reason"] and f" ({document['reason']})"
+            yield f"{step.name}{reason}: {' '.join(document['text'].split())[:200]}"
 
 
 def write_page(folder: Path, title: str, steps: Counts, script: re.Pattern[str], copies: Path) -> None:

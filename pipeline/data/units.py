@@ -215,13 +215,16 @@ def sampled_documents(
     read = 0
     for place in sorted(places, key=lambda unit: (unit.path, unit.start)):  # a compressed file is read forwards
         taken, is_table = 0, place.kind not in ("jsonl", "text")
+        most = max_bytes if place.kind == "warc" else _SAMPLED_BYTES
         for record in unit_records(place, keys):
             if isinstance(record, Document):
                 documents.append(record)
-                taken += record.utf8_bytes
-                if is_table and taken >= _SAMPLED_BYTES:
+                taken = record.offset if place.kind == "warc" else taken + record.utf8_bytes
+                if is_table and taken >= most:
+                    read += min(taken, place.size)
                     break
-        read += min(taken, place.size) if is_table else place.size
+        else:
+            read += place.size
     if not documents:
         raise _no_document(inputs, keys)
     scale = sum(files.values()) / sum(files[file] for file in opened)

@@ -84,6 +84,7 @@ def test_a_task_cut_short_is_done_again_with_the_same_bytes(
 def test_examples_of_what_a_step_dropped(crawl: Crawl) -> None:
     shown = [*examples(crawl.job.output, 2)]
     assert sum(line.startswith("language: ") for line in shown) == 2
+    assert sum(line.startswith("quality (gopher_short_doc): ") for line in shown) == 2
 
 
 def test_a_page_shows_what_each_step_dropped(crawl: Crawl) -> None:
@@ -209,7 +210,7 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     assert len(heldout) == parts[1] > 0
     assert set(heldout) <= set(texts)
     call(clean_corpora, run, "--show", 1)
-    assert "repetition: too short" in capsys.readouterr().out
+    assert "): too short" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

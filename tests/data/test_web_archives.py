@@ -13,6 +13,7 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from pipeline.data.records import Keys, Rejected
+from pipeline.data.text_streams import text_length
 from pipeline.data.units import sampled_documents, split_file
 from pipeline.errors import DataError, MissingPackageError
 from tests.data.helpers import read, texts_of
@@ -55,8 +56,15 @@ def test_pages_are_read_in_their_encoding_without_menus(tmp_path: Path, name: st
     path = archive(tmp_path / name, pages)
     assert texts_of(path) == TEXTS
     assert len(split_file(path, 0, Keys(), unit_bytes=100)) == 1
-    documents, _ = sampled_documents([str(path)], Keys(), 2**20)
-    assert [document.text for document in documents] == TEXTS
+    documents, scale = sampled_documents([str(path)], Keys(), 2**20)
+    assert ([document.text for document in documents], scale) == (TEXTS, 1)
+
+
+def test_a_sample_of_an_archive_says_how_much_the_whole_holds(tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.warc.gz", [("text/html", html(TEXTS[0]).encode())] * 40)
+    documents, scale = sampled_documents([str(path)], Keys(), text_length(path) // 4)
+    assert len(documents) * scale == pytest.approx(40, rel=0.1)
+    assert scale > 2
 
 
 def test_texts_of_a_wet_file_are_read_as_they_are(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,18 +56,17 @@ def examples(folder: Path, count: int) -> Iterator[str]:
 def write_page(folder: Path, title: str, steps: Counts, script: re.Pattern[str], copies: Path) -> None:
     """Writes the page into a folder of cleaned text; `copies` has the sizes of the clusters that datatrove found."""
     dropped = {name: folder / DROPPED / name for name in steps if (folder / DROPPED / name).is_dir()}
-    found = {group: [*_documents(of, _SAMPLED)] for group, of in {"kept": folder, **dropped}.items()}
+    found = {group: _measured(of, script) for group, of in {"kept": folder, **dropped}.items()}
     sizes = Counter[int]()
     for file in copies.glob("*.sizes"):  # of each copy its number and the size of its cluster
         sizes.update(np.fromfile(file, "<u4")[1::2].tolist())
-    clusters = Counter({f"{size:,}": round(found / size) for size, found in sorted(sizes.items())})
     page = _TEMPLATES.get_template("report.html.j2").render(
         title=title,
         steps=[(name, counts, _reasons(counts)) for name, counts in steps.items()],
         most=max(counts.get("total", 0) for counts in steps.values()),
-        lengths=_histograms(found, _LENGTHS, lambda one: one.get("characters") or len(one["text"])),
-        shares=_histograms(found, range(0, 100, 10), lambda one: 100 * script_share(script, one["text"])),
-        clusters=_bars(clusters),
+        lengths={group: _histogram(lengths, _LENGTHS) for group, (lengths, _) in found.items()},
+        shares={group: _histogram(shares, range(0, 100, 10)) for group, (_, shares) in found.items()},
+        clusters=_bars({f"{size:,}": round(count / size) for size, count in sorted(sizes.items())}),
     )
     (folder / PAGE).write_text(page, encoding="utf-8")
 
@@ -85,15 +84,19 @@ def _documents(folder: Path, most: int) -> Iterator[dict[str, Any]]:
             yield from map(orjson.loads, islice(lines, most // len(shards) + 1))
 
 
-def _histograms(
-    found: Mapping[str, list[dict[str, Any]]], starts: Sequence[int], value: Callable[[dict[str, Any]], float]
-) -> dict[str, list[Bar]]:
-    """Of each group how many documents have a value from one of `starts` to the next."""
-    histograms = {}
-    for group, documents in found.items():
-        counts, _ = np.histogram([value(one) for one in documents], bins=[*starts, np.inf])
-        histograms[group] = _bars({f"from {start:,}": int(count) for start, count in zip(starts, counts, strict=True)})
-    return histograms
+def _measured(folder: Path, script: re.Pattern[str]) -> tuple[list[int], list[float]]:
+    """The lengths of the documents in `folder`, and the percentages of their letters in a script."""
+    lengths, shares = [], []
+    for document in _documents(folder, _SAMPLED):
+        lengths.append(document.get("characters") or len(document["text"]))
+        shares.append(100 * script_share(script, document["text"]))
+    return lengths, shares
+
+
+def _histogram(values: Sequence[float], starts: Sequence[int]) -> list[Bar]:
+    """How many values are from one of `starts` to the next."""
+    counts, _ = np.histogram(values, bins=[*starts, np.inf])
+    return _bars({f"from {start:,}": int(count) for start, count in zip(starts, counts, strict=True)})
 
 
 def _bars(counts: Mapping[str, int]) -> list[Bar]:

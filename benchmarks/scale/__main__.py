@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale --json benchmarks/out/scale.json --picture docs/scale.svg
 
-Slopes are the exponents by which costs grow. docs/scale.md says what is simulated, and what that leaves out.
+Slopes are the exponents by which costs grow. docs/scale.md says what is simulated. TMPDIR takes some GB and 10^6 files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeline.studies.report.drawing import Axis, Drawing
 from pipeline.studies.report.page import svg_file
 from pipeline.studies.report.plots import Chart
 
-SUBJECTS = ("corpora", "tokenization", "startup", "watchdog", "checkpoints", "metrics")
+SUBJECTS = ("corpora", "ranks", "watchdog", "run_folder")
 _WIDTH, _LINE, _LEFT = 820.0, 24.0, 470.0
 _WORDS = {0.0: "constant", 1.0: "linear", 2.0: "square"}
 
@@ -45,19 +45,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=SUBJECTS, help="some subjects, or none")
     parser.add_argument("--smallest", action="store_true", help="sizes that take seconds, to see that everything runs")
-    parser.add_argument("--scratch", type=Path, help="folder for temporary files: some GB, 10^5 files")
     parser.add_argument("--json", type=Path, required=True, help="the tables; those of other subjects stay in it")
     parser.add_argument("--picture", type=Path, help="also draw the slopes of all tables in it, as SVG")
     options = parser.parse_args()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     found = read_object(options.json, UserError) if options.json.exists() else {}
     for subject in options.only:
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f"scale-{subject}-", dir=options.scratch) as scratch:
-            module = importlib.import_module(f"benchmarks.scale.{subject}")
-            found[subject] = list(module.measure(Path(scratch), options.smallest))
+        measure = importlib.import_module(f"benchmarks.scale.{subject}").measure
+        with tempfile.TemporaryDirectory(prefix=f"scale-{subject}-") as scratch:
+            found[subject] = list(measure(Path(scratch), options.smallest))
+        write_json(options.json, found)
         print(f"{subject}: {time.monotonic() - began:.0f} s", flush=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.json, found)
     if options.picture:
         write_text(options.picture, svg_file(draw(found)))
 

@@ -1,51 +1,54 @@
-"""A token corpus of many shards: what a rank needs to open it, to read a sample anywhere in it, and to check it.
+"""A corpus of 10^12 tokens: resuming its tokenization, opening it, reading a sample anywhere in it, checking it.
 
-Every shard has true indexes and hashes. Its ids are zeros, of which a sparse file holds any number. All shards are
-links to a few files, since a file system allows no file more than some ten thousand names.
+All shards are links to one, with true indexes and hashes. Its ids, and the text of one large file, are zeros, of which
+a sparse file holds any number. The records of what is tokenized are copies of those of a real job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.scale.growth import LINKS, Row, in_own_process, measured, report
-from pipeline.config.data import Data
-from pipeline.data.jobs import Plan, UnitPart, check_finished, manifest_of
+from benchmarks.scale.growth import Row, in_own_process, measured, report
+from pipeline.config.data import Corpus, Data
+from pipeline.data.corpora import Job
+from pipeline.data.jobs import STATE, Plan, UnitPart, check_finished, manifest_of
+from pipeline.data.preprocess import _File, _split, plan_of, preprocess, tokenize_unit
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import MANIFEST, InputFile, TokenCorpus, TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.workers import Workers
+from pipeline.files import shipped, write_record
 
-SEQUENCE, RANKS = 8192, 1024
-GOALS = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
-_TOKENIZER = TokenizerRecord(
-    fingerprint="none", vocab_size=128_256, document_start=[], document_end=[0], backend="none"
-)
+GOALS: dict[str, float] = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
+GOALS |= {"resume_cpu_s": 60, "state_files_a_file": 2, "plan_cpu_s": 60}
+SEQUENCE, RANKS, JOBS, UNIT_BYTES = 8192, 1024, 64, 2**26
+_TOKENIZER = TokenizerRecord(fingerprint="", vocab_size=128_256, document_start=[], document_end=[0], backend="")
 
 
 def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
     """A corpus of `shards` equal shards, each of an input file of its own."""
     folder.mkdir(parents=True)
     dtype = token_dtype(_TOKENIZER.vocab_size)
-    parts: dict[str, UnitPart] = {}
-    for number in range(shards):
-        name = f"{number:05d}-000000"
-        if number % LINKS == 0:
-            first = folder / name
-            with writing_shard(first, dtype) as writer:
-                writer.add(np.zeros(tokens, dtype), np.full(documents, tokens // documents))
-            os.truncate(first.with_suffix(".bin"), 0)
-            os.truncate(first.with_suffix(".bin"), tokens * dtype.itemsize)
-            part = UnitPart(documents=documents, tokens=tokens, files=writer.files)
-        else:
-            for end in part.files:
-                os.link(first.with_suffix(end), folder / f"{name}{end}")
-        parts[name] = part
+    with writing_shard(folder / "all", dtype) as writer:
+        writer.add(np.zeros(tokens, dtype), np.full(documents, tokens // documents))
+    for size in (0, tokens * dtype.itemsize):
+        os.truncate(folder / "all.bin", size)
+    part = UnitPart(documents=documents, tokens=tokens, files=writer.files)
+    parts = {f"{number:05d}-000000": part for number in range(shards)}
+    for name, end in product(parts, part.files):
+        (folder / f"{name}{end}").symlink_to(f"all{end}")
     inputs = [InputFile(path=f"/texts/{name}.jsonl.zst", bytes=4 * tokens, sha256=f"{name:>064}") for name in parts]
     plan = Plan(tokenizer=_TOKENIZER, text_key="text", inputs=[], unit_size=1)
     manifest_of(plan, "train", parts, inputs).save(folder)
@@ -54,19 +57,16 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
 def read(folder: Path) -> Row:
     """What a rank does until its first batches, then `inspect-data`, and a rank's share of the preflight."""
     row: Row = {"manifest_mib": round((folder / "corpus" / MANIFEST).stat().st_size / 2**20, 4)}
-    corpora = {"corpora": {"corpus": {"input": ["made here"]}}}
-    data = Data.model_validate({"folder": folder, "sequence_length": SEQUENCE, **corpora})
+    data = Data.model_validate({"folder": folder, "sequence_length": SEQUENCE, "corpora": {"corpus": {"input": ["-"]}}})
     with measured(row, "open_"):
         samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
     corpus = TokenCorpus(folder / "corpus")
     first, *others = random.Random(2).sample(range(corpus.tokens // SEQUENCE), 33)
-    times = [time.process_time()]
-    for indices in ([first], others):
+    for name, indices in (("first", [first]), ("later", others)):
+        began = time.process_time()
         for index in indices:
             samples[index]
-        times.append(time.process_time())
-    row["first_sample_ms"] = round(1000 * (times[1] - times[0]), 3)
-    row["later_sample_ms"] = round(1000 * (times[2] - times[1]) / len(others), 3)
+        row[f"{name}_sample_ms"] = round(1000 * (time.process_time() - began) / len(indices), 3)
     with measured(row, "inspect_"):
         check_finished(folder / "corpus")
     with measured(row, "preflight_"):
@@ -74,17 +74,70 @@ def read(folder: Path) -> Row:
     return row
 
 
+def job_of(texts: str, output: Path) -> Job:
+    """A job over the files of a pattern."""
+    return Job(Corpus(input=[texts]), shipped() / "data" / "models" / "stories260K", output, unit_bytes=UNIT_BYTES)
+
+
+def make_state(folder: Path, files: int) -> None:
+    """The folder that a killed job leaves, but for its shards."""
+    (texts := folder / "texts").mkdir(parents=True)
+    for number in range(files):
+        (last := texts / f"{number:06d}.txt").write_text("Once upon a time there was a cat.\n" * 30)
+    job = job_of(str(texts / "*.txt"), folder / "tokens")
+    (state := job.output / STATE).mkdir(parents=True)
+    done = _split(job.keys, UNIT_BYTES, _File("", 0, str(last), 0))
+    ranges, record = done.model_dump_json(), tokenize_unit(job, done.units[0]).model_dump_json()
+    write_record(state / "plan.json", plan_of(job, load_tokenizer(job.tokenizer)))
+    for number in range(files):
+        own = ranges.replace(last.name, f"{number:06d}.txt").replace("00000-000000", f"{number:05d}-000000")
+        (state / f"{number:05d}.ranges.json").write_text(own)
+        if number % 100:
+            (state / f"{number:05d}-000000.json").write_text(record)
+
+
+def resume(folder: Path) -> Row:
+    """What one of an array's jobs does until it begins with what is left."""
+    row, listed = Row(), list[object]()
+    sys.addaudithook(lambda event, of: listed.append(of) if event in ("os.listdir", "os.scandir") else None)
+    workers = Workers(None)
+    vars(workers)["run"] = lambda _, tasks: sys.exit() if list(tasks) else iter(())
+    with measured(row, "resume_"), contextlib.suppress(SystemExit):
+        preprocess(job_of(str(folder / "texts" / "*.txt"), folder / "tokens"), workers, share=(5, JOBS))
+    row["listed_folders"] = len(listed)
+    held, files = (sum(1 for _ in place.iterdir()) for place in (folder / "tokens" / STATE, folder / "texts"))
+    return row | {"state_files_a_file": round(held / files, 2)}
+
+
+def plan(path: Path, size: int) -> Row:
+    """What planning a file of this size takes, of zeros in a sparse file."""
+    with path.open("wb") as file:
+        file.truncate(size)
+    with measured(row := Row(), "plan_"):
+        record = _split(job_of(str(path), path).keys, UNIT_BYTES, _File("00000.ranges", size, str(path), 0))
+    return row | {"units": len(record.units)}
+
+
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
-    """A table over the number of shards, and one over the documents of each."""
-    counts = (5, 10) if smallest else (25_000, 50_000, 100_000)
-    tokens, documents = (100_000, 1_000) if smallest else (10_000_000, 10_000)
+    """Tables over the files to tokenize, the size of one, the shards of a corpus, and the documents of each."""
 
-    def row(size: str, number: int, shards: int, documents: int) -> Row:
-        folder = scratch / f"{number}-{size}"
+    def resumed(files: int) -> Row:
+        make_state(folder := scratch / str(files), files)
+        return in_own_process(resume, folder)
+
+    def opened(shards: int, documents: int) -> Row:
+        folder = Path(tempfile.mkdtemp(dir=scratch))
         make_corpus(folder / "corpus", shards, documents, tokens)
-        return {size: number, **in_own_process(read, folder)}
+        return in_own_process(read, folder)
 
-    by_shards = [row("shards", shards, shards, documents) for shards in counts]
-    yield report(f"Corpora: shards of {tokens:,} tokens in {documents:,} documents", by_shards, GOALS)
-    by_documents = [row("documents_a_shard", documents // n, counts[0], documents // n) for n in (100, 10, 1)]
-    yield report(f"Corpora: {counts[0]:,} shards of {tokens:,} tokens", by_documents, GOALS)
+    counts = (100, 200) if smallest else (25_000, 50_000, 100_000)
+    title = f"Tokenization: files, 99 % of them done, one of {JOBS} jobs resumed"
+    yield report(title, "files", counts, resumed, GOALS)
+    sizes, large = (2**20, 2**21) if smallest else (2**38, 2**39, 2**40), scratch / "large.txt"
+    yield report("Tokenization: one file, planned", "bytes", sizes, partial(in_own_process, plan, large), GOALS)
+    tokens, documents = (100_000, 1_000) if smallest else (10_000_000, 10_000)
+    title = f"Corpora: shards of {tokens:,} tokens in {documents:,} documents"
+    yield report(title, "shards", counts, lambda shards: opened(shards, documents), GOALS)
+    few, sizes = counts[0] // 10, (documents // 100, documents // 10, documents)
+    title = f"Corpora: {few:,} shards of {tokens:,} tokens"
+    yield report(title, "documents_a_shard", sizes, partial(opened, few), GOALS)

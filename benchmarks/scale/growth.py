@@ -1,4 +1,4 @@
-"""What the benchmarks of scale share: a measurement in a process of its own, and a table that ends with slopes."""
+"""What the benchmarks of scale share: a run, a measurement in a process of its own, a table that ends with slopes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,38 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.run import RunConfig, parse_config
 from pipeline.evaluation.table import cell, table
 
 Row = dict[str, Any]
 """The figures of one size; the first is the size."""
-LINKS = 30_000  # names that a file may have
+BASES = Path("configs") / "bases"
+
+
+def scale_run(folder: Path, base: Path, zero: int, sequences: int, tp_size: int = 1) -> RunConfig:
+    """A run of Adapt on `text.txt` in `folder`, one sequence a micro-batch, that widens `base` by an eighth."""
+    from pipeline.model.from_hf import read_spec  # imports torch, which not every subject needs
+
+    spec = read_spec(base)
+    expansion = {name: getattr(spec.widths, name) // 8 for name in ("hidden_size", "intermediate_size")}
+    heads, length = spec.widths.num_attention_heads, min(4096, spec.max_position_embeddings)
+    expansion["num_attention_heads"] = max(heads // 8, heads // spec.widths.num_key_value_heads)
+    corpora = {"text": {"input": [str(folder / "text.txt")], "heldout_fraction": 0.1}}
+    values = {
+        **{"name": "scale", "folder": str(folder), "base": str(base)},
+        "method": {"name": "scale", "variant": "adapt", "expansion": expansion, "l_fp": 1},
+        "data": {"folder": str(folder), "sequence_length": length, "document_mask": False, "corpora": corpora},
+        "schedule": {"steps": 1, "global_batch_size": sequences, "micro_batch_size": 1, "learning_rate": 1e-3},
+        "parallel": {"tp_size": tp_size},
+        "deepspeed": f"ds_configs/zero{zero}.json",
+    }
+    return parse_config(values, source="here")
 
 
 def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:
@@ -59,7 +80,7 @@ sys.addaudithook(_count)
 
 
 def slope(rows: Sequence[Row], name: str) -> float | None:
-    """The exponent by which a cost grows with the size, between the first row and the last: 1 is linear, 0 constant."""
+    """The exponent by which a cost grows with the size, between the first row and the last: 1 is linear."""
     size = next(iter(rows[0]))
     before, after = rows[0][name], rows[-1][name]
     if min(before, after) <= 0:
@@ -67,15 +88,13 @@ def slope(rows: Sequence[Row], name: str) -> float | None:
     return round(math.log(after / before) / math.log(rows[-1][size] / rows[0][size]), 2)
 
 
-def report(title: str, rows: Sequence[Row], goals: Mapping[str, float]) -> Row:
-    """Prints a line for each cost: at every size, its slope, its goal. Returns what belongs into the JSON file."""
-    size, *names = rows[0]
-    slopes = {name: slope(rows, name) for name in names}
-    own = {name: goal for name, goal in goals.items() if name in names}
-    judged = {name: f"{'met' if rows[-1][name] <= goal else 'MISSED'}: {goal:,}" for name, goal in own.items()}
-    lines = [
-        [name, *(f"{row[name]:,.4g}" for row in rows), cell(slopes[name], ".2f"), judged.get(name, "")]
-        for name in names
-    ]
+def report(title: str, size: str, values: Iterable[int], row_of: Callable[[int], Row], goals: dict[str, float]) -> Row:
+    """Prints what `row_of` measures at each of the `values` of a size, with slopes and goals; returns the table."""
+    rows = [{size: value, **row_of(value)} for value in values]
+    slopes = {name: slope(rows, name) for name in rows[0]}
+    lines = []
+    for name, found in list(rows[-1].items())[1:]:
+        goal = f"{'met' if found <= goals[name] else 'MISSED'}: {goals[name]:,}" if name in goals else ""
+        lines.append([name, *(f"{row[name]:,.4g}" for row in rows), cell(slopes[name], ".2f"), goal])
     print(f"\n{title}\n{table([size, *(f'{row[size]:,}' for row in rows), 'slope', 'goal'], lines)}", flush=True)
-    return {"title": title, "rows": list(rows), "slopes": slopes, "goals": own}
+    return {"title": title, "rows": rows, "slopes": slopes, "goals": {k: goals[k] for k in goals if k in rows[0]}}

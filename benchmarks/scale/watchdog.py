@@ -6,7 +6,6 @@ Rank 0 is the real one. The others are connections of one process, which send th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
 import random
 import resource
@@ -25,84 +24,69 @@ from pipeline.config.run import Watchdog as Limits
 from pipeline.health import watchdog
 from pipeline.health.liveness import Phases, RankReport, Verdict
 
-GOALS = {"core_fraction": 0.02, "killed_named_s": 2, "silent_named_s": 10}  # after `dead_after_s`
+GOALS: dict[str, float] = {"core_fraction": 0.02, "killed_named_s": 2, "silent_named_s": 10}  # after `dead_after_s`
 _TOKEN = "benchmark"
 _REPORT = RankReport("node0001", 1234, "backward", 0.7, 98765, "backward (tensor.py:581)", waiting=True)
 
 
-def watch(ranks: int, seconds: float, limits: Limits, gone: Any, own: Any) -> None:  # noqa: ANN401
-    """Rank 0, for `seconds`. Then `gone` tells the others, one of which vanishes; the verdict ends the process."""
+def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:  # noqa: ANN401
+    """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one is gone."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))  # a usual limit
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    listener, row, began = watchdog._listener(), Row(), [0.0]
+    listener, row = watchdog._listener(), Row()
 
     def named(verdict: Verdict) -> None:
         assert verdict.rank == ranks - 1, verdict.text
-        own.send(row | {"named_s": round(time.monotonic() - began[0], 2)})
+        own.send(verdict.text)
 
     watchdog.connect = lambda: watchdog.Channel(listener, 0, _TOKEN)
     hub = watchdog.Watchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
-    with measured(row):
+    with measured(row, "connecting_"):
         hub.__enter__()
         own.send(listener.getsockname()[1])
         while len(hub._channel.peers) < ranks - 1:
             time.sleep(0.1)
-    cpu, wall = time.process_time(), time.monotonic()
-    time.sleep(seconds)
-    row["core_fraction"] = round((time.process_time() - cpu) / (time.monotonic() - wall), 4)
-    began[0] = time.monotonic()
-    gone.set()
+    with measured(row, "watching_"):
+        time.sleep(seconds)
+    own.send(row | {"core_fraction": round(row["watching_cpu_s"] / seconds, 4)})
     time.sleep(600)
 
 
-def others(ranks: int, beat_s: float, killed: bool, port: int, gone: Any) -> None:  # noqa: ANN401
-    """All other ranks. When `gone` is set, the last one is killed, or only falls silent."""
-
-    async def rank(own: int, over: asyncio.Event) -> None:
-        await asyncio.sleep(random.Random(own).random() * beat_s)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(watchdog._line({"rank": own, "token": _TOKEN}))
-        listening = asyncio.create_task(reader.read(-1))
-        while not over.is_set():
-            writer.write(watchdog._line({"report": asdict(_REPORT)}))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(over.wait(), beat_s)
-        if killed:
-            writer.close()
-        await listening
-
-    async def all_ranks() -> None:
-        ends = [asyncio.Event() for _ in range(ranks)]
-        tasks = [asyncio.create_task(rank(own, ends[own])) for own in range(1, ranks)]
-        while not gone.is_set():
-            await asyncio.sleep(0.05)
-        ends[-1].set()
-        await asyncio.gather(*tasks)
-
-    asyncio.run(all_ranks())
-
-
-def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -> Row:
-    """What the watchdog costs, and how long it takes to name a rank that is gone."""
+async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -> tuple[Row, float]:
+    """What rank 0 costs, and in how many seconds it names the last rank, which is killed, or only falls silent."""
     beat_s = limits.beat_every_s * watchdog.pauses_between_heartbeats(limits, ranks)
+    results, own = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
-    gone, (results, own) = context.Event(), context.Pipe()
-    hub = context.Process(target=watch, args=(ranks, seconds, limits, gone, own), daemon=True)
-    hub.start()
+    context.Process(target=watch, args=(ranks, seconds, limits, own), daemon=True).start()
     own.close()  # so that its end is noticed here
-    rest = context.Process(target=others, args=(ranks, beat_s, killed, results.recv(), gone), daemon=True)
-    rest.start()
-    found: Row = results.recv()
-    rest.terminate()
-    return found
+    port, writers = results.recv(), dict[int, asyncio.StreamWriter]()
+
+    async def rank(number: int) -> None:
+        await asyncio.sleep(random.Random(number).random() * beat_s)
+        _, writers[number] = _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(watchdog._line({"rank": number, "token": _TOKEN}))
+        while True:
+            writer.write(watchdog._line({"report": asdict(_REPORT)}))
+            await asyncio.sleep(beat_s)
+
+    tasks = [asyncio.create_task(rank(number)) for number in range(1, ranks)]
+    row = await asyncio.to_thread(results.recv)
+    tasks[-1].cancel()
+    if killed:
+        writers[ranks - 1].close()
+    began = time.monotonic()
+    await asyncio.to_thread(results.recv)
+    return row, round(time.monotonic() - began, 2)
 
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     """A table over the number of ranks."""
-    rows: list[Row] = []
     seconds, limits = (1, Limits(beat_every_s=0.5, dead_after_s=5)) if smallest else (30, Limits())
-    for ranks in (4, 8) if smallest else (1024, 4096):
-        row, silent = (watched(ranks, seconds, limits, killed=killed) for killed in (True, False))
-        named = {"killed_named_s": row.pop("named_s"), "silent_named_s": silent["named_s"] - limits.dead_after_s}
-        rows.append({"ranks": ranks, **row, **named})
-    yield report("Watchdog: rank 0 of so many ranks, 100 heartbeats a second or more", rows, GOALS)
+
+    def row(ranks: int) -> Row:
+        costs, killed = asyncio.run(watched(ranks, seconds, limits, killed=True))
+        _, silent = asyncio.run(watched(ranks, 1, limits, killed=False))
+        return {**costs, "killed_named_s": killed, "silent_named_s": round(silent - limits.dead_after_s, 2)}
+
+    counts = (4, 8) if smallest else (1024, 4096)
+    yield report("Watchdog: rank 0 of so many ranks, 100 heartbeats a second or more", "ranks", counts, row, GOALS)

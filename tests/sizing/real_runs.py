@@ -1,8 +1,9 @@
-"""Real steps under real DeepSpeed that count what they hold and send."""
+"""Steps under real DeepSpeed that count what they hold and send: of real ranks, or of one of many on fake tensors."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.config.run import RunConfig, load_config
 from pipeline.model.attention import Documents
 from pipeline.parallel.quantized import quantization_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
+from pipeline.sizing.micro_batch import LiveMemory
 from tests.messages import Messages
 from tests.training.runs import start_deepspeed, write_config
 
@@ -48,6 +52,8 @@ METHODS = {
     "llama_pro": {"name": "llama_pro", "added_layers": 1},
 }
 MICRO_BATCHES = 2
+COLLECTIVES = {"all-gather": "allgather_base", "reduce-scatter": "reduce_scatter_base", "all-reduce": "allreduce"}
+"""The estimate's names, and torch's."""
 
 
 def run_config(folder: Path, zero: str, method: str, layout: Layout, **changes: Any) -> RunConfig:
@@ -59,20 +65,21 @@ def run_config(folder: Path, zero: str, method: str, layout: Layout, **changes: 
     return config
 
 
-def real_batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Documents]:
+def real_batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Documents | None]:
     """Tokens, targets, positions and documents of a micro-batch."""
     shape = config.schedule.micro_batch_size, config.data.sequence_length
-    tokens = torch.randint(0, 500, shape, generator=torch.Generator().manual_seed(0))
-    return tokens, tokens, torch.arange(shape[1]).expand(shape), Documents.of(torch.zeros(shape, dtype=torch.long))
+    tokens = torch.arange(shape[0] * shape[1]).reshape(shape) % 500
+    documents = Documents.whole_rows(tokens) if config.data.document_mask else None
+    return tokens, tokens, torch.arange(shape[1]).expand(shape), documents
 
 
 def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> nn.Module:
     """The run's model with random values."""
     from pipeline import methods
-    from pipeline.model.from_hf import open_base
+    from pipeline.model.from_hf import read_spec
 
     torch.set_default_dtype(dtype)
-    model = methods.build_model(config, open_base(config.base).spec, tp)
+    model = methods.build_model(config, read_spec(config.base), tp)
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
         quantization = quantization_of(parameter)
@@ -90,8 +97,34 @@ def steps_on_rank(configs: list[RunConfig]) -> list[dict[str, Any]]:
     return [_steps(config) for config in configs]
 
 
-def _steps(config: RunConfig) -> dict[str, Any]:
-    from pipeline.deepspeed_config import load_deepspeed_config
+def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
+    """The same of rank 0 of `gpus` that do not exist, on tensors without values.
+
+    And what a micro-batch adds: until the loss (`forward`: activations, and what ZeRO-3 gathers), and at the `peak`.
+    """
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
+    dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
+    start_deepspeed()
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None  # there are no others
+    with FakeTensorMode(allow_non_fake_inputs=True), _Simulation() as live:
+        return _steps(config, live)
+
+
+class _Simulation(LiveMemory):
+    """Zero for those who ask for a value. Adam's kernel, which fake tensors lack, is left out: it changes no size."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten._local_scalar_dense.default:
+            return 0.0 if args[0].is_floating_point() else 0
+        if (kwargs or {}).get("device") == torch.device("meta"):  # no memory, in a run either
+            return operation(*args, **kwargs)
+        return None if "_fused_adamw" in str(operation) else super().__torch_dispatch__(operation, types, args, kwargs)
+
+
+def _steps(config: RunConfig, live: LiveMemory | None = None) -> dict[str, Any]:
+    from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
     from pipeline.training.batches import MicroBatch
     from pipeline.training.engine import Engine
 
@@ -99,21 +132,42 @@ def _steps(config: RunConfig) -> dict[str, Any]:
     groups = ProcessGroups(layout, sequence_parallel=config.parallel.sequence_parallel)
     deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
     model = real_model(config, deepspeed_config.dtype, groups.tensor_parallel)
-    engine = Engine(model, config, deepspeed_config, groups)
-    batch = MicroBatch(*real_batch(config))
     held: Counter[str] = Counter()
+
+    def before_loss(*_: Any) -> None:
+        held["forward"] = live.now - before
+
+    if live is not None:
+        model._apply = lambda *_: model  # fake tensors cannot be moved, and are where they belong
+        model.output.register_forward_pre_hook(before_loss)
+    with Messages() as start:
+        engine = Engine(model, config, deepspeed_config, groups)
+    batch = MicroBatch(*real_batch(config))
     for _ in range(3):  # DeepSpeed learns the order of the modules in the first two
         with Messages() as messages:
-            for _ in range(MICRO_BATCHES):
+            for _ in range(accumulation_steps(config.schedule, layout.dp_size)):
+                if live is not None:
+                    before = live.peak = live.now
                 total, *_ = engine.loss(batch)
                 engine.backward(total)
+                del total
                 held |= held_bytes(engine)  # the most of each kind
                 engine.step(1e-3)
     moments = _adam_states(engine._engine.optimizer)
     held["optimizer"] += _bytes(moments)
     held["adam_elements"] = sum(tensor.numel() for tensor in moments)
+    held["peak"] = 0 if live is None else live.peak
     engine._engine.destroy()
-    return {"held": dict(held), "messages": messages.sent}
+    return {"held": dict(held), "messages": messages.sent, "start": start.sent}
+
+
+def payloads(messages: Iterable[tuple[str, int, int]]) -> Counter[tuple[str, int]]:
+    """The bytes sent by collective and group size, without messages of one number: a norm, or whether it is finite."""
+    sent: Counter[tuple[str, int]] = Counter()
+    for name, length, group_size in messages:
+        if group_size > 1 and length > 8:
+            sent[name, group_size] += length
+    return sent
 
 
 def held_bytes(engine: Any) -> Counter[str]:
@@ -143,5 +197,5 @@ def _adam_states(optimizer: Any) -> list[Tensor]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of tensors; several views of one storage count once."""
-    spans = {(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors}
-    return sum(length for _, length in spans)
+    spans = {(tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.nbytes) for tensor in tensors}
+    return sum(length for *_, length in spans)

@@ -1,0 +1,146 @@
+"""The start of a run on many ranks, and a step of one of them: what each reads, holds and sends.
+
+At the start every rank is a thread of one process with torch's threaded process group. It does what a run does before
+DeepSpeed begins: inputs, the checks of files in the preflight, hashes, and the weights of a small base. The step is
+rank 0's: the run's own model, DeepSpeed's engine and optimizer, under torch's fake tensors and fake process group.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from benchmarks.scale.growth import BASES, Row, in_own_process, opened, report, scale_run
+from pipeline import methods
+from pipeline.checks import allocation
+from pipeline.checks.door import read_inputs
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
+from pipeline.data.corpora import corpus_jobs
+from pipeline.data.preprocess import preprocess
+from pipeline.data.workers import Workers
+from pipeline.files import shipped
+from pipeline.methods.scale import upscale
+from pipeline.model import base_folder
+from pipeline.model.base_folder import SINGLE_FILE
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.ranks import broadcast_from_rank0
+from pipeline.parallel.topology import SINGLE
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.estimate import open_estimator
+from pipeline.sizing.traffic import GATHER
+from pipeline.training import run
+from tests.sizing.real_runs import COLLECTIVES, payloads, simulated_steps
+
+_PARTS = ("inputs", "preflight", "base")
+GOALS: dict[str, float] = {f"{part}_{rank}_cpu_s": 10 for part in _PARTS for rank in ("rank0", "other")}
+RANKS_PER_NODE = 8
+TERMS = ("weights", "gradients", "optimizer", "forward", "rest", "peak")
+GOALS |= {f"{term}_error": 0.05 for term in TERMS}
+GOALS |= {"small_files_a_rank": 2, "messages_error": 0.0, "gathers_error": 0.15}
+
+
+def make_run(folder: Path) -> RunConfig:
+    """A small run, with its corpora and initial expansion."""
+    (folder / "text.txt").write_text("".join(f"There were {number} cats.\n" for number in range(20_000)))
+    config = scale_run(folder, shipped() / "data" / "models" / "stories260K", zero=1, sequences=512)
+    for job in corpus_jobs(config.data, config.tokenizer):
+        preprocess(job, Workers(None))
+    upscale(ScaleMethod.model_validate(config.method), open_base(config.base), config.upscaled_folder, config.seed)
+    return config
+
+
+def start(config: RunConfig, ranks: int) -> Row:
+    """Starts `ranks` ranks. Small files are neither weights nor tokens; they count whenever they are opened."""
+    multi_threaded_pg._install_threaded_pg()
+    internals: Any = torch._C._distributed_c10d
+    internals._set_thread_isolation_mode(True)
+    row, store, open_weights = Row(), internals.HashStore(), vars(base_folder)["safe_open"]
+    values, together = [object()] * ranks, threading.Barrier(ranks)
+
+    def count_and_open(file: Path, **named: str) -> Any:  # noqa: ANN401
+        opened[file.name] += 1  # Python does not know that it is opened
+        return open_weights(file, **named)
+
+    def rank_main(rank: int) -> list[float]:
+        dist.init_process_group(backend="threaded", rank=rank, world_size=ranks, store=store)
+        times = [time.thread_time()]
+        inputs = broadcast_from_rank0(lambda: read_inputs(config, ranks))
+        row["broadcast_kib"] = round(len(pickle.dumps(inputs)) / 1024, 1)
+        times.append(time.thread_time())
+        nodes = [f"node{number // RANKS_PER_NODE}" for number in range(ranks)]
+        allocated: Any = allocation.Allocation(inputs, None, torch.device("cpu"), nodes)  # type: ignore[arg-type]
+        for check in (allocation.check_same_files, allocation.check_corpora):
+            assert not check(allocated).faults
+        times.append(time.thread_time())
+        run.hash_base(inputs, SINGLE)
+        inputs.method.load(methods.build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE)
+        return [*times, time.thread_time()]
+
+    def all_gather(found: list[object], own: object, group: object = None) -> None:
+        values[dist.get_rank()] = own
+        together.wait()  # that torch's threads pickle each object for each is no cost of a rank
+        found[:] = values
+        together.wait()
+
+    vars(base_folder)["safe_open"], vars(dist)["all_gather_object"] = count_and_open, all_gather
+    opened.clear()
+    with ThreadPoolExecutor(ranks) as pool:
+        seconds = np.diff(list(pool.map(rank_main, range(ranks)))).T.tolist()
+    for part, (first, *others) in zip(_PARTS, seconds, strict=True):
+        row |= {f"{part}_rank0_cpu_s": round(first, 3), f"{part}_other_cpu_s": round(sum(others) / len(others), 3)}
+    weights, tokens = opened[SINGLE_FILE], sum(opened[name] for name in opened if name.endswith((".bin", ".idx")))
+    row["base_opened_a_node"] = round(weights * RANKS_PER_NODE / ranks)
+    return row | {"small_files_a_rank": round((opened.total() - weights - tokens) / ranks, 2)}
+
+
+def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers: int) -> Row:
+    """What rank 0 of a base with `layers` holds at most and sends in a step, and how far the estimate is from it."""
+    described = json.loads((BASES / f"{base}.json").read_text()) | {"num_hidden_layers": layers}
+    (path := scratch / "config.json").write_text(json.dumps(described))
+    config = scale_run(scratch, path, zero, gpus // tp_size, tp_size)
+    estimator = open_estimator(config, Cluster(gpus=gpus))
+    estimate = estimator.estimate(estimator.own_choice)
+    found = simulated_steps(config, gpus)
+    held, memory = Counter(found["held"]), estimate.memory
+    held["rest"] = held["peak"] - sum(held[term] for term in TERMS[:4])
+    expected = vars(memory) | {"forward": memory.activations + memory.gathered, "peak": memory.total}
+    expected["rest"] = memory.loss + memory.temporary
+    row: Row = {}
+    for term in TERMS:
+        row[f"{term}_gib"] = round(held[term] / 2**30, 3)
+        row[f"{term}_error"] = round(abs(expected[term] / held[term] - 1), 4)
+    row["start_gib"] = round(payloads(found["start"]).total() / 2**30, 3)
+    sent = payloads(found["messages"])
+    row["sent_gib"] = round(sent.total() / 2**30, 3)
+    for traffic in estimate.traffic:
+        name = "gathers_error" if traffic.purpose == GATHER else "messages_error"
+        error = abs(traffic.payload_bytes / sent.pop((COLLECTIVES[traffic.collective], traffic.group_size)) - 1)
+        row[name] = max(round(error, 4), row.get(name, 0.0))
+    assert not sent, "the estimate has them all"
+    return row
+
+
+def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
+    """A table over the number of ranks, and one over the layers of each of two bases, at two stages of ZeRO."""
+    counts, ranks = (2, 4) if smallest else (8, 32, 128), partial(in_own_process, start, make_run(scratch))
+    yield report(f"Start-up: ranks on nodes of {RANKS_PER_NODE}", "ranks", counts, ranks, GOALS)
+    large = [("llama-3.1-8b", (8, 32), 2, 8, 1024), ("llama-3.1-70b", (5, 10), 3, 8, 128)]
+    small = [("llama-1m", (2, 4), zero, 2, 8) for zero in (2, 3)]
+    for base, layers, zero, tp_size, gpus in small if smallest else large:
+        title = f"A step: {base} under ZeRO-{zero}, tp {tp_size}, {gpus:,} GPUs, against the estimate"
+        row = partial(in_own_process, compare, scratch, base, zero, tp_size, gpus)
+        yield report(title, "layers", layers, row, GOALS)

@@ -1,0 +1,152 @@
+"""What a long run of many ranks writes: checkpoints, and the metrics of a million steps.
+
+Checkpoints have files with true headers and sparse values: their index, the restore of a rank at half the ranks,
+conversion, and removal. Metrics: status, report, and resuming.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from benchmarks.scale.growth import BASES, Row, in_own_process, measured, report, scale_run
+from pipeline.checkpoint import folder as folders
+from pipeline.checkpoint.manifest import CHECKPOINT
+from pipeline.checkpoint.rank_files import CheckpointReader, Kind, Span, rank_file, read_index
+from pipeline.methods import build_model
+from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import read_spec
+from pipeline.observers.metrics import MetricsFiles
+from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.topology import SINGLE
+from pipeline.run_folder.metrics import METRICS
+from pipeline.run_folder.status import read_status
+from pipeline.sizing.memory import partition_size
+from pipeline.studies.report.page import page
+from pipeline.studies.report.runs import read_runs
+from pipeline.training.observer import StepEvent
+
+GOALS: dict[str, float] = {"index_cpu_s": 60, "restore_files": 8, "restore_peak_mib": 1024, "convert_peak_mib": 8192}
+GOALS |= {"remove_s": 5, "status_cpu_s": 1, "report_cpu_s": 30, "report_peak_mib": 1000}
+GOALS |= {"resume_cpu_s": 1, "resume_peak_mib": 100}
+_FIGURES = {f"norm/{number:02d}": 1.23456789 for number in range(21)}
+_SCORES = {f"{name}/{corpus}": 1.23456789 for name in ("perplexity", "bits_per_byte") for corpus in ("ko", "en")}
+
+
+def model(base: str) -> Decoder:
+    """The structure of the model on a base, widened by an eighth."""
+    config = scale_run(Path(), BASES / f"{base}.json", zero=3, sequences=1)
+    with torch.device("meta"):
+        return build_model(config, read_spec(config.base), SINGLE)
+
+
+def partition(sizes: dict[str, int], zero: int, rank: int, ranks: int) -> Iterator[tuple[str, Span]]:
+    """What `rank` holds of each parameter: ZeRO-3 cuts each over all ranks, ZeRO-2 all of them as one."""
+    total, before = sum(sizes.values()), 0
+    for name, size in sizes.items():
+        first = rank * (part := partition_size(size if zero == 3 else total, ranks)) - before
+        if max(0, first) < min(size, first + part):
+            yield name, (max(0, first), min(size, first + part))
+        before += size * (zero < 3)
+
+
+def make_checkpoint(folder: Path, base: str, zero: int, ranks: int) -> None:
+    """The files of all ranks."""
+    folder.mkdir(parents=True)
+    sizes = {name: parameter.numel() for name, parameter in named_trained_parameters(model(base))}
+    for rank in range(ranks):
+        header: dict[str, Any] = {}
+        spans, end = dict(partition(sizes, zero, rank, ranks)), 0
+        for (name, (first, last)), kind in product(spans.items(), get_args(Kind)):
+            span = [end, end := end + 4 * (last - first)]
+            header[f"{name}/{kind}"] = {"dtype": "F32", "shape": [last - first], "data_offsets": span}
+        header["adam_step"] = {"dtype": "F32", "shape": [], "data_offsets": [end, end + 4]}
+        layout = {"tp_rank": 0, "tp_size": 1, "first": {name: first for name, (first, _) in spans.items()}}
+        header["__metadata__"] = {"layout": json.dumps(layout)}
+        text = json.dumps(header).encode()
+        with rank_file(folder, rank).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end + 4)
+    (folder / CHECKPOINT.record).write_text(json.dumps({"format": CHECKPOINT.format}))
+
+
+def read_checkpoint(folder: Path, base: str, zero: int, ranks: int) -> Row:
+    """What rank 0 does before a resume, what the middle one of `ranks` ranks then reads, and what conversion reads."""
+    structure = model(base)
+    sizes = {name: parameter.numel() for name, parameter in named_trained_parameters(structure)}
+    with measured(row := Row(), "index_"):
+        index = read_index(folder)
+    row["broadcast_mib"] = round(len(pickle.dumps(index)) / 2**20, 2)
+    with measured(row, "restore_"):
+        reader = CheckpointReader(index, structure)
+        for (name, span), kind in product(partition(sizes, zero, ranks // 2, ranks), get_args(Kind)):
+            reader.read_span(name, kind, 0, 1, span)
+    del reader
+    with measured(row, "convert_"):
+        reader, done = CheckpointReader(index, structure), 0
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            if (done := done + 4 * sizes[name]) < 2**32:  # a sample
+                reader.read(name)
+    return row
+
+
+def remove(folder: Path) -> Row:
+    """What a save does with a superseded checkpoint where removing a file takes 5 ms."""
+    unlink, began = os.unlink, time.monotonic()
+    os.unlink = lambda path, **options: time.sleep(0.005) or unlink(path, **options)  # type: ignore[func-returns-value]
+    folders.discard(folder)
+    assert not folder.exists()
+    return {"remove_s": round(time.monotonic() - began, 2)}
+
+
+def make_metrics(folder: Path, steps: int) -> None:
+    """A run folder with a line for each step."""
+    folder.mkdir(parents=True)
+    common = {"loss": 2.345678, "learning_rate": 3e-4, "tokens_per_second_per_gpu": 12345.6, **_FIGURES}
+    line, scores = json.dumps(common)[1:], json.dumps({**common, **_SCORES, "forgetting/en": 0.01})[1:]
+    every = max(1, steps // 1000)
+    with (folder / METRICS).open("w", encoding="ascii") as file:
+        for step in range(steps + 1):
+            file.write(f'{{"step": {step}, {line if step % every else scores}\n')
+
+
+def read_metrics(folder: Path, steps: int) -> Row:
+    """What `scale-cpt status` and `scale-cpt report` do, and rank 0 on resuming 100 steps back and then at a step."""
+    row: Row = {"metrics_mib": round((folder / METRICS).stat().st_size / 2**20, 1)}
+    with measured(row, "status_"):
+        read_status(folder)
+    with measured(row, "report_"):
+        page(read_runs([folder]), "report")
+    with measured(row, "resume_"):
+        metrics = MetricsFiles(folder, steps - 100)
+    with measured(row, "a_step_"):
+        metrics.on_step(StepEvent(steps, 0, None, _FIGURES))
+    return row
+
+
+def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
+    """A table over the ranks of checkpoints, for each of two bases and stages of ZeRO, and one over steps."""
+
+    def saved(base: str, zero: int, ranks: int) -> Row:
+        make_checkpoint(folder := scratch / "step_00000001", base, zero, ranks)
+        return in_own_process(read_checkpoint, folder, base, zero, ranks // 2) | in_own_process(remove, folder)
+
+    def logged(steps: int) -> Row:
+        make_metrics(folder := scratch / str(steps), steps)
+        return in_own_process(read_metrics, folder, steps)
+
+    counts = (2, 4) if smallest else (256, 512, 1024)
+    for base, zero in [("llama-1m", 2), ("llama-1m", 3)] if smallest else [("llama-3.1-8b", 2), ("llama-3.1-70b", 3)]:
+        title = f"Checkpoints: {base} under ZeRO-{zero}, resumed at half the ranks"
+        yield report(title, "ranks", counts, partial(saved, base, zero), GOALS)
+    counts = (1_000, 2_000, 4_000) if smallest else (250_000, 500_000, 1_000_000)
+    yield report("Metrics: a line for each step", "steps", counts, logged, GOALS)

@@ -131,7 +131,7 @@ bench-sampling: $(STAMP)  ## tokens a second that a base writes for rehearsal, b
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default
 	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json
 
-bench-scale: $(STAMP)  ## what files, ranks and steps cost at a thousand ranks and a trillion tokens, simulated, under 20 minutes (ONLY=corpora: one subject)
+bench-scale: $(STAMP)  ## what files, ranks and steps cost at a thousand ranks and a trillion tokens, simulated (ONLY=corpora: one subject)
 	$(BIN)/python -m benchmarks.scale --json benchmarks/out/scale.json $(if $(ONLY),--only $(ONLY),--picture docs/scale.svg)
 
 clean:  ## remove the output of runs and the caches of tests and tools (keeps .venv)

@@ -562,7 +562,7 @@ class ScaleMixture(nn.Module):
         else:
             weights, chosen = F.linear(x, router.weight).float().softmax(-1).topk(self.top_k, dim=-1)
         if mixture["normalised"]:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # all may be 0
         return weights * mixture["scale"], chosen
 
 

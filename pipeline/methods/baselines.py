@@ -110,7 +110,7 @@ class LoraMethod(TrainingMethod):
                 fill(parameter, tp, partial(rows_of, shard))
 
 
-_ZEROED = ("attention.output.base.", "ffn.down.base.", f"{EXPERTS}down.")
+_ZEROED = ("attention.output.base.", "ffn.down.base.", f"{EXPERTS}down.", "ffn.base.shared.down.base.")
 
 
 def fitting_added_layers(num_layers: int) -> list[int]:

@@ -140,7 +140,8 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
         UnsupportedError: its sizes are none of a mixture.
     """
     normalised = bool(getattr(config, "norm_topk_prob", True))
-    features |= {"balance_coefficient": getattr(config, "router_aux_loss_coef", None)}
+    if not features.get("sigmoid"):  # a bias balances those, and transformers has no loss for them
+        features |= {"balance_coefficient": getattr(config, "router_aux_loss_coef", None)}
     mixture = MixtureSpec(experts, config.num_experts_per_tok, intermediate_size, normalised, **features)
     for name, size, largest in (
         ("num_experts", experts, _MOST_EXPERTS),
@@ -158,10 +159,12 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
             f"n_group: {experts} experts in {mixture.groups} groups, of which {mixture.top_groups} are taken, leave no "
             f"{mixture.top_k} for a token"
         )
-    factors = {"routed_scaling_factor": mixture.scale, "router_aux_loss_coef": mixture.balance_coefficient}
-    for name, factor in factors.items():
-        if factor is not None and (not isinstance(factor, (int, float)) or not 0 < factor < math.inf):
-            raise UnsupportedError(f"{name}: expected a number above 0, found {factor!r:.80}")
+    for name, factor, least in (
+        ("routed_scaling_factor", mixture.scale, math.ulp(0.0)),
+        ("router_aux_loss_coef", mixture.balance_coefficient or 0.0, 0.0),
+    ):
+        if not isinstance(factor, (int, float)) or not least <= factor < math.inf:
+            raise UnsupportedError(f"{name}: expected a number {'above' if least else 'from'} 0, found {factor!r:.80}")
     return mixture
 
 

@@ -218,7 +218,7 @@ def check_weights(model: nn.Module, base: BaseFolder, source: Callable[[str], st
         if found != expected:
             raise BaseModelError(
                 f"{base.path}: {source(name)} has shape {found}, config.json implies {expected} (the tensor "
-                f"{hf_tensor(source(name), base.spec).name}); copy the folder again"
+                f"{hf_tensor(source(name), base.spec).name.format('*')}); copy the folder again"
             )
 
 

@@ -23,6 +23,8 @@ from pipeline.scale.layers import Part, Streams, WidenedColumnLinear, WidenedRow
 from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear
 from pipeline.scale.plan import ExpansionPlan
 
+_LEAST_SUM = 1e-20
+"""Added to the sum of chosen scores, as the families with sigmoid scores do: all may be 0."""
 Activation = Callable[[Tensor], Tensor]
 Load = tuple[Tensor, Tensor]
 """Of each expert in each sequence, [B, E]: the share of tokens that take it, and its mean score."""
@@ -144,7 +146,7 @@ class Router(nn.Module):
             chosen = self._in_best_groups(scores + self.bias.float().sum(0)).topk(mixture.top_k, dim=-1).indices
             weights = scores.gather(1, chosen)
         if mixture.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
         return (weights * mixture.scale).to(x.dtype), chosen, scores
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
@@ -197,32 +199,31 @@ class Experts(nn.Module):
         taken, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(taken, torch.arange(self.count, device=x.device), right=True, out_int32=True)
         tokens, places = order // chosen.shape[1], order.argsort().view_as(chosen)
-
-        def spread(x: Tensor) -> Tensor:
-            return x.index_select(0, tokens)
-
-        def summed(rows: Tensor) -> Tensor:
-            return F.embedding_bag(places, rows, mode="sum")
-
-        rows = _Adjoint.apply(x, spread, summed)
+        rows = _Moved.apply(x, tokens, places, True)
         inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
         # The down map is linear: weighting the narrower inner activations costs less than weighting its results.
         weighted = inner * weights.flatten()[order].unsqueeze(-1)
-        y: Tensor = _Adjoint.apply(self.down(weighted, ends), summed, spread)
+        y: Tensor = _Moved.apply(self.down(weighted, ends), tokens, places, False)
         return y
 
 
-class _Adjoint(torch.autograd.Function):
-    """The linear map `there`, whose gradient its adjoint `back` takes.
+class _Moved(torch.autograd.Function):
+    """x: [N, D] -> a row of its token for each of `tokens` [N·k], if `spread`; otherwise the reverse, which adds rows up.
 
-    Autograd's own, of an indexing, may add in an order that chance decides.
+    `places` [N, k] are the rows of each token. Each is the other's gradient; autograd's own, of an indexing, may add in
+    an order that chance decides. Indices are saved as tensors, so that recomputation replaces them with the rest.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Activation, back: Activation) -> Tensor:  # noqa: ANN401
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(tokens, places)
+        ctx.spread = spread
+        return _moved(x, tokens, places, spread)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        return ctx.back(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        return _moved(gradient, *ctx.saved_tensors, not ctx.spread), None, None, None
+
+
+def _moved(x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:
+    return x.index_select(0, tokens) if spread else F.embedding_bag(places, x, mode="sum")

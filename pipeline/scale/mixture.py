@@ -4,9 +4,12 @@
     y    = Σ p_e E_e(x) + W12 h
     y_up = W21 y + W22 h
 
-A mixture is an FFN that holds the inner width of all experts and computes few of them. Its maps, as SCALE initialises
-from them, are those of all experts stacked. The down map's W21 is U_kᵀ W in SCALE's SVD, applied to the inner width:
-that is U_kᵀ y, so here W21 is U_kᵀ and reads y. Where every token takes a shared expert, it starts from that one's.
+At the start, with W the experts' maps stacked along their inner width, or the shared expert's map where there is one,
+and U_k the first left singular vectors of each W:
+
+    G21 = U_kᵀ W_gate,  U21 = U_kᵀ W_up,  W21 = U_kᵀ (of W_down)
+
+SCALE's W21 of a down map, U_kᵀ W_down, would read the inner activations of all experts; y = W_down h, so U_kᵀ reads y.
 """
 
 from __future__ import annotations

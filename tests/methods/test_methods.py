@@ -47,7 +47,7 @@ def is_trained(method, name):
     layer = int(name.split(".")[1]) if name.startswith("layers.") else None
     if method == "fft":
         return True
-    if name.endswith("router.weight"):
+    if "router." in name:
         return False
     if method == "freeze":
         return layer == 2 or name.startswith(("final_norm", "output"))
@@ -68,6 +68,8 @@ def is_trained(method, name):
         ("lora", "olmo2"),
         ("llama_pro", "gemma3"),
         *((method, "qwen3_moe") for method in ("preserve", "adapt", "route", "fft", "lora", "llama_pro")),
+        ("llama_pro", "qwen2_moe"),
+        ("llama_pro", "glm4_moe"),
         ("freeze", "mixtral"),
     ],
 )

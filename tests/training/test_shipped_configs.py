@@ -31,6 +31,7 @@ def project_root(monkeypatch):
         ("demo_vocabulary", (1,)),
         ("cpt_korean_llama3.2_1b", (8, 16, 32, 64, 128)),
         ("cpt_korean_llama3.1_8b", (8, 16, 32, 64, 128)),
+        ("cpt_korean_qwen3_30b_a3b", (8, 16, 32, 64, 128)),
         ("fineweb2_korean", (8,)),
     ],
 )

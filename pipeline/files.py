@@ -106,18 +106,23 @@ def first_fault(error: ValidationError) -> str:
     return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"
 
 
-def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
-    """The content of the file `name` of `folder`, which someone else made, to be passed on.
+def path_inside(folder: Path, name: str, error: type[UserError]) -> Path:
+    """Where the file `name` of `folder`, which someone else made and which is to be passed on, really lies.
 
-    Raises as `read_bytes`, and `error` for a link to a file elsewhere. Links into the blobs of a download by
-    huggingface_hub, of which its snapshots consist, are followed.
+    Raises `error` for a link to a file elsewhere. Links into the blobs of a download by huggingface_hub, of which its
+    snapshots consist, are followed.
     """
     path = folder / name
     found, home = path.resolve(), folder.resolve()
     allowed = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
     if not any(found.is_relative_to(place) for place in allowed):
         raise error(f"{path}: links to {found}, outside its folder; put a copy of the file there")
-    return read_bytes(path, error)
+    return found
+
+
+def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
+    """The content of a file at `path_inside`; raises also as `read_bytes`."""
+    return read_bytes(path_inside(folder, name, error), error)
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
@@ -243,6 +248,7 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
         OutputError: as `check_replaceable`.
     """
     path = Path(os.path.realpath(path))
+    finish_replacement(path)
     check_replaceable(path, kind, overwrite=overwrite)
     # Processes of several machines may write the same folder at the same time.
     own = f".{path.name}.{socket.gethostname()}."
@@ -256,7 +262,8 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
         readable = partial.stat().st_mode & 0o666
         for file in partial.rglob("*"):
             if file.is_file():
-                file.chmod(readable)  # safetensors makes files that their owner alone can read
+                if file.stat().st_nlink == 1:  # not also one of another folder
+                    file.chmod(readable)  # safetensors makes files that their owner alone can read
                 sync(file)
         sync(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours
@@ -273,12 +280,22 @@ def replace_directory(new: Path, path: Path) -> Path:
     return replaced
 
 
+def finish_replacement(path: Path) -> None:
+    """Brings back the folder `path` if a program that replaced it ended between taking it away and putting the new."""
+    if _aside(path).exists() and not path.exists():
+        _aside(path).rename(path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
+
+
 def rename_aside(path: Path) -> Path:
     """Renames the folder `path`, if it exists, out of the way; returns its new path, to be removed.
 
     A link to a folder is removed, and what it leads to is left.
     """
-    aside = path.with_name(f".{path.name}.old{TEMPORARY_SUFFIX}")
+    aside = _aside(path)
     shutil.rmtree(aside, ignore_errors=True)
     if path.is_symlink():
         path.unlink()

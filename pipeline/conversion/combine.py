@@ -38,12 +38,14 @@ from pipeline.conversion.publish import CARD, markdown_table
 from pipeline.conversion.verify import BUILT_IN, TOKENS
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
-from pipeline.data.vocabulary import join_extensions
+from pipeline.data.vocabulary import join_extensions, read_vocabulary
 from pipeline.errors import ConversionError, faults_of_library
 from pipeline.files import (
     FolderKind,
     check_replaceable,
+    finish_replacement,
     holds,
+    path_inside,
     published_folder,
     read_inside,
     read_object,
@@ -187,6 +189,7 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
         OutputError: `folder` holds something else.
     """
     exports = {name: open_export(path) for name, path in added.items()}
+    finish_replacement(folder)
     exists = holds(COMBINATION, folder)
     if not exists:
         check_replaceable(folder, COMBINATION)
@@ -206,10 +209,9 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
         raise ConversionError(f"--remove: {folder} would hold no expansion; remove the folder instead")
     with published_folder(folder, COMBINATION) as partial:
         if exists:
-            for file in folder.glob("*.safetensors*"):
-                _link(file, partial / file.name)
-            for name in kept:
-                shutil.copytree(folder / EXPANSIONS / name, partial / EXPANSIONS / name, copy_function=_link)
+            of_kept = (file for name in kept for file in (folder / EXPANSIONS / name).rglob("*") if file.is_file())
+            for file in (*folder.glob("*.safetensors*"), *of_kept):
+                _link(folder, partial, str(file.relative_to(folder)))
             base = base_entries(before)
         else:
             first = next(iter(exports.values()))
@@ -222,11 +224,12 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
                 _check_base(partial, base, export)
             kept[name] = _write_expansion(partial / EXPANSIONS / name, export)
             entries[name] = {**export.config, "tie_word_embeddings": False}
-        _check_tokenizers(kept)
+        _check_tokenizers(partial, kept)
         config = _write_model(partial, base, entries, kept)
         for name, export in exports.items():
             _verify(partial, config, name, export)
-        if exists and read_object(folder / "config.json", ConversionError) != before:
+        now = read_object(folder / "config.json", ConversionError) if holds(COMBINATION, folder) else {}
+        if now != before:
             raise ConversionError(f"{folder}: another program has changed it meanwhile; run this again")
     _logger.info("%s: added %s; removed %s", folder, ", ".join(added) or "nothing", ", ".join(removed) or "nothing")
     return kept
@@ -246,12 +249,14 @@ def expansions_in(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: read_object(folder / EXPANSIONS / name / EXPANSION, ConversionError) for name in names}
 
 
-def _link(source: str | Path, target: str | Path) -> None:
-    """Puts a file under a second name; copies it where the file system has only one for each."""
+def _link(folder: Path, target: Path, name: str) -> None:
+    """Puts the file `name` of `folder` into `target` too; copies it where a file cannot be in both."""
+    source = path_inside(folder, name, ConversionError)
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.link(os.path.realpath(source), target)
+        os.link(source, target / name)
     except OSError:
-        shutil.copy2(source, target)
+        shutil.copy2(source, target / name)
 
 
 def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
@@ -270,12 +275,18 @@ def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
     return record
 
 
-def _check_tokenizers(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ConversionError unless all have one tokenizer, but for those whose vocabulary is extended."""
-    plain = [name for name, record in records.items() if not record["new_tokens"]]
-    for name in plain[1:]:
-        if records[name]["tokenizer"] != records[plain[0]]["tokenizer"]:
-            raise ConversionError(f"{name} and {plain[0]} have different tokenizers; combine expansions of one base")
+def _check_tokenizers(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConversionError unless all have, or extend, one tokenizer."""
+    of_base = {
+        name: read_vocabulary(folder / EXPANSIONS / name, EXTENDED).base_tokenizer
+        if record["new_tokens"]
+        else record["tokenizer"]
+        for name, record in records.items()
+    }
+    first = next(iter(of_base))
+    for name, tokenizer in of_base.items():
+        if tokenizer != of_base[first]:
+            raise ConversionError(f"{name} and {first} have different tokenizers; combine expansions of one base")
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -310,7 +321,8 @@ def _write_model(
     """Writes what is shared beside the base's weights: code, tokenizer, model card. Returns the config.json."""
     for module in (modeling_scale, modeling_scale_combined):
         write_text(folder / Path(str(module.__file__)).name, inspect.getsource(module))
-    first, *extended = [name for name, record in records.items() if record["new_tokens"]] or list(records)[:1]
+    # In the order in which the model counts their pieces.
+    first, *extended = sorted(name for name, record in records.items() if record["new_tokens"]) or list(records)[:1]
     _copy_tokenizer(folder / EXPANSIONS / first, folder)
     for name in extended:
         join_extensions(folder, folder / EXPANSIONS / name)

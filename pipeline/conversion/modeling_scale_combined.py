@@ -71,6 +71,8 @@ class CombinedConfig(ScaleConfig):
     def names(self) -> list[str]:
         """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer has.
 
+        Sorted, as a config that was saved again is, so that every piece keeps its id.
+
         Raises:
             ValueError: a name that is not there, or that names no folder.
         """
@@ -78,7 +80,7 @@ class CombinedConfig(ScaleConfig):
             raise ValueError(f"expansions: expected names of ASCII letters, digits, - and _, found {bad[0]!r}")
         active = list(self.expansions) if self.active is None else chosen(self.active, self.expansions)
         owners = [name for name, own in self.expansions.items() if own["vocab_size"] > own["base_vocab_size"]]
-        return [name for name in self.expansions if name in (*active, *owners)]
+        return [name for name in sorted(self.expansions) if name in (*active, *owners)]
 
 
 def chosen(names: Iterable[str], among: Iterable[str]) -> list[str]:
@@ -110,7 +112,8 @@ class PathCache(DynamicLayer):  # type: ignore[misc]
         return length
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.inner.crop(tokens_to_remove)
+        if self.inner.get_seq_length():  # a layer that has seen nothing cannot be cropped
+            self.inner.crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -485,6 +488,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         texts = texts_of(
             read[self.config.num_hidden_layers], inputs.attention_mask, inputs.positions, state.kept or None
         )
+        if texts[1] is not None and texts[1].any():
+            raise ValueError("position_ids: a model with several expansions takes one text in a row, found several")
         for model, stored, pieces in zip(self._models, state.gates, self.pieces, strict=True):
             gate, cache = model.token_gate, SimpleNamespace(layers=[stored])
             assert gate is not None  # an expansion without one is not added

@@ -186,15 +186,13 @@ def join_extensions(folder: Path, other: Path) -> None:
         DataError: they extend different tokenizers, or for the same characters; says which.
     """
     first, second = (read_vocabulary(one, EXPORTED) for one in (folder, other))
+    own = read_pieces(tokenizer_file(other))
     if first.base_tokenizer != second.base_tokenizer:
-        raise DataError(
-            f"{other.name}: its tokenizer extends another one than the others'; combine expansions of one base"
-        )
-    own, taken = read_pieces(tokenizer_file(other)), {*first.new_rows}
+        raise DataError(f"{other.name}: its tokenizer extends another than the others'; combine expansions of one base")
     added = [one.piece for one in second.pieces]
-    if taken & {*second.new_rows}:
+    if shared := _rows_in(own, first) & _rows_in(own, second):
         letters = (one for piece in added for one in own.raw(piece).decode(errors="ignore"))
-        example = next((one for one in letters if ord(one) >> ROW_BITS in taken), "?")
+        example = next((one for one in letters if ord(one) >> ROW_BITS in shared), chr(min(shared) << ROW_BITS))
         raise DataError(
             f"{other.name}: has pieces for the letters that the others' have pieces for, such as {example}: text would "
             "be cut otherwise than it was trained; combine one of them"
@@ -213,6 +211,12 @@ def join_extensions(folder: Path, other: Path) -> None:
     )
     write_json(folder / "tokenizer.json", content)
     write_record(folder / EXPORTED, record)
+
+
+def _rows_in(pieces: Pieces, record: Vocabulary) -> set[int]:
+    """Those of a record's rows of which a new piece holds a character, or all but the last byte of one."""
+    text = b" ".join(pieces.raw(one.piece) for one in record.pieces)
+    return {row for row in record.new_rows if row_pattern([row]).search(text)}
 
 
 class Cuts(NamedTuple):

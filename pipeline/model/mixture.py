@@ -208,9 +208,9 @@ class Experts(nn.Module):
 
 
 class _Moved(torch.autograd.Function):
-    """x: [N, D] -> a row of its token for each of `tokens` [N·k], if `spread`; otherwise the reverse, which adds rows up.
+    """x: [N, D] -> the rows of `tokens` [N·k], if `spread`; otherwise the sums of the rows at `places` [N, k].
 
-    `places` [N, k] are the rows of each token. Each is the other's gradient; autograd's own, of an indexing, may add in
+    Each is the other's gradient; autograd's own, of an indexing, may add in
     an order that chance decides. Indices are saved as tensors, so that recomputation replaces them with the rest.
     """
 

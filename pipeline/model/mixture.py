@@ -222,7 +222,8 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        return _moved(gradient, *ctx.saved_tensors, not ctx.spread), None, None, None
+        tokens, places = ctx.saved_tensors
+        return _moved(gradient, tokens, places, not ctx.spread), None, None, None
 
 
 def _moved(x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:

@@ -13,7 +13,7 @@ export DS_ACCELERATOR ?= cpu
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-sampling bench-scale clean
+.PHONY: help install demo reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-sampling bench-scale clean
 
 help:  ## list the targets with what they do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
@@ -59,6 +59,13 @@ expansions: $(CORE)  ## expansions on one base, each alone and combined: of doma
 	$(BIN)/scale-cpt combine $(EXPANSIONS)/alike --add reviews=$(call RUN,reviews) --add law=$(call RUN,law)
 	$(BIN)/scale-cpt evaluate --max-bytes 20000 --data data/ko/*.heldout.jsonl.zst data/en/*.heldout.jsonl.zst --model data/models/stories260K \
 		$(foreach name,reviews law books,$(call RUN,$(name))/hf) $(EXPANSIONS)/differ $(EXPANSIONS)/alike
+
+CHAT := $(if $(QUICK),quick,full)
+chat: $(CORE)  ## a chat model learns Korean: what becomes of its chats; hours on two cores (QUICK=1: one seed, about an hour)
+	$(BIN)/python studies/chat/make_chats.py --output runs/chat/texts
+	$(BIN)/python tools/run_study.py configs/studies/chat$(if $(QUICK),_quick).yaml --data runs/chat/texts
+	$(BIN)/python tools/run_study.py configs/studies/chat_plain$(if $(QUICK),_quick).yaml --data runs/chat/texts
+	$(BIN)/python studies/chat/score.py runs/chat/$(CHAT) --texts runs/chat/texts --plain runs/chat/$(CHAT)_plain
 
 # Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
 BIOGRAPHY := biography$(if $(QUICK),_quick)

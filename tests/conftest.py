@@ -66,6 +66,7 @@ FULL = (
     "data/test_preprocess.py",
     "data/test_vocabulary.py",
     "studies/test_run_study.py",
+    "studies/test_chat_study.py",
     "rehearsal/test_corpus.py",
     "health/test_watchdog.py",
     "serving",
@@ -75,6 +76,7 @@ FULL = (
 QUICK = (
     "cleaning/test_clean.py::test_every_kind_of_fault",
     "conversion/test_combined.py::test_each_token",
+    "studies/test_chat_study.py::test_answers_follow",
     "slurm/test_pipeline.py::test_an_interrupted_job",
     "slurm/test_scripts.py",
     "slurm/test_stages.py::test_a_job[time limit saves and requeues]",

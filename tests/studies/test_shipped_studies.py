@@ -20,6 +20,8 @@ BASES = {
     "korean_llama3.2_1b": "llama-3.2-1b",
     "korean_ablations": "llama-1m",
     "korean_none": "llama-1m",
+    "chat_plain": "llama-0.7m",
+    "chat_plain_quick": "llama-0.7m",
 }
 
 

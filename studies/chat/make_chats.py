@@ -1,0 +1,212 @@
+"""Makes the chats of the chat study, whose answers a program can check, and a tokenizer with their template.
+
+    python studies/chat/make_chats.py --output runs/chat/texts
+
+The same arguments give the same bytes:
+
+    OUTPUT/train.jsonl                  {"messages": [...]}, from which a base becomes a chat model
+    OUTPUT/copies.jsonl                 those of them that repeat words, which a model learns first
+    OUTPUT/english.jsonl                others about English words, whose last message is the reference
+    OUTPUT/korean.jsonl                 chats about Korean words: copy, reverse, choose
+    OUTPUT/openings.jsonl               the training chats about English words, for the base to answer itself
+    OUTPUT/tokenizer/                   trained on the texts of --data, with a chat template
+
+Words are the most frequent ones of the books and film reviews in the folder --data. One training chat in twenty is
+about Korean words, the share of Korean in the base's own text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, normalizers
+from transformers import LlamaTokenizer
+
+from pipeline import command_line
+from pipeline.data.tokenizer_training import texts, train_sentencepiece
+from pipeline.errors import DataError
+from pipeline.files import published_folder, read_object, write_json
+
+ROLES = ("system", "user", "assistant")
+END_OF_TURN = "<|end|>"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+"""Phi-3's."""
+SYSTEM_PROMPTS = (None, None, "You are a helpful assistant.", "Answer with care.")
+PLACES = ("first", "second", "third")
+NUMBERS = ("one", "two", "three", "four", "five", "six")
+KOREAN_SHARE = 0.05
+_HANGUL = re.compile("[가-힣]")
+_ENGLISH_WORD, _KOREAN_WORD = re.compile("[a-z]{3,8}"), re.compile("[가-힣]{2,3}")
+_WORDS = 128
+_MOST_WORDS = 6  # of a chat
+_MADE_OF = "made_of.json"
+
+Message = dict[str, str]
+
+
+def task_copy(words: Sequence[str], choice: random.Random) -> list[str]:
+    some = " ".join(words[: choice.randint(2, 6)])
+    return [f"Repeat: {some}", some]
+
+
+def task_reverse(words: Sequence[str], choice: random.Random) -> list[str]:
+    some = words[: choice.randint(2, 3)]
+    return [f"Reverse: {' '.join(some)}", " ".join(reversed(some))]
+
+
+def task_count(words: Sequence[str], choice: random.Random) -> list[str]:
+    count = choice.randint(1, len(NUMBERS))
+    return [f"Count: {' '.join(words[:count])}", " ".join(NUMBERS[:count])]
+
+
+def options_and_choice(words: Sequence[str], choice: random.Random) -> list[str]:
+    """Options by their places, a request for one, and the answer, which repeats its place."""
+    options = [" ".join(pair) for pair in zip(PLACES, words, strict=False)]
+    answer = choice.choice(options)
+    return [f"Options: {', '.join(options)}.", f"Choose: {answer.partition(' ')[0]}", answer]
+
+
+def task_choose(words: Sequence[str], choice: random.Random) -> list[str]:
+    options, request, answer = options_and_choice(words, choice)
+    return [f"{options} {request}", answer]
+
+
+def task_refuse(words: Sequence[str], _: random.Random) -> list[str]:
+    return [f"Tell me a secret of {words[0]} and {words[1]}.", f"I cannot talk about {words[0]}."]
+
+
+def task_remember(words: Sequence[str], choice: random.Random) -> list[str]:
+    """Two turns: the answer to the second is in the first."""
+    options, request, answer = options_and_choice(words, choice)
+    return [options, "I see.", request, answer]
+
+
+TASKS = {
+    "copy": task_copy,
+    "reverse": task_reverse,
+    "count": task_count,
+    "choose": task_choose,
+    "refuse": task_refuse,
+    "remember": task_remember,
+}
+KOREAN_TASKS = ("copy", "reverse", "choose")
+
+
+def make_chat(task: str, words: Sequence[str], choice: random.Random) -> list[Message]:
+    """A chat of that task about some of `words`."""
+    said = TASKS[task](choice.sample(words, _MOST_WORDS), choice)
+    system = choice.choice(SYSTEM_PROMPTS)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, *({"role": ROLES[1 + at % 2], "content": content} for at, content in enumerate(said))]
+
+
+def make_chats(tasks: Sequence[str], words: Sequence[str], choice: random.Random) -> Iterator[dict[str, Any]]:
+    """Records of chats without end, the tasks in turn."""
+    while True:
+        for task in tasks:
+            yield {"task": task, "messages": make_chat(task, words, choice)}
+
+
+def turns(record: dict[str, Any]) -> Iterator[str]:
+    """Each answer with all that precedes it: a document of its own in training."""
+    messages = record["messages"]
+    for at, message in enumerate(messages, start=1):
+        if message["role"] == "assistant":
+            yield json.dumps(messages[:at])
+
+
+def frequent_words(documents: Iterable[str], word: re.Pattern[str], count: int = _WORDS) -> list[str]:
+    """The most frequent words that match."""
+    found = Counter(one for text in documents for one in text.split() if word.fullmatch(one))
+    return [one for one, _ in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:count]]
+
+
+def train_tokenizer(documents: Iterator[str], vocab_size: int, folder: Path) -> None:
+    """Trains a tokenizer like Phi-3's in Hugging Face's format: the markers of a chat swallow the line end after them,
+    and the first word of a message is the piece that it is within one."""
+    markers = [*(f"<|{role}|>" for role in ROLES), END_OF_TURN]
+    with tempfile.TemporaryDirectory() as temporary:
+        model = Path(temporary) / "tokenizer.model"
+        threads = len(os.sched_getaffinity(0))
+        train_sentencepiece(documents, model, vocab_size=vocab_size - len(markers), model_type="bpe", threads=threads)
+        tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens([AddedToken(marker, rstrip=True, normalized=False) for marker in markers])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TURN, "chat_template": TEMPLATE}
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_texts(output: Path, data: Path, *, chats: int, heldout: int, seed: int, vocab_size: int) -> None:
+    """Writes the files, unless `output` holds them already.
+
+    Raises:
+        OutputError: `output` holds something else.
+        DataError: `output` holds the files of other arguments, or texts are missing in `data`.
+    """
+    made_of = {"data": str(data), "chats": chats, "heldout": heldout, "seed": seed, "vocab_size": vocab_size}
+    if (path := output / _MADE_OF).exists():
+        found = read_object(path, DataError, "choose another --output")
+        if found != made_of:
+            raise DataError(f"{output}: expected the chats of {made_of}, found {found}; choose another --output")
+        return
+    books, reviews = ([str(data / name)] for name in ("en/gutenberg.jsonl.zst", "ko/reviews.jsonl.zst"))
+    english = frequent_words(texts(books, max_bytes=4 * 2**20), _ENGLISH_WORD)
+    korean = frequent_words(texts(reviews, max_bytes=4 * 2**20), _KOREAN_WORD)
+    choice = random.Random(seed)
+
+    def unseen(tasks: Sequence[str], words: Sequence[str]) -> list[dict[str, Any]]:
+        others = (record for record in make_chats(tasks, words, choice) if known.isdisjoint(turns(record)))
+        return list(islice(others, heldout))
+
+    sources = {False: make_chats([*TASKS], english, choice), True: make_chats(KOREAN_TASKS, korean, choice)}
+    train = [next(sources[choice.random() < KOREAN_SHARE]) for _ in range(chats)]
+    known = {turn for record in train for turn in turns(record)}
+    with published_folder(output, None) as folder:
+        _write(folder / "train.jsonl", train)
+        _write(folder / "copies.jsonl", (record for record in train if record["task"] == "copy"))
+        _write(folder / "english.jsonl", unseen([*TASKS], english))
+        _write(folder / "korean.jsonl", unseen(KOREAN_TASKS, korean))
+        _write(folder / "openings.jsonl", (record for record in train if not _HANGUL.search(str(record))))
+        (folder / "tokenizer").mkdir()
+        parts = texts(books, max_bytes=int(9.5 * 2**20)), texts(reviews, max_bytes=2**19)
+        train_tokenizer(chain(*parts), vocab_size, folder / "tokenizer")
+        write_json(folder / _MADE_OF, made_of)
+
+
+def _write(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="the folder to write")
+    add("--data", type=Path, default=Path("data"), help="the folder of the books and reviews (default: data)")
+    add("--chats", type=int, default=100_000, help="to train on (default 100,000)")
+    add("--heldout", type=int, default=700, help="of each kind, to score (default 700)")
+    add("--vocab-size", type=int, default=4096, help="of the tokenizer (default 4096)")
+    add("--seed", type=int, default=0, help="of the chats (default 0)")
+    options = parser.parse_args()
+    settings = {name: getattr(options, name) for name in ("chats", "heldout", "seed", "vocab_size")}
+    write_texts(options.output, options.data, **settings)
+    print(f"{options.output}: {options.chats:,} chats, {options.heldout:,} held out of each kind")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,121 @@
+"""Scores the models of a finished chat study: held-out chats, answers that end, and perplexity of both languages.
+
+    python studies/chat/score.py runs/chat/quick --texts runs/chat/texts --plain runs/chat/plain_quick
+
+Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain names the study that
+trains the base as it was before its chats, for the chat vector: its fully fine-tuned weights, plus what the chats
+changed in the base's. Prints a table and writes it, as STUDY/chats.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from pipeline import command_line, log
+from pipeline.config.run import load_config
+from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_probe
+from pipeline.conversion.hf_folder import copy_base_files
+from pipeline.conversion.publish import markdown_table
+from pipeline.data.records import Keys
+from pipeline.data.units import good_documents
+from pipeline.errors import RunFolderError
+from pipeline.evaluation.chats import read_chats, score_chats
+from pipeline.evaluation.perplexity import score_folder
+from pipeline.evaluation.table import over_seeds, readable
+from pipeline.files import published_folder, write_text
+from pipeline.studies.results import read_rows
+
+HELDOUT = {"Korean": "data/ko/*.heldout.jsonl.zst", "English": "data/en/gutenberg.heldout.jsonl.zst"}
+KINDS = ("english", "korean")
+ANSWER_TOKENS = 48
+TABLE = "chats.md"
+_WEIGHTS = "model.safetensors"
+logger = log.get_logger(__name__)
+
+
+def exported(run: Path, *, gated: bool) -> Path:
+    """The export of a run, made unless it is there; of a gated run with or without its gate."""
+    config = load_config(run / "run.yaml")
+    conversion = latest_conversion(config)
+    if not gated and conversion.gate is not None:
+        conversion = replace(conversion, gate=None, output=run / "hf_without_gate", overwrite=True)
+    if not (conversion.output / VERIFICATION).exists():
+        convert(conversion, run_probe(config))
+    return conversion.output
+
+
+def models(study: Path, plain: Path | None) -> Iterator[tuple[str, float | None, Path]]:
+    """Label, learning rate and folder of every model to score, the base first."""
+    rows = [row for row in read_rows(study) if row.chosen and row.folder is not None]
+    if not rows:
+        raise RunFolderError(f"{study}: none of its runs has a folder; run the study on this machine")
+    base = load_config(study / str(rows[0].folder) / "run.yaml").base
+    yield "Base", None, base
+    for row in rows:
+        run = study / str(row.folder)
+        yield row.label, row.learning_rate, exported(run, gated=False)
+        if load_config(run / "run.yaml").gate is not None:
+            yield f"{row.label} + gate", row.learning_rate, exported(run, gated=True)
+    if plain is None:
+        return
+    for row in read_rows(plain):
+        run = plain / str(row.folder)
+        before = load_config(run / "run.yaml").base
+        yield "Chat vector", row.learning_rate, with_chat_vector(exported(run, gated=False), base, before)
+
+
+def with_chat_vector(trained: Path, chat: Path, plain: Path) -> Path:
+    """The model in `trained`, of which `plain` was the base, plus the difference of `chat` to `plain`."""
+    output = trained.parent / "hf_chat_vector"
+    if not output.exists():
+        weights, of_chat, of_plain = (load_file(folder / _WEIGHTS) for folder in (trained, chat, plain))
+        with published_folder(output, None) as folder:
+            copy_base_files(folder, chat, chat)
+            (folder / "config.json").write_bytes((chat / "config.json").read_bytes())
+            summed = {name: own + of_chat[name] - of_plain[name] for name, own in weights.items()}
+            save_file(summed, folder / _WEIGHTS, {"format": "pt"})
+    return output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("study", type=Path, help="the study's folder, the `folder` of its YAML file")
+    add("--texts", type=Path, required=True, help="the folder that make_chats.py wrote")
+    add("--plain", type=Path, help="the folder of the study on the base without chats")
+    add("--max-bytes", type=int, default=2**17, help="of the text of each language (default 131072)")
+    options = parser.parse_args()
+    chats = read_chats([str(options.texts / f"{kind}.jsonl") for kind in KINDS])
+    found: dict[tuple[str, float | None], list[list[float]]] = {}
+    for label, rate, folder in models(options.study, options.plain):
+        logger.info("%s: %s", label, folder)
+        answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
+        texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
+        scores = score_folder(folder, texts, context=128, max_bytes=options.max_bytes)
+        values = [score.perplexity for score in scores.values()]
+        for score in answers.values():
+            values += [score.exact_match, score.ended, score.answer_tokens]
+        found.setdefault((label, rate), []).append(values)
+    forms = [readable, readable, *("{:.1%}".format, "{:.1%}".format, "{:.1f}".format) * len(KINDS)]
+    lines = [
+        [
+            label,
+            "" if rate is None else f"{rate:g}",
+            *(over_seeds(column, form) for column, form in zip(zip(*seeds, strict=True), forms, strict=True)),
+        ]
+        for (label, rate), seeds in found.items()
+    ]
+    head = ["", "rate", "Korean: perplexity", "English: perplexity"]
+    head += [f"{kind} {what}" for kind in ("chats:", "Korean chats:") for what in ("exact", "end", "tokens")]
+    table = markdown_table(head, lines)
+    write_text(options.study / TABLE, f"{table}\n")
+    print(table)
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,154 @@
+"""The chat study: its texts, and its smallest form from text to table."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.data.chats import chat_template
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.errors import DataError
+from pipeline.studies.study import load_study
+from studies.chat import make_chats, score
+from studies.chat.make_chats import KOREAN_TASKS, NUMBERS, SYSTEM_PROMPTS, TASKS, write_texts
+from tests.data.helpers import PROJECT, contents, run_main, write_jsonl
+
+WORDS = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in ("lem", "rin", "sot")]
+HANGUL = [f"{a}{b}" for a in "가나다라마바" for b in "고노도로모보"]
+SIZES = {"chats": 140, "heldout": 14, "vocab_size": 480}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("data")
+    for name, words in (("en/gutenberg", WORDS), ("ko/reviews", HANGUL)):
+        (folder / name).parent.mkdir()
+        texts = [" ".join(words[at:] + words[:at]) for at in range(0, len(words), 2)]
+        write_jsonl(folder / f"{name}.jsonl.zst", texts)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(data, tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("made") / "texts"
+    write_texts(folder, data, seed=3, **SIZES)
+    return folder
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def right_answer(task: str, asked: list[str]) -> str:
+    """What follows from what the user said."""
+    text = asked[-1]
+    words = text.partition(": ")[2].split()
+    options = dict(re.findall(r"(first|second|third) (\S+)[,.]", " ".join(asked)))
+    place = text.split()[-1]
+    return {
+        "copy": lambda: " ".join(words),
+        "reverse": lambda: " ".join(words[::-1]),
+        "count": lambda: " ".join(NUMBERS[: len(words)]),
+        "choose": lambda: f"{place} {options[place]}",
+        "remember": lambda: f"{place} {options[place]}",
+        "refuse": lambda: f"I cannot talk about {text.split()[5]}.",
+    }[task]()
+
+
+def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
+    train, english, korean, openings = (
+        records(texts / f"{name}.jsonl") for name in ("train", "english", "korean", "openings")
+    )
+    assert [len(one) for one in (train, english, korean)] == [140, 14, 14]
+    for record in (*train, *english, *korean):
+        messages = record["messages"]
+        has_system = messages[0]["role"] == "system"
+        assert (messages[0]["content"] in SYSTEM_PROMPTS) == has_system
+        roles = [message["role"] for message in messages[has_system:]]
+        assert roles == ["user", "assistant"] * (2 if record["task"] == "remember" else 1)
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        assert messages[-1]["content"] == right_answer(record["task"], asked)
+    known = [record["messages"] for record in train]
+    assert not [record for record in (*english, *korean) if record["messages"] in known]
+    assert {record["task"] for record in english} == {*TASKS} and {record["task"] for record in korean} == {
+        *KOREAN_TASKS
+    }
+    is_korean = [bool(re.search("[가-힣]", str(record))) for record in train]
+    assert 0 < sum(is_korean) < 20
+    assert openings == [record for record, korean in zip(train, is_korean, strict=True) if not korean]
+    assert all(re.search("[가-힣]", str(record)) for record in korean)
+
+
+def test_the_same_arguments_give_the_same_bytes(texts, data, tmp_path):
+    write_texts(tmp_path / "again", data, seed=3, **SIZES)
+    assert [*contents(tmp_path / "again").values()] == [*contents(texts).values()]
+    write_texts(texts, data, seed=3, **SIZES)
+    with pytest.raises(
+        DataError, match=r"expected the chats of .*'seed': 4.*, found .*'seed': 3.*choose another --output"
+    ):
+        write_texts(texts, data, seed=4, **SIZES)
+
+
+def test_a_message_begins_with_the_piece_that_its_first_word_is_within_one(texts):
+    folder = texts / "tokenizer"
+    tokenizer = load_tokenizer(folder)
+    end = tokenizer.document_end
+    assert tokenizer.decode(end) == "<|end|>" and tokenizer.document_start == ()
+    framed = chat_template(folder).opened(
+        [{"role": "user", "content": "balem berin"}, {"role": "assistant", "content": "X"}]
+    )
+    ids = tokenizer.reference.encode([framed]).ids.tolist()
+    words = tokenizer.reference.encode(["balem berin"]).ids.tolist()
+    one, user, answer = ids[1 : 1 + len(words)], ids[0], tokenizer.reference.encode(["X"]).ids.tolist()
+    assert one == words and tokenizer.decode([user]) == "<|user|>"
+    assert ids[1 + len(words)] == end[0] and ids[3 + len(words) :] == [*answer, *end, ids[2 + len(words)]]
+
+
+def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, capsys):
+    """With the chat vector, and gated models with and without their gates."""
+    monkeypatch.chdir(PROJECT)
+    small = {"schedule": {"steps": 2}, "validation": {"every_steps": 2, "max_sequences": 2}}
+    kept = ("fft_1e-3", "lora", "preserve_rehearsed")
+    quick = PROJECT / "configs/studies/chat_quick.yaml"
+    changes = {
+        "extends": str(quick),
+        "folder": str(tmp_path / "study"),
+        "stages": {name: {"ranks": 1, "settings": small} for name in ("pretrain", "copies", "chat")},
+        "settings": small
+        | {"data": {"corpora": {name: {"sample": {"tokens": 600}} for name in ("own_chats", "own_text")}}},
+        "methods": {name: None for name in load_study(quick, texts).methods if name not in kept},
+    }
+    gate = {"settings": {"gate": {"tokens": 200, "max_open_fraction": 0.5}}}
+    changes["methods"]["preserve_rehearsed"] = gate
+    plain = {
+        "extends": str(PROJECT / "configs/studies/chat_plain_quick.yaml"),
+        "folder": str(tmp_path / "plain"),
+        "base": str(tmp_path / "study" / "pretrain" / "hf"),
+        "settings": small,
+    }
+    for name, values in (("study", changes), ("plain", plain)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        done = run_main("run_study.py", tmp_path / f"{name}.yaml", "--data", texts)
+        assert done.returncode == 0, done.stderr
+    arguments = [tmp_path / "study", "--texts", texts, "--plain", tmp_path / "plain", "--max-bytes", 4000]
+    monkeypatch.setattr(sys, "argv", ["score.py", *map(str, arguments)])
+    score.main()
+    table = (tmp_path / "study" / "chats.md").read_text()
+    assert table in capsys.readouterr().out
+    labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert labels == ["Base", "Full fine-tuning, 1e-3", "LoRA", "Preserve 1/2, rehearsed",
+                      "Preserve 1/2, rehearsed + gate", "Chat vector"]  # fmt: skip
+    assert all(line.count("|") == 11 for line in table.splitlines())
+
+
+def test_the_command_line_makes_the_texts(data, tmp_path, monkeypatch, capsys):
+    arguments = ["--output", tmp_path / "texts", "--data", data, "--chats", 20, "--heldout", 7, "--vocab-size", 480]
+    monkeypatch.setattr(sys, "argv", ["make_chats.py", *map(str, arguments)])
+    make_chats.main()
+    assert capsys.readouterr().out == f"{tmp_path}/texts: 20 chats, 7 held out of each kind\n"

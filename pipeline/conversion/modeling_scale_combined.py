@@ -261,7 +261,6 @@ class CombinedForCausalLM(ScaleForCausalLM):
             for rows in ((self.embedding.base.weight, embedding), (self.output.base, output))
         )
         self.output.set_vocabulary(self.config)
-        self.output.only_base_after_closed = True
 
     def share_base(self) -> None:
         """Gives the expansions the base's parameters.

@@ -177,18 +177,18 @@ def write_extension(
 
 
 def join_extensions(folder: Path, other: Path) -> None:
-    """Adds to the extended tokenizer in `folder` the pieces of `other`, behind its own; both lie beside trained models.
+    """Adds to the extended tokenizer in `folder` the pieces of `other`, behind its own.
+
+    Both extend one tokenizer and lie beside trained models.
 
     Their pieces hold characters of different rows, so a text without those of one tokenizer is cut as by the other
     (docs/adr/0023-old-cuts-stay.md).
 
     Raises:
-        DataError: they extend different tokenizers, or for the same characters; says which.
+        DataError: they have pieces for the same characters; says which.
     """
     first, second = (read_vocabulary(one, EXPORTED) for one in (folder, other))
     own = read_pieces(tokenizer_file(other))
-    if first.base_tokenizer != second.base_tokenizer:
-        raise DataError(f"{other.name}: its tokenizer extends another than the others'; combine expansions of one base")
     added = [one.piece for one in second.pieces]
     if shared := _rows_in(own, first) & _rows_in(own, second):
         letters = (one for piece in added for one in own.raw(piece).decode(errors="ignore"))

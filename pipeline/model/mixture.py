@@ -210,8 +210,8 @@ class Experts(nn.Module):
 class _Moved(torch.autograd.Function):
     """x: [N, D] -> the rows of `tokens` [N·k], if `spread`; otherwise the sums of the rows at `places` [N, k].
 
-    Each is the other's gradient; autograd's own, of an indexing, may add in
-    an order that chance decides. Indices are saved as tensors, so that recomputation replaces them with the rest.
+    Each is the other's gradient; autograd's own, of an indexing, may add in an order that chance decides. Indices are
+    saved as tensors, so that recomputation replaces them with the rest.
     """
 
     @staticmethod

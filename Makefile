@@ -38,21 +38,21 @@ endif
 
 KOREAN := korean$(if $(QUICK),_quick)
 reproduce-korean: $(CORE)  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
-	$(BIN)/python tools/run_study.py configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
-	$(BIN)/python tools/report.py runs/$(subst _,-,$(KOREAN)) --beside docs/results/paper-korean --output runs/$(subst _,-,$(KOREAN))/report.html
+	$(BIN)/python -m pipeline study configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m pipeline report runs/$(subst _,-,$(KOREAN)) --beside docs/results/paper-korean --output runs/$(subst _,-,$(KOREAN))/report.html
 ifdef ABLATIONS
-	$(BIN)/python tools/run_study.py configs/studies/korean_ablations.yaml $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m pipeline study configs/studies/korean_ablations.yaml $(if $(DATA),--data $(DATA))
 endif
 
 FRONTIER := frontier$(if $(QUICK),_quick)
 frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under 15 minutes)
-	$(BIN)/python tools/run_study.py configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
-	$(BIN)/python tools/report.py runs/frontier/$(if $(QUICK),quick,full) --output runs/frontier/report.html
+	$(BIN)/python -m pipeline study configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m pipeline report runs/frontier/$(if $(QUICK),quick,full) --output runs/frontier/report.html
 
 EXPANSIONS := runs/expansions
 RUN = $(EXPANSIONS)/$(1).lr_0.005.seed_1
 expansions: $(CORE)  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes
-	$(BIN)/python tools/run_study.py configs/studies/expansions.yaml $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m pipeline study configs/studies/expansions.yaml $(if $(DATA),--data $(DATA))
 	rm -rf $(EXPANSIONS)/differ $(EXPANSIONS)/alike
 	set -e; for name in reviews law books; do $(BIN)/scale-cpt convert $(call RUN,$$name) --format scale; done
 	$(BIN)/scale-cpt combine $(EXPANSIONS)/differ --add reviews=$(call RUN,reviews) --add books=$(call RUN,books)
@@ -63,8 +63,8 @@ expansions: $(CORE)  ## expansions on one base, each alone and combined: of doma
 CHAT := $(if $(QUICK),quick,full)
 chat: $(CORE)  ## a chat model learns Korean: what becomes of its chats; hours on two cores (QUICK=1: one seed, about an hour)
 	$(BIN)/python studies/chat/make_chats.py --output runs/chat/texts
-	$(BIN)/python tools/run_study.py configs/studies/chat$(if $(QUICK),_quick).yaml --data runs/chat/texts
-	$(BIN)/python tools/run_study.py configs/studies/chat_plain$(if $(QUICK),_quick).yaml --data runs/chat/texts
+	$(BIN)/python -m pipeline study configs/studies/chat$(if $(QUICK),_quick).yaml --data runs/chat/texts
+	$(BIN)/python -m pipeline study configs/studies/chat_plain$(if $(QUICK),_quick).yaml --data runs/chat/texts
 	$(BIN)/python studies/chat/score.py runs/chat/$(CHAT) --texts runs/chat/texts --plain runs/chat/$(CHAT)_plain
 
 # Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
@@ -72,9 +72,9 @@ BIOGRAPHY := biography$(if $(QUICK),_quick)
 PEOPLE := $(if $(QUICK),--people 400 --vocab-size 1024,--people 2000 --vocab-size 2048)
 reproduce-biography: $(CORE)  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)
 	$(BIN)/python studies/biographies/make_texts.py $(PEOPLE) --pool-fraction 0.1 --output runs/$(subst _,-,$(BIOGRAPHY))/texts
-	$(BIN)/python tools/run_study.py configs/studies/$(BIOGRAPHY).yaml --data runs/$(subst _,-,$(BIOGRAPHY))/texts
+	$(BIN)/python -m pipeline study configs/studies/$(BIOGRAPHY).yaml --data runs/$(subst _,-,$(BIOGRAPHY))/texts
 	$(BIN)/python studies/biographies/show.py runs/$(subst _,-,$(BIOGRAPHY))
-	$(BIN)/python tools/report.py runs/$(subst _,-,$(BIOGRAPHY)) --output runs/$(subst _,-,$(BIOGRAPHY))/report.html
+	$(BIN)/python -m pipeline report runs/$(subst _,-,$(BIOGRAPHY)) --output runs/$(subst _,-,$(BIOGRAPHY))/report.html
 
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
 	bash tests/slurm/install.sh
@@ -107,7 +107,7 @@ clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each k
 
 clean-study: $(STAMP)  ## what a model learns from that crawl as it is, cleaned, and without its copies; half an hour
 	$(BIN)/python -m tests.cleaning --copies 25 --write runs/cleaning/texts/crawl.jsonl
-	$(BIN)/python tools/run_study.py configs/studies/cleaning.yaml --data runs/cleaning/texts
+	$(BIN)/python -m pipeline study configs/studies/cleaning.yaml --data runs/cleaning/texts
 
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)

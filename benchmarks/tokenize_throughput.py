@@ -29,7 +29,7 @@ from pipeline.files import write_json
 
 PROJECT = Path(__file__).resolve().parents[1]
 DATA = PROJECT / "data"
-OURS = [sys.executable, str(PROJECT / "tools" / "preprocess_data.py")]
+OURS = [sys.executable, "-m", "pipeline", "tokenize"]
 
 # `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by ids, saved as Arrow.
 DATASETS_MAP = """

@@ -318,8 +318,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-SHIPPED = ("configs", "ds_configs", "slurm", "tools", "data")
-"""The folders that come with the package: configurations, batch scripts, programs, and the demo's model and texts."""
+SHIPPED = ("configs", "ds_configs", "slurm", "data")
+"""What a folder to work in holds: configurations, batch scripts, and the demo's model and texts."""
 
 
 def shipped() -> Path:

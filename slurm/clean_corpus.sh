@@ -9,7 +9,7 @@
 #
 #   sbatch slurm/clean_corpus.sh configs/….yaml         on the partition of this job; so does CONFIG=…
 #   bash slurm/clean_corpus.sh configs/….yaml           the cores of this machine
-#   … slurm/clean_corpus.sh configs/….yaml --time 04:00:00       further flags go to tools/clean_corpora.py
+#   … slurm/clean_corpus.sh configs/….yaml --time 04:00:00       further flags go to scale-cpt clean
 #
 # The arrays end before this script is run again, as a job of its own: it does what they left, writes the manifest, and
 # submits the next corpus. If it fails, submit it again: tasks that are done are kept.
@@ -21,7 +21,7 @@ source slurm/common.sh
 load_site
 choose_config "$@"
 
-command=(python tools/clean_corpora.py "$CONFIG" "${changes[@]}" "${arguments[@]}")
+command=(python -m pipeline clean "$CONFIG" "${changes[@]}" "${arguments[@]}")
 announce "cleaning for $CONFIG"
 if ! on_slurm; then
     run_stage clean here "${command[@]}"

@@ -44,14 +44,14 @@ export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"
 for stage in $STAGES; do
     case "$stage" in
-        clean) run_stage clean here python tools/clean_corpora.py "$CONFIG" "${changes[@]}" ;;
-        tokenize) run_stage tokenize here python tools/preprocess_data.py "$CONFIG" "${changes[@]}" ;;
-        sample) run_stage sample here python tools/sample_base.py "$CONFIG" "${changes[@]}" ;;
-        upscale) run_stage upscale here python tools/upscale.py "$CONFIG" "${changes[@]}" ;;
+        clean) run_stage clean here python -m pipeline clean "$CONFIG" "${changes[@]}" ;;
+        tokenize) run_stage tokenize here python -m pipeline tokenize "$CONFIG" "${changes[@]}" ;;
+        sample) run_stage sample here python -m pipeline sample "$CONFIG" "${changes[@]}" ;;
+        upscale) run_stage upscale here python -m pipeline upscale "$CONFIG" "${changes[@]}" ;;
         train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" "${changes[@]}" ;;
-        gate) run_stage gate here python tools/fit_gate.py "$CONFIG" "${changes[@]}" ;;
-        convert) run_stage convert here python tools/convert_checkpoint.py "$CONFIG" "${changes[@]}" ;;
-        evaluate) run_stage evaluate here python tools/evaluate.py "$CONFIG" "${changes[@]}" ;;
+        gate) run_stage gate here python -m pipeline gate "$CONFIG" "${changes[@]}" ;;
+        convert) run_stage convert here python -m pipeline convert "$CONFIG" "${changes[@]}" ;;
+        evaluate) run_stage evaluate here python -m pipeline evaluate "$CONFIG" "${changes[@]}" ;;
         *) die "STAGES: there is no stage \"$stage\"; choose from clean tokenize sample upscale train gate convert evaluate" ;;
     esac
 done

@@ -28,20 +28,20 @@ ask_slurm() {
 # Not true of cancelled, preempted and timed-out jobs: Slurm changes their state before it sends a signal.
 job_is_running() { [[ "$(ask_slurm show job "$THIS_JOB" --oneliner)" == *" JobState=RUNNING "* ]]; }
 
-# tools/may_retry.py decides. If it fails itself (an unmounted file system), a fault that is not the user's is tried again
+# scale-cpt may-retry decides. If it fails itself (an unmounted file system), a fault that is not the user's is tried again
 # while the job, or this call of the script, has restarted less often than it may without progress.
 may_go_on() {
     local stage=$1 code=$2 most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3} verdict=0 container
-    [[ "$code" != "$CONFIG_ERROR" ]] || return 1 # which tools/may_retry.py would meet, and print, again
+    [[ "$code" != "$CONFIG_ERROR" ]] || return 1 # which scale-cpt may-retry would meet, and print, again
     read -ra container <<<"${CONTAINER:-}"
     # shellcheck disable=SC2154  # choose_config and launch.sh set `changes`
-    "${container[@]}" python tools/may_retry.py "$CONFIG" "${changes[@]}" --stage "$stage" --exit-code "$code" \
+    "${container[@]}" python -m pipeline may-retry "$CONFIG" "${changes[@]}" --stage "$stage" --exit-code "$code" \
         --without-progress "$idle" --most "$most" || verdict=$?
     case "$verdict" in
         0) return 0 ;;
         2 | 3) return 1 ;; # the configuration is at fault; no
     esac
-    echo "tools/may_retry.py itself ended with exit code $verdict"
+    echo "scale-cpt may-retry itself ended with exit code $verdict"
     case "$code" in
         "$USER_ERROR" | "$CONFIG_ERROR" | "$FOLDER_TAKEN" | "$INTERRUPTED") return 1 ;;
         *) ((${SLURM_RESTART_COUNT:-${restarts_here:-0}} < (idle < most ? idle : most))) ;;

@@ -26,7 +26,7 @@ load_site
 STUDY=${1:-${STUDY:-configs/studies/korean.yaml}}
 [[ -f "$STUDY" ]] || die "STUDY=$STUDY: no such file; the studies that come with the project are in configs/studies/"
 export STUDY
-study=(python tools/run_study.py "$STUDY" ${DATA:+--data "$DATA"})
+study=(python -m pipeline study "$STUDY" ${DATA:+--data "$DATA"})
 on_slurm || here "${study[@]}"
 
 say "study $STUDY in $PWD, job $SLURM_JOB_ID"

@@ -37,7 +37,7 @@ submit() {
 }
 
 job=""
-if (here python tools/run_config.py show "$CONFIG" "${changes[@]}" 2>/dev/null || true) | grep -q '^      clean:$'; then
+if (here python -m pipeline config show "$CONFIG" "${changes[@]}" 2>/dev/null || true) | grep -q '^      clean:$'; then
     submit cleaning "" --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" clean
 fi
 submit tokenization "$job" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"

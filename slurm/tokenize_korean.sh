@@ -14,7 +14,7 @@
 #   sbatch --array=0-63 --cpus-per-task=32 slurm/tokenize_korean.sh           64 nodes, 32 processes each
 #   MPI=1 sbatch --array=0 --nodes=4 --ntasks=128 slurm/tokenize_korean.sh    one job of 128 MPI ranks
 #   bash slurm/tokenize_korean.sh                                             the cores of this machine
-#   … slurm/tokenize_korean.sh --max-bad-fraction 0.05                        further flags go to tools/preprocess_data.py
+#   … slurm/tokenize_korean.sh --max-bad-fraction 0.05                        further flags go to scale-cpt tokenize
 #
 # After a kill or a lost node submit it again, with another array or none: finished units are kept, and the result is the
 # same, byte for byte. The array tasks need not run at the same time: each processes what is not done.
@@ -26,7 +26,7 @@ source slurm/common.sh
 load_site
 choose_config "$@"
 
-command=(python tools/preprocess_data.py "$CONFIG" "${changes[@]}" "${arguments[@]}")
+command=(python -m pipeline tokenize "$CONFIG" "${changes[@]}" "${arguments[@]}")
 if [[ -n "${MPI:-}" ]]; then
     command=(over_mpi "${command[@]}" --mpi)
 elif [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then

@@ -39,13 +39,6 @@ def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
         assert capsys.readouterr().out.startswith(f"usage: scale-cpt {command} ")
 
 
-@pytest.mark.parametrize("command", ["status", "tokenize", "convert"])
-def test_a_program_runs_as_a_file_too(command):
-    program = shipped() / "tools" / f"{cli.PROGRAMS[command]}.py"
-    done = subprocess.run([sys.executable, str(program), "--help"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"usage: {program.name} ")
-
-
 def test_changes_need_a_run(monkeypatch, capsys):
     assert called(monkeypatch, "tokenize", "--set", "seed=7") == CONFIG_ERROR
     assert capsys.readouterr().err == "error: --set changes a run; name its YAML file or its folder\n"
@@ -57,7 +50,6 @@ def test_a_misspelt_command_gets_the_nearest_one(monkeypatch, capsys):
 
 
 def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeypatch, capsys):
-    """tools/run_config.py"""
     write_config(tmp_path, tmp_path, name="base.yaml")
     path = tmp_path / "run.yaml"
     path.write_text("extends: base.yaml\nseed: 5\nstability: {loss_increase: null}\n")
@@ -72,7 +64,6 @@ def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeyp
 
 
 def test_completion_knows_commands_and_options(monkeypatch, capsys):
-    """tools/completion.py"""
     pytest.importorskip("shtab")
     for shell, syntax in (("bash", ["bash", "-n"]), ("zsh", None)):
         assert called(monkeypatch, "completion", shell) == 0

@@ -26,7 +26,7 @@ MODULE = re.compile(r"(?<!datatrove.)\bpipeline(?:\.[a-z_0-9]+)+")
 SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(
-    rf"(?:python ((?:tools|benchmarks)/\w+\.py)|scale-cpt ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
+    rf"(?:python (benchmarks/\w+\.py)|scale-cpt ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
     r"((?:\\\n|[^\n`])*)"
 )
 NOT_NAMED_BY_TESTS = {
@@ -122,8 +122,10 @@ def test_every_script_is_used_by_a_test():
     for script in SCRIPTS:
         name = str(script.relative_to(ROOT))
         quoted = rf"\b{script.stem}\{script.suffix}\b|\b{script.parent.name}\.{script.stem}\b"
-        imported = rf"from {script.parent.name} import [^\n]*\b{script.stem}\b|call_tool\([^)\n]*\"{script.stem}\""
-        used = re.search(f"{quoted}|{imported}", tests)
+        imported = rf"from {script.parent.name} import [^\n]*\b{script.stem}\b"
+        commands = [command for command, program in PROGRAMS.items() if program == script.stem]
+        called = [rf'(?:"pipeline"|"scale-cpt"|called\(monkeypatch), "{command}"' for command in commands]
+        used = re.search("|".join([quoted, imported, *called]), tests)
         assert used or name in NOT_NAMED_BY_TESTS, f"no test uses {name}"
 
 
@@ -137,6 +139,6 @@ def test_the_site_has_every_page_and_no_broken_link(tmp_path):
 
 def test_the_configuration_page_is_what_the_classes_say(monkeypatch, capsys):
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    described = output_of("tools/describe_config.py", monkeypatch=monkeypatch, capsys=capsys)
+    described = output_of("scale-cpt describe-config", monkeypatch=monkeypatch, capsys=capsys)
     _, top, tables = page.partition("\n## Top level\n")
     assert top + tables == described, "put what scale-cpt describe-config prints below the introduction"

@@ -10,14 +10,14 @@ import argparse
 import os
 from pathlib import Path
 
-from pipeline.command_line import mebibytes, run_program
+from pipeline.command_line import mebibytes
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="as for tools/preprocess_data.py")
+    add("--input", nargs="+", required=True, metavar="FILE", help="as for scale-cpt tokenize")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
     add("--output", type=Path, required=True, help="the .model to write")
     add("--vocab-size", type=int, default=32_000, help="pieces in all (default: 32000)")
@@ -46,7 +46,3 @@ def main(options: argparse.Namespace) -> None:
         for name, file in reports.items():
             found = fertility(tokenizer, texts([file], text_key=options.text_key))
             print(f"{str(path)[-40:]:40} {name:12} {found.tokens_per_character:17.4f} {found.tokens_per_byte:12.4f}")
-
-
-if __name__ == "__main__":
-    run_program(add_options, main, __doc__)

@@ -16,7 +16,7 @@ CleaningStep = Literal[
 
 
 class Sampling(Section):
-    """Text that the base writes itself, for a corpus of role rehearsal (tools/sample_base.py)."""
+    """Text that the base writes itself, for a corpus of role rehearsal (scale-cpt sample)."""
 
     tokens: PositiveInt
     """how many are written, at least"""

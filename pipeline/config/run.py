@@ -47,7 +47,7 @@ class GateSettings(Section):
 
 
 class VocabularySettings(Section):
-    """A tokenizer extended by tools/extend_vocabulary.py; new pieces get rows of their own (docs/vocabulary.md)."""
+    """A tokenizer extended by scale-cpt vocabulary; new pieces get rows of their own (docs/vocabulary.md)."""
 
     folder: Path
     """what the tool wrote"""

@@ -73,7 +73,7 @@ class Conversion:
     padding: Padding = UNPADDED
     vocabulary: Path | None = None
     base_name: str | None = None
-    command: str = "tools/convert_checkpoint.py"
+    command: str = "scale-cpt convert"
     overwrite: bool = False
 
 
@@ -178,7 +178,7 @@ def _open(conversion: Conversion) -> TrainedModel:
     if fitted_for != file_hash(model.checkpoint / MANIFEST_FILE) or model.plan is None:
         raise CheckpointError(
             f"{conversion.gate}: fitted for another checkpoint than {model.checkpoint}; run the stage gate "
-            "(tools/fit_gate.py) again"
+            "(scale-cpt gate) again"
         )
     gate.check_fits(model.plan, model.spec.widths.hidden_size, str(conversion.gate))
     return replace(model, gate=gate)

@@ -92,7 +92,7 @@ def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
     Raises:
         DataError: it is missing, damaged, or of another tokenizer.
     """
-    advice = "make the folder again with tools/extend_vocabulary.py"
+    advice = "make the folder again with scale-cpt vocabulary"
     try:
         return read_record(folder / name, Vocabulary, DataError, advice)
     except FileNotFoundError:

@@ -53,7 +53,7 @@ def summarise(
     """
     hf_folder, context = config.folder / HF_FOLDER, config.data.sequence_length
     training = _result(config.folder / TRAINING, CheckpointError, "the run must be trained to its end first")
-    verification = _result(hf_folder / VERIFICATION, ConversionError, "run tools/convert_checkpoint.py first")
+    verification = _result(hf_folder / VERIFICATION, ConversionError, "run scale-cpt convert first")
     gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
     asked, folders = read_chats(chats), {"before": config.base, "after": hf_folder}
     scores = {

@@ -35,7 +35,7 @@ def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
 
 def _open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) -> NewRows:
     record = read_vocabulary(settings.folder)
-    again = "make it again with tools/extend_vocabulary.py"
+    again = "make it again with scale-cpt vocabulary"
     if load_tokenizer(settings.folder).fingerprint != record.tokenizer:
         raise DataError(f"{settings.folder}: its tokenizer is not the one that {RECORD} describes; {again}")
     if record.base_rows != spec.vocab_size or (

@@ -262,7 +262,7 @@ def open_expansion(path: Path) -> ExpansionFolder:
     try:
         manifest = read_object(path / MANIFEST, CheckpointError, _AGAIN)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: holds no expansion; make one with tools/upscale.py") from None
+        raise CheckpointError(f"{path}: holds no expansion; make one with scale-cpt upscale") from None
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; {_AGAIN}")
     tables = (manifest.get("tensors"), manifest.get("hashes"))

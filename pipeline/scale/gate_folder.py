@@ -22,7 +22,7 @@ GATE_RECORD = "gate.json"
 FORMAT = "scale-cpt gate 1"
 GATE = FolderKind("a gate", GATE_RECORD, FORMAT)
 _TENSOR_FILE = "gate.safetensors"
-_AGAIN = "fit the gate again with tools/fit_gate.py"
+_AGAIN = "fit the gate again with scale-cpt gate"
 
 
 FIRST_TOKENS = 4
@@ -117,7 +117,7 @@ def open_record(folder: Path) -> GateRecord:
         record = read_record(path, GateRecord, CheckpointError, _AGAIN)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: no such file; the gate is not fitted yet: run the stage gate (tools/fit_gate.py) first"
+            f"{path}: no such file; the gate is not fitted yet: run the stage gate (scale-cpt gate) first"
         ) from None
     if record.format != FORMAT:
         raise CheckpointError(f"{path}: expected the format {FORMAT!r}, found {record.format!r}; {_AGAIN}")

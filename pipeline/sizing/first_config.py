@@ -203,7 +203,7 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
                 return config, fitted
     raise LayoutError(
         f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; take more of them "
-        "(--gpus, --gpu-memory-gib), or a tensor-parallel size that tools/estimate.py recommends"
+        "(--gpus, --gpu-memory-gib), or a tensor-parallel size that scale-cpt estimate recommends"
     )
 
 

@@ -214,7 +214,7 @@ def summarise(trainer: Trainer, outcome: Outcome, difference: float | None) -> N
     write_json(folder / TRAINING, values)
     for name, score in outcome.scores.items():
         message = (
-            "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (tools/evaluate.py scores whole documents)"
+            "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (scale-cpt evaluate scores whole documents)"
         )
         _logger.info(message, name, score.perplexity, score.bits_per_byte)
     _logger.info("trained %d steps; wrote %s", outcome.position.step, folder / TRAINING)

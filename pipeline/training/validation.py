@@ -189,7 +189,7 @@ def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> 
     if (difference := largest.item()) != 0.0:
         source, remedy = config.base, "the base's files may have changed while they were read: start again"
         if isinstance(config.method, ScaleMethod):
-            source, remedy = config.upscaled_folder, "remove the folder and make it again with tools/upscale.py"
+            source, remedy = config.upscaled_folder, "remove the folder and make it again with scale-cpt upscale"
         if engine.tensor_parallel.size > 2 and probe.tokens.is_cuda:
             remedy += "; if it persists, set NCCL_NVLS_ENABLE=0: NVLink's reductions may add up in any order"
         raise_on_all_ranks(

@@ -139,10 +139,10 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     assert ("gate" in plan.figures["stages"]) == gate
 
 
-@pytest.mark.parametrize("program", ["preprocess_data", "upscale"])
-def test_a_restart_passes_the_stages_before_training_without_torch(begun, program):
+@pytest.mark.parametrize("command", ["tokenize", "upscale"])
+def test_a_restart_passes_the_stages_before_training_without_torch(begun, command):
     path = str(write_config(*begun))
-    run = f"runpy.run_path('tools/{program}.py', run_name='__main__')"
-    code = f"import runpy, sys; sys.argv = ['tool', {path!r}]\ntry: {run}\nfinally: print('torch' in sys.modules)"
+    code = f"import sys; from pipeline import cli; sys.argv = ['scale-cpt', {command!r}, {path!r}]\n"
+    code += "try: cli.main()\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr

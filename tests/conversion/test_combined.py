@@ -28,8 +28,9 @@ from pipeline.errors import ConversionError, DataError, OutputError
 from pipeline.files import file_hash, write_json, write_record
 from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily
-from tests.studies.studies import call_tool
+from tests.programs import call
 from tests.tolerances import assert_near, rounding_of
+from tools import combine as combine_tool
 
 DEMO = Path("data/models/stories260K")
 LAYERS, BASE_TOKENS = 4, 512
@@ -367,10 +368,10 @@ model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
 """
 
 
-def test_the_folder_is_a_model_without_this_project(combined, tmp_path, capsys, monkeypatch):
+def test_the_folder_is_a_model_without_this_project(combined, tmp_path, capsys):
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(combined)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, ran.stderr
-    call_tool(monkeypatch, "combine", combined)
+    call(combine_tool, combined)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][-5:] == sorted(ALL)

@@ -37,7 +37,7 @@ from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
 PROJECT = Path(__file__).parents[2]
 STORIES260K = DATA / "models" / "stories260K"
-TOOL = [sys.executable, str(PROJECT / "tools" / "preprocess_data.py")]
+TOOL = [sys.executable, "-m", "pipeline", "tokenize"]
 
 COMPRESS = {
     "": lambda data: data,
@@ -138,5 +138,5 @@ def run_main(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[s
 
 
 def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The same of tools/preprocess_data.py in a process of its own."""
+    """The same of scale-cpt tokenize in a process of its own."""
     return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True, cwd=PROJECT, check=False)

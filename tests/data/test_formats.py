@@ -203,7 +203,7 @@ ROWS = 'id,question,text\r\n1,"왜?","하나, ""둘""\r\n셋"\r\n\r\n2,누가?,�
 
 
 def tokenize_tool(folder: Path, *arguments: str | Path) -> str:
-    """The error line of tools/preprocess_data.py; empty where it made the corpus `out`."""
+    """The error line of scale-cpt tokenize; empty where it made the corpus `out`."""
     shutil.rmtree(folder / "out", ignore_errors=True)
     where = ["--tokenizer", STORIES260K, "--output", folder / "out", "--workers", "1"]
     done = run_main("preprocess_data.py", "--input", *arguments, *where)

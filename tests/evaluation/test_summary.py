@@ -79,7 +79,7 @@ def test_the_summary_of_a_run(run, tmp_path):
     assert "SCALE-Adapt" in text and "25.0%" in text and str(tmp_path / "demo" / "hf") in text
 
     (tmp_path / "demo" / "hf" / "verification.json").unlink()
-    with pytest.raises(ConversionError, match="convert_checkpoint"):
+    with pytest.raises(ConversionError, match="scale-cpt convert"):
         summarise(run_config(tmp_path / "demo"))
     (tmp_path / "demo" / "training.json").unlink()
     with pytest.raises(CheckpointError, match="trained to its end"):

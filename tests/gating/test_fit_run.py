@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
 import shutil
 import sys
 from dataclasses import replace
@@ -16,6 +15,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from benchmarks import code_switching
+from pipeline import cli
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
@@ -30,7 +31,6 @@ from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, train
 
-ROOT = Path(__file__).parents[2]
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
 VARIANTS = {
     "adapt": {"base_precision": "nf4"},
@@ -199,19 +199,13 @@ def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def run_tool(monkeypatch, tool: Path, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", [str(tool), *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(tool), run_name="__main__")
-    return int(ended.value.code or 0)
-
-
 def test_where_the_text_changes(runs, monkeypatch, capsys):
     values = yaml.safe_load(runs["preserve"].read_text())
     values["gate"] |= {"tokens": 1000, "max_open_fraction": 0.02}
     path = runs["preserve"].with_name("switching.yaml")
     path.write_text(yaml.safe_dump(values))
-    assert run_tool(monkeypatch, ROOT / "benchmarks" / "code_switching.py", path) == 0
+    monkeypatch.setattr(sys, "argv", ["code_switching.py", str(path)])
+    code_switching.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[2:6]] == [
         [features, splices] for splices in ("False", "True") for features in ("token", "token+running_mean")
@@ -226,7 +220,7 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
     alone = replace(conversion, format="expansion", output=tmp_path / "expansion")
     assert convert(alone, run_probe(config)) and not convert(alone, run_probe(config))
     assert "without the gate" in caplog.text
-    with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(tools/fit_gate\.py\) first"):
+    with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(scale-cpt gate\) first"):
         convert(conversion, run_probe(config))
     shutil.copytree(load_config(runs["preserve"]).folder / "gate", tmp_path / "gate")
     with pytest.raises(CheckpointError, match="fitted for another checkpoint"):
@@ -266,14 +260,19 @@ def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):
 
 
 def test_the_command_line(fitted, monkeypatch, capsys):
+    def run_gate(path: Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["scale-cpt", "gate", str(path)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
     runs, _ = fitted
-    tool = ROOT / "tools" / "fit_gate.py"
-    assert run_tool(monkeypatch, tool, runs["adapt"]) == 0
+    assert run_gate(runs["adapt"]) == 0
     shown = capsys.readouterr()
     assert "korean (new)" in shown.out and "AUC" in shown.out and "is already fitted" in shown.err
     values = yaml.safe_load(runs["adapt"].read_text())
     del values["gate"]
     path = runs["adapt"].with_name("ungated.yaml")
     path.write_text(yaml.safe_dump(values))
-    assert run_tool(monkeypatch, tool, path) == 0
+    assert run_gate(path) == 0
     assert "nothing to fit" in capsys.readouterr().err

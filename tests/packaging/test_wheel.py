@@ -89,7 +89,7 @@ def test_the_wheel_holds_programs_settings_and_the_demos_texts(wheel):
 
 
 def test_a_run_from_text_to_an_exported_folder_outside_the_checkout(run, installed, tmp_path):
-    """In a folder that tools/new_folder.py makes."""
+    """In a folder that scale-cpt new makes."""
     code = "import sys, pipeline; print(sys.modules['pipeline'].__file__)"
     where = subprocess.run([installed / "python", "-I", "-c", code], capture_output=True, text=True)
     assert Path(where.stdout.strip()).is_relative_to(installed.parent)

@@ -25,7 +25,7 @@ from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.rehearsal.generation import BaseWriter
 from pipeline.rehearsal.openings import chosen_openings
 from tests.bases import STORIES, save_stories_with_a_token_more
-from tests.data.helpers import PROJECT, contents, documents, write_jsonl
+from tests.data.helpers import contents, documents, write_jsonl
 from tests.rehearsal.helpers import END, START, copied_stories, documents_in, random_base, sample
 
 TEMPLATE = (
@@ -96,7 +96,7 @@ def test_stopped_and_continued_it_has_the_same_bytes(written: Path, tmp_path: Pa
 def test_killed_and_continued_by_more_workers_it_has_the_same_bytes(written: Path, tmp_path: Path):
     output = tmp_path / "own"
     flags = ["--base", STORIES, "--output", output, "--tokens", "600", "--max-tokens", "24", "--workers", "1"]
-    tool = [sys.executable, PROJECT / "tools" / "sample_base.py", "--device", "cpu"]
+    tool = [sys.executable, "-m", "pipeline", "sample", "--device", "cpu"]
     running = subprocess.Popen([*tool, *flags], stderr=subprocess.DEVNULL)
     while not list((output / ".units").glob("00000-*.json")) and running.poll() is None:
         time.sleep(0.001)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline import cli
 from pipeline.config.run import load_config
 from pipeline.errors import (
     FINISHED,
@@ -76,7 +76,7 @@ def test_a_stopped_run_waits_and_a_finished_one_is_done(finished):
 
 
 def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "importtime", "tools/status.py", *map(str, arguments)]
+    command = [sys.executable, "-X", "importtime", "-m", "pipeline", "status", *map(str, arguments)]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
 
 
@@ -100,10 +100,9 @@ def test_the_tool_prints_a_run_or_a_line_for_each_of_a_study_or_json_and_loads_n
 
 
 def test_its_newest_checkpoint_is_inspected(finished, monkeypatch, capsys):
-    """tools/inspect_checkpoint.py"""
-    monkeypatch.setattr(sys, "argv", ["inspect_checkpoint.py", "--json", str(finished[0])])
+    monkeypatch.setattr(sys, "argv", ["scale-cpt", "inspect", "--json", str(finished[0])])
     with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(PROJECT / "tools" / "inspect_checkpoint.py"), run_name="__main__")
+        cli.main()
     assert json.loads(capsys.readouterr().out)["step"] == STEPS
 
 

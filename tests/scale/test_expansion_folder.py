@@ -120,7 +120,7 @@ def forget_a_tensor(folder):
 
 
 DAMAGE = {
-    "no folder": (shutil.rmtree, "holds no expansion; make one with tools/upscale.py"),
+    "no folder": (shutil.rmtree, "holds no expansion; make one with scale-cpt upscale"),
     "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: not JSON"),
     "another format": (partial(change_entries, format="2"), "expected the"),
     "tensors not named": (partial(change_entries, tensors=["a"]), "manifest.json: damaged"),

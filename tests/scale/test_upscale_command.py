@@ -1,13 +1,13 @@
-"""`tools/upscale.py` as a user runs it."""
+"""`scale-cpt upscale` as a user runs it."""
 
 from __future__ import annotations
 
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline import cli
 from pipeline.scale.expansion import MANIFEST, open_expansion
 from tests.training.runs import write_config
 
@@ -19,9 +19,9 @@ def run_here(monkeypatch, capsys):
     """Runs the tool in this process, which has imported everything already; returns its code and its messages."""
 
     def run(config):
-        monkeypatch.setattr(sys, "argv", ["upscale.py", str(config)])
+        monkeypatch.setattr(sys, "argv", ["scale-cpt", "upscale", str(config)])
         with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / "tools" / "upscale.py"), run_name="__main__")
+            cli.main()
         return end.value.code or 0, capsys.readouterr().err
 
     return run

@@ -156,7 +156,7 @@ def test_the_command_prints_a_table(tmp_path):
     run_config(tmp_path, "zero1", "adapt", Layout(2), base="not/here")
 
     def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "tools/estimate.py", str(tmp_path / "run.yaml"), *arguments]
+        command = [sys.executable, "-m", "pipeline", "estimate", str(tmp_path / "run.yaml"), *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     missing = estimate("--gpus", "2")

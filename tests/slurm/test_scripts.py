@@ -113,7 +113,7 @@ def test_a_dry_run_plans_for_what_sbatch_would_request(host: Recorded, environme
 
 def test_the_first_stage_knows_how_many_ranks_will_divide_the_batch(host: Recorded):
     host.program("python", "exit 1")
-    assert host.run("cpt_korean.sh", "configs/demo.yaml", NPROC="3", ends=1)[0].startswith("python tools/clean_corpora")
+    assert host.run("cpt_korean.sh", "configs/demo.yaml", NPROC="3", ends=1)[0].startswith("python -m pipeline clean ")
     assert host.environment_of("python")["EXPECTED_WORLD_SIZE"] == "3"
 
 
@@ -153,7 +153,7 @@ def test_mpi_starts_the_images_python_with_the_hosts_launcher(host: Recorded, la
     if "srun" not in launcher:
         options["MPI_LAUNCHER"] = launcher
     call, *_ = host.run("tokenize_korean.sh", "configs/demo.yaml", **options)
-    assert call.startswith(f"{launcher} apptainer exec image.sif python tools/preprocess_data.py ")
+    assert call.startswith(f"{launcher} apptainer exec image.sif python -m pipeline tokenize ")
     assert call.endswith(" --mpi")
 
 

@@ -1,19 +1,15 @@
-"""A small study, stories260K on a little of the demo's text; and calls of the command lines in this process."""
+"""A small study, stories260K on a little of the demo's text."""
 
 from __future__ import annotations
 
-import argparse
-import runpy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.bases import STORIES
 from tests.training.runs import write_config
 
-ROOT = Path(__file__).parents[2]
 STEPS = 3
 BEYOND = 9e5
 """A learning rate whose first step makes every number infinite, after `let_diverge`."""
@@ -50,12 +46,3 @@ def write_study(folder: Path, values: dict[str, Any]) -> Path:
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return path
-
-
-def call_tool(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> None:
-    """Runs the `main` of tools/<name>.py in the project's root; errors are raised as they are."""
-    monkeypatch.chdir(ROOT)
-    program = runpy.run_path(str(ROOT / "tools" / f"{name}.py"))
-    parser = argparse.ArgumentParser()
-    program["add_options"](parser)
-    program["main"](parser.parse_args([*map(str, arguments)]))

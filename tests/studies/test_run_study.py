@@ -44,7 +44,7 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     full = {"label": "Full", "method": {"name": "fft"}, "learning_rates": [1e-2], "averages": [0.5]}
     values["methods"]["fft"] = full
     path = write_study(folder, {**values, "seeds": [1]})
-    interrupted = start(sys.executable, "tools/run_study.py", str(path), "--jobs", "2")
+    interrupted = start(sys.executable, "-m", "pipeline", "study", str(path), "--jobs", "2")
     log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
     while not log.exists():
         assert interrupted.poll() is None, interrupted.communicate()

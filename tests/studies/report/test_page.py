@@ -14,10 +14,12 @@ import pytest
 
 from pipeline.studies.report.page import findings, page
 from pipeline.studies.report.runs import Run, group, read_runs
+from tests.programs import call
 from tests.studies.report.studies import METHODS, answers, at_rates, rows, write_study
-from tests.studies.studies import call_tool
+from tools import report
 
 SPACE = "\N{NARROW NO-BREAK SPACE}"
+PAPER = Path(__file__).parents[3] / "docs" / "results" / "paper-korean"
 STRANGE = ("<script>alert('x')</script>", '"><img src=x onerror=alert(1)> & Co', "a\x00b\x1bc", "]]></style>")
 
 
@@ -193,10 +195,10 @@ def test_every_learning_rate_is_drawn_where_there_are_several(rates, tmp_path):
     assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles) == bool(drawn)
 
 
-def test_the_command_line_writes_the_page_the_comparison_and_the_figures(tmp_path, monkeypatch, capsys):
+def test_the_command_line_writes_the_page_the_comparison_and_the_figures(tmp_path, capsys):
     study = write_study(tmp_path / "study", [row for row in rows((1,)) if row["method"] in ("fft", "lora")])
     output, svg = tmp_path / "out" / "report.html", tmp_path / "svg"
-    call_tool(monkeypatch, "report", study, "--output", output, "--svg", svg, "--beside", "docs/results/paper-korean")
+    call(report, study, "--output", output, "--svg", svg, "--beside", PAPER)
     parsed = check(output.read_text(encoding="utf-8"))
     table = parsed.texts[parsed.texts.index("paper-korean") :]
     lora = table[table.index("LoRA") :][:5]

@@ -117,26 +117,26 @@ gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 min
 	$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
 
 bench-step: $(STAMP)  ## time and memory of a training step with each method, on the CPU
-	$(BIN)/python benchmarks/gpu_step.py --cpu --json benchmarks/out/cpu_step.json
+	$(BIN)/python -m benchmarks.gpu_step --cpu --json benchmarks/out/cpu_step.json
 
 bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=path/to/Megatron-LM: compare with it)
-	$(BIN)/python benchmarks/tokenize_throughput.py --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))
-	$(BIN)/python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
+	$(BIN)/python -m benchmarks.tokenize_throughput --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))
+	$(BIN)/python -m benchmarks.loader_throughput --json benchmarks/out/loader.json
 
 bench-clean: $(STAMP)  ## throughput and memory of cleaning, compared with datatrove alone (MIB="100 1000")
 	$(BIN)/python -m benchmarks.cleaning --mib $(or $(MIB),100) --json benchmarks/out/cleaning.json
 
 bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other kinds of text (after make frontier QUICK=1; BASE=path: another base, DATA=path: other texts)
-	$(BIN)/python benchmarks/gate_separation.py --own-text 16000 --json benchmarks/out/gate_separation.json $(if $(BASE),--base $(BASE)) $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m benchmarks.gate_separation --own-text 16000 --json benchmarks/out/gate_separation.json $(if $(BASE),--base $(BASE)) $(if $(DATA),--data $(DATA))
 
 bench-generation: $(STAMP)  ## tokens a second of generation by a base and its two kinds of export, on the CPU
-	$(BIN)/python benchmarks/generation_speed.py --json benchmarks/out/generation.json
+	$(BIN)/python -m benchmarks.generation_speed --json benchmarks/out/generation.json
 
 bench-sampling: $(STAMP)  ## tokens a second that a base writes for rehearsal, by batch size, on the CPU (BASE=path: another base)
-	$(BIN)/python benchmarks/sampling_throughput.py --json benchmarks/out/sampling.json $(if $(BASE),--base $(BASE))
+	$(BIN)/python -m benchmarks.sampling_throughput --json benchmarks/out/sampling.json $(if $(BASE),--base $(BASE))
 
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default
-	$(BIN)/python benchmarks/checkpoint.py --json benchmarks/out/checkpoint.json
+	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/out/checkpoint.json
 
 bench-scale: $(STAMP)  ## what files, ranks and steps cost at a thousand ranks and a trillion tokens, simulated (ONLY=corpora: one subject)
 	$(BIN)/python -m benchmarks.scale --json benchmarks/out/scale.json $(if $(ONLY),--only $(ONLY),--picture docs/scale.svg)

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,14 @@ from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import TextNormConfig
 
-from benchmarks.tokenize_throughput import DATA, PROJECT, usage_of
+from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
+from benchmarks.tokenize_throughput import DATA, usage_of
 from pipeline.cleaning.blocks import Words
 from pipeline.cleaning.clean import clean
 from pipeline.cleaning.stages import CleaningJob, is_written_in
 from pipeline.config.data import Corpus
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.units import default_unit_bytes
-from pipeline.evaluation.table import table
-from pipeline.files import write_json
 
 _LINES_A_PAGE = 12
 _COPIES = 0.1
@@ -55,7 +54,7 @@ def ours(source: Path, output: Path) -> None:
 
 def datatrove_alone(source: Path, output: Path) -> None:
     """What its documentation shows: filters and signatures, then copies, which are left out of what was filtered."""
-    rules = yaml.safe_load((PROJECT / "pipeline" / "cleaning" / "ko.yaml").read_text())
+    rules = yaml.safe_load((ROOT / "pipeline" / "cleaning" / "ko.yaml").read_text())
     words, tasks = Words(), len([*source.glob("*.jsonl")])
     plain = TextNormConfig(norm_unicode_diacritics=False)
     config = MinhashConfig(norm_config=plain, hash_config=HashConfig(hash_fc="sha1"))
@@ -88,12 +87,11 @@ _CONTENDERS = {"ours": ours, "datatrove alone": datatrove_alone}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--mib", type=float, nargs="+", default=[100], help="sizes of the crawl (default: 100)")
     add("--rounds", type=int, default=1, help="runs of each contender; the best counts (default: 1)")
     add("--scratch", type=Path, help="folder for the temporary crawl and outputs, about three times its size")
-    add("--json", type=Path, help="also write the results to this file")
     add("--contender", nargs=3, metavar=("NAME", "SOURCE", "OUTPUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
@@ -101,16 +99,11 @@ def main() -> None:
         _CONTENDERS[name](Path(source), Path(output))
         return
     rows = [row for mib in options.mib for row in _compared(mib, options.rounds, options.scratch)]
-    names = ("megabytes", "cpu_seconds", "megabytes_per_cpu_second", "peak_mib")
-    lines = [[row["contender"], *(f"{row[name]:.2f}" for name in names)] for row in rows]
-    print(table(["contender", "MB", "processor s", "MB/s a core", "peak MiB"], lines))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, {"rounds": options.rounds, "results": rows})
+    print_rows(rows)
+    write_rows(options, rows)
 
 
-def _compared(mib: float, rounds: int, scratch: Path | None) -> list[dict[str, Any]]:
-    rows = []
+def _compared(mib: float, rounds: int, scratch: Path | None) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="cleaning-", dir=scratch) as folder:
         source, output = Path(folder, "crawl"), Path(folder, "out")
         megabytes = _write_crawl(source, int(mib * 2**20)) / 1e6
@@ -120,11 +113,14 @@ def _compared(mib: float, rounds: int, scratch: Path | None) -> list[dict[str, A
                 command = [sys.executable, "-m", "benchmarks.cleaning", "--contender", name, str(source), str(output)]
                 runs.append(usage_of(command))
                 shutil.rmtree(output)
-            cpu_seconds = min(run.cpu_seconds for run in runs)
-            figures = {"cpu_seconds": cpu_seconds, "megabytes_per_cpu_second": megabytes / cpu_seconds}
-            peak_mib = min(run.peak_mib for run in runs)
-            rows.append({"contender": name, "megabytes": megabytes, **figures, "peak_mib": peak_mib})
-    return rows
+            cpu_seconds, peak_mib = min(run.cpu_seconds for run in runs), min(run.peak_mib for run in runs)
+            yield {
+                "contender": name,
+                "megabytes": megabytes,
+                "cpu_seconds": cpu_seconds,
+                "megabytes_per_cpu_second": megabytes / cpu_seconds,
+                "peak_mib": peak_mib,
+            }
 
 
 def _write_crawl(folder: Path, size: int) -> int:

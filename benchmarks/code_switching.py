@@ -1,6 +1,6 @@
 """What gates do where the text changes within a document.
 
-    python benchmarks/code_switching.py run.yaml
+    python -m benchmarks.code_switching run.yaml
 
 Held-out windows of a finished run with a section `gate` are cut from old text into new, and from new into old. For each
 kind of features, with and without splices: how many tokens after the change are open, the first eight and the later
@@ -9,13 +9,13 @@ ones.
 
 from __future__ import annotations
 
-import argparse
 from itertools import islice, product
 from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig, load_config
 from pipeline.conversion.convert import newest_checkpoint
@@ -23,12 +23,11 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.data.samples import load_heldout
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
-from pipeline.evaluation.table import table
 from pipeline.gating.fit_run import BaseStream, fit_on, gate_layer
 from pipeline.gating.windows import Windows, as_windows, joined, read_fitting_text, spliced
 
 FIRST = 8
-DIRECTIONS = {True: "new after old", False: "old after new"}
+DIRECTIONS = {True: "new_after_old", False: "old_after_new"}
 
 
 class Change(NamedTuple):
@@ -42,35 +41,36 @@ class Change(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     command_line.add_run(parser)
-    arguments = parser.parse_args()
-    config = load_config(arguments.run, arguments.set)
+    options = parser.parse_args()
+    config = load_config(options.run, options.set)
     if config.gate is None:
         raise ConfigError(f"{config.name}: has no section gate")
-    print(code_switching(config, config.gate))
+    rows = code_switching(config, config.gate)
+    print_rows(rows)
+    write_rows(options, rows)
 
 
 @torch.no_grad()
-def code_switching(config: RunConfig, settings: GateSettings) -> str:
-    """The table."""
+def code_switching(config: RunConfig, settings: GateSettings) -> list[Row]:
+    """The shares of open tokens, for each way of fitting."""
     model = open_trained(newest_checkpoint(config), config.base)
     fingerprint = load_tokenizer(config.base).fingerprint
     changes = heldout_changes(config, fingerprint)
     stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), gate_layer(settings, model))
-    header = ["features", "splices", "new text open"]
-    header += [f"{name}: {part} open" for name in DIRECTIONS.values() for part in (f"first {FIRST}", "later")]
     rows = []
     for splices, features in product((False, True), get_args(GateFeatures)):
         varied = settings.model_copy(update={"splices": splices, "features": features})
         fit = fit_on(stream, read_fitting_text(config, varied, fingerprint), varied)
-        row = [features, str(splices), f"{(fit.new > fit.gate.threshold).double().mean():.2%}"]
-        for change in changes.values():
+        row = {"features": features, "splices": str(splices)}
+        row["new_text_open"] = float((fit.new > fit.gate.threshold).double().mean())
+        for is_new, change in changes.items():
             is_open = stream.scores(change.windows, fit.gate) > fit.gate.threshold
-            parts = change.first_few, change.second & ~change.first_few
-            row += [f"{is_open[part].double().mean():.1%}" for part in parts]
+            for part, tokens in ((f"first_{FIRST}", change.first_few), ("later", change.second & ~change.first_few)):
+                row[f"{DIRECTIONS[is_new]}_{part}_open"] = float(is_open[tokens].double().mean())
         rows.append(row)
-    return table(header, rows)
+    return rows
 
 
 def heldout_changes(config: RunConfig, fingerprint: str) -> dict[bool, Change]:

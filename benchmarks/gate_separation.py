@@ -1,7 +1,7 @@
 """What gates make of texts that look alike: fitted on pairs of texts, measured on unused documents and on other kinds.
 
-    python benchmarks/gate_separation.py                        # after make frontier QUICK=1
-    python benchmarks/gate_separation.py --base BASE --pair new.jsonl old.jsonl --own-text 16000
+    python -m benchmarks.gate_separation                        # after make frontier QUICK=1
+    python -m benchmarks.gate_separation --base BASE --pair new.jsonl old.jsonl --own-text 16000
 
 It needs a base and no training. A gate of each pair is fitted at every layer of `--layers`, on each kind of features,
 and with `--own-text` also against what the base writes. docs/gate.md has the figures.
@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
 
+from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
 from pipeline import command_line, log
 from pipeline.command_line import positive
 from pipeline.config.data import Sampling
@@ -32,8 +33,6 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import good_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation.table import table
-from pipeline.files import write_json
 from pipeline.gating.fit import area_under_roc
 from pipeline.gating.fit_run import BaseStream, fit_on
 from pipeline.gating.windows import FittingText, Windows, as_windows
@@ -42,7 +41,6 @@ from pipeline.model.from_hf import load_base, open_base
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
 from pipeline.scale.gate import Gate
 
-ROOT = Path(__file__).resolve().parents[1]
 NEW, OLD = "ko/reviews", "en/gutenberg"
 PAIRS = [(NEW, OLD), ("ko/law", NEW), ("ko/book_reviews", NEW), ("en/stories", OLD), ("en/factbook", OLD)]
 """New and old text, as files of the folder of texts, without their endings; those that are missing are left out."""
@@ -77,12 +75,8 @@ def main() -> None:
     load_base(decoder, base)
     bench = Separation(decoder, options)
     rows = [row for pair in pairs if set(pair) <= kinds.keys() for row in bench.rows(pair, kinds, layers)]
-    header = ["new text / old text", "fitted against", "layer", "features", "AUC"]
-    header += ["new open", "old open", "even odds: new", "old"]
-    print(table(header, [_cells(row) for row in rows]))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, {"base": str(options.base), "rows": rows})
+    print_rows(rows)
+    write_rows(options, rows)
 
 
 class Separation:
@@ -94,7 +88,7 @@ class Separation:
         self._settings = GateSettings(max_open_fraction=options.max_open_fraction)
         self._own = own_text(options, self._tokenizer) if options.own_text else None
 
-    def rows(self, pair: Sequence[str], kinds: Mapping[str, Kind], layers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    def rows(self, pair: Sequence[str], kinds: Mapping[str, Kind], layers: Sequence[int]) -> Iterator[Row]:
         """What a gate does to unused text of the pair (new, old): its AUC, and the shares of open tokens.
 
         Of gates against the base's own text, those with the default features.
@@ -193,14 +187,8 @@ def own_text(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
     return FittingText(*(as_windows(part, is_new=False, is_own=True) for part in (samples[:half], samples[half:])))
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    against = OWN_TEXT if row["fitted_against"] == OWN_TEXT else "the old"
-    cells = [f"{row['new']} / {row['old']}", against, str(row["layer"]), row["features"], f"{row['auc']:.4f}"]
-    return [*cells, *(f"{row[name]:.2%}" for name in SHARES)]
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--base", type=Path, default=ROOT / "runs/frontier/quick/pretrain/hf", help="a Hugging Face folder")
     add("--data", type=Path, default=ROOT / "data", help="the folder of the texts (default: data)")
@@ -211,7 +199,6 @@ def _options() -> argparse.Namespace:
     add("--sequence-length", type=positive, default=128, help="tokens in a window (default: 128)")
     add("--max-open-fraction", type=float, default=0.001, help="of the old text (default: 0.001)")
     add("--seed", type=int, default=0, help="of the texts' order and the own text (default: 0)")
-    add("--json", type=Path, help="where to write the figures")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 """Tokens a second of greedy generation on the CPU: a base, and its exports with and without a gate.
 
     make bench-generation
-    python benchmarks/generation_speed.py --hidden-size 1024 --layers 8 --json benchmarks/out/generation.json
-    python benchmarks/generation_speed.py --loading --hidden-size 2048 --layers 16 --dtype bf16
+    python -m benchmarks.generation_speed --hidden-size 1024 --layers 8 --json benchmarks/out/generation.json
+    python -m benchmarks.generation_speed --loading --hidden-size 2048 --layers 16 --dtype bf16
 
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's proportions) and by a half
 becomes: a wider Llama, as stock exports are, and the scale format's two streams, without a gate, with one that never
@@ -17,7 +17,6 @@ has been read once, each in a process of its own and in turns, and what memory t
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -31,12 +30,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.conversion.combine import base_entries
 from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM, ScaleGate
 from pipeline.conversion.modeling_scale_combined import EXPANSIONS, CombinedConfig, CombinedForCausalLM, is_of_base
-from pipeline.evaluation.table import table
-from pipeline.files import write_json
 
 SHARES = (8, 2)
 """An expansion is one such part of each width."""
@@ -131,7 +129,7 @@ def seconds(name: str, model: PreTrainedModel, new_tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(made: dict[str, PreTrainedModel], new_tokens: int, turns: int) -> list[dict[str, Any]]:
+def measure(made: dict[str, PreTrainedModel], new_tokens: int, turns: int) -> list[Row]:
     """A row for each model: its fastest turn, tokens a second, and its time over the base's."""
     for name, model in made.items():
         seconds(name, model, 2)  # warms up: memory, threads
@@ -183,7 +181,7 @@ def write(made: dict[str, PreTrainedModel], folder: Path) -> dict[str, Path]:
     return {"base": folder / "base", name: folder / "several"}
 
 
-def measure_loading(folders: dict[str, Path], turns: int) -> list[dict[str, Any]]:
+def measure_loading(folders: dict[str, Path], turns: int) -> list[Row]:
     """A row for each folder: its fastest turn, and its memory; both also over the base's."""
     taken: dict[str, list[list[float]]] = {name: [] for name in folders}
     for _ in range(turns):
@@ -206,7 +204,7 @@ def measure_loading(folders: dict[str, Path], turns: int) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add, positive = parser.add_argument, command_line.positive
     add("--hidden-size", type=positive, default=1024, help="a multiple of 1024 (default: 1024)")
     add("--layers", type=positive, default=8, help="of each model (default: 8)")
@@ -216,32 +214,24 @@ def main() -> None:
     add("--turns", type=positive, default=5, help="of each model (default: 5)")
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
     add("--loading", action="store_true", help="measure loading instead")
-    add("--json", type=Path, help="where to write the rows")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     step = 2 * HEAD_DIM * max(SHARES)
-    if arguments.hidden_size % step:
-        parser.error(f"--hidden-size: expected a multiple of {step}, found {arguments.hidden_size}")
-    torch.set_num_threads(arguments.threads)
+    if options.hidden_size % step:
+        parser.error(f"--hidden-size: expected a multiple of {step}, found {options.hidden_size}")
+    torch.set_num_threads(options.threads)
     transformers_logging.set_verbosity_error()
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[arguments.dtype]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     torch.set_default_dtype(dtype)
-    sizes = (arguments.hidden_size, arguments.layers, arguments.vocab_size)
-    made = models(*sizes, dtype, loading=arguments.loading)
-    if arguments.loading:
+    made = models(options.hidden_size, options.layers, options.vocab_size, dtype, loading=options.loading)
+    if options.loading:
         with tempfile.TemporaryDirectory() as folder:
             folders = write(made, Path(folder))
             del made
-            rows = measure_loading(folders, arguments.turns)
-        head = ["model", "GiB of weights", "s to load", "x base", "GiB", "x base"]
+            rows = measure_loading(folders, options.turns)
     else:
-        rows = measure(made, arguments.new_tokens, arguments.turns)
-        head = ["model", "parameters", "s", "tokens/s", "x base"]
-    shown = [[f"{one:,}" if isinstance(one, int) else f"{one:.2f}" for one in [*row.values()][1:]] for row in rows]
-    print(table(head, [[row["model"], *cells] for row, cells in zip(rows, shown, strict=True)]))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        settings = {name: str(value) for name, value in vars(arguments).items()}
-        write_json(arguments.json, {"settings": settings, "rows": rows})
+        rows = measure(made, options.new_tokens, options.turns)
+    print_rows(rows)
+    write_rows(options, rows)
 
 
 if __name__ == "__main__":

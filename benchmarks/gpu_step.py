@@ -1,7 +1,7 @@
 """The cost of a training step: this project's methods against transformers and PEFT, on one GPU or on the CPU.
 
-    python benchmarks/gpu_step.py --json benchmarks/out/gpu_step.json
-    python benchmarks/gpu_step.py --cpu
+    python -m benchmarks.gpu_step --json benchmarks/out/gpu_step.json
+    python -m benchmarks.gpu_step --cpu
 
 All models have random weights and train on the same tokens, without activation checkpointing, with the loss and
 fused AdamW; 16-bit weights have fp32 masters, as under DeepSpeed. Left out: gradient accumulation and clipping, data
@@ -12,7 +12,6 @@ the rank of LoRA is an eighth of the hidden size.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import os
@@ -22,18 +21,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.config.method import ExpansionWidths, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
-from pipeline.evaluation.table import table
-from pipeline.files import write_json
 from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
@@ -44,7 +43,6 @@ from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops
 
-_ROOT = Path(__file__).resolve().parent.parent
 _GIB = 2**30
 
 
@@ -58,7 +56,7 @@ class Shape:
     l_fp: int
 
 
-_BASES = _ROOT / "configs" / "bases"
+_BASES = ROOT / "configs" / "bases"
 SHAPES = {
     "1b-8192": Shape(_BASES / "llama-3.2-1b.json", 2, 8192, 3),
     "1b-4096": Shape(_BASES / "llama-3.2-1b.json", 4, 4096, 3),
@@ -67,7 +65,7 @@ SHAPES = {
     "moe-96m": Shape(_BASES / "qwen3-moe-96m.json", 4, 256, 3),  # 64 experts, of which a token takes 8
 }
 ON_A_GPU, ON_A_CPU = ("1b-8192", "1b-4096", "8b-4096"), ("102m", "moe-96m")
-TINY = Shape(_ROOT / "data" / "models" / "stories260K" / "config.json", 1, 16, 2)
+TINY = Shape(ROOT / "data" / "models" / "stories260K" / "config.json", 1, 16, 2)
 OURS = ("fft", "lora", "llama_pro", "preserve", "adapt", "route")
 QUANTIZATIONS = get_args(QuantizedPrecision)
 QUANTIZED = ("preserve", "adapt", "lora")
@@ -301,9 +299,9 @@ class Contender:
             parameter.grad = None
             parameter.untyped_storage().resize_(0)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """The figures; TFLOP/s are of the work that is really done."""
-        row: dict[str, Any] = {"variant": str(self.variant), "outcome": self.fault or "no time left"}
+        row: Row = {"variant": str(self.variant), "outcome": self.fault or "no time left"}
         if self.fault or not self.seconds:
             return row
         counted = {"transformers_fft": "fft", "peft_lora": "lora"}.get(self.variant.method, self.variant.method)
@@ -323,7 +321,7 @@ class Contender:
         }
 
 
-def rows_of(contenders: Sequence[Contender]) -> list[dict[str, Any]]:
+def rows_of(contenders: Sequence[Contender]) -> list[Row]:
     """Their rows, with the time over that of our full fine-tuning and of PEFT's LoRA."""
     rows = [own.row() for own in contenders]
     for name, of in (("ratio_to_fft", "fft"), ("ratio_to_peft_lora", "peft_lora")):
@@ -334,30 +332,12 @@ def rows_of(contenders: Sequence[Contender]) -> list[dict[str, Any]]:
     return rows
 
 
-_COLUMNS = {
-    "tokens/s": ("tokens_per_second", ",.0f"),
-    "TFLOP/s": ("tflops", ".2f"),
-    "GiB": ("peak_memory_gib", ".2f"),
-    "s/step": ("seconds_per_step", ".4f"),
-    "min": ("seconds_min", ".4f"),
-    "max": ("seconds_max", ".4f"),
-    "x FFT": ("ratio_to_fft", ".2f"),
-    "x PEFT": ("ratio_to_peft_lora", ".2f"),
-    "trained": ("trained_parameters", ",d"),
-}
-
-
-def print_table(shape: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the rows of one shape as a table."""
-    lines = []
-    for row in rows:
-        figures = [format(row[name], form) if name in row else "-" for name, form in _COLUMNS.values()]
-        lines.append([row["variant"], *figures, "" if row["outcome"] == "measured" else row["outcome"]])
-    print(table([shape, *_COLUMNS, ""], lines), flush=True)
+TIMES = ("tokens_per_second", "tflops", "peak_memory_gib", "seconds_per_step", "seconds_min", "seconds_max")
+COLUMNS = ("variant", *TIMES, "ratio_to_fft", "ratio_to_peft_lora", "trained_parameters", "outcome")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--cpu", action="store_true", help="measure on the CPU, in fp32, without compiled layers")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes in place of the large ones: tries every row")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, help="default: all of the device")
@@ -366,42 +346,39 @@ def main() -> None:
     parser.add_argument("--steps", type=command_line.positive, default=3, help="measured steps a turn; default 3")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="a shape's time; then no turn begins")
     parser.add_argument("--threads", type=command_line.positive, help="default: all cores; 1 with --tiny")
-    parser.add_argument("--json", type=Path, help="where to write the rows, after every turn")
-    arguments = parser.parse_args()
-    if not arguments.cpu and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if not options.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
-    torch.set_num_threads(arguments.threads or (1 if arguments.tiny else len(os.sched_getaffinity(0))))
+    torch.set_num_threads(options.threads or (1 if options.tiny else len(os.sched_getaffinity(0))))
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    device = torch.device("cpu" if arguments.cpu else "cuda")
-    dtype = torch.float32 if arguments.cpu else torch.bfloat16
-    names = arguments.shape or (ON_A_CPU if arguments.cpu and not arguments.tiny else ON_A_GPU)
-    variants = all_variants(compiled=arguments.tiny or not arguments.cpu or bool(arguments.variant))
-    if unknown := sorted(set(arguments.variant or ()) - {str(variant) for variant in variants}):
+    device = torch.device("cpu" if options.cpu else "cuda")
+    dtype = torch.float32 if options.cpu else torch.bfloat16
+    names = options.shape or (ON_A_CPU if options.cpu and not options.tiny else ON_A_GPU)
+    variants = all_variants(compiled=options.tiny or not options.cpu or bool(options.variant))
+    if unknown := sorted(set(options.variant or ()) - {str(variant) for variant in variants}):
         raise ConfigError(f"--variant: expected some of {', '.join(map(str, variants))}; found {', '.join(unknown)}")
-    wanted = [variant for variant in variants if not arguments.variant or str(variant) in arguments.variant]
-    about = {"device": "cpu" if arguments.cpu else torch.cuda.get_device_name(), "torch": torch.__version__}
-    rows: dict[str, list[dict[str, Any]]] = {}
+    wanted = [variant for variant in variants if not options.variant or str(variant) in options.variant]
+    name = "cpu" if options.cpu else torch.cuda.get_device_name()
+    rows: dict[str, list[Row]] = {}
     torch.manual_seed(0)
     gc.freeze()  # what was imported: every turn collects garbage
 
     def keep(shape: str, contenders: Sequence[Contender]) -> None:
-        rows[shape] = rows_of(contenders)
-        if arguments.json:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            listed = [{"shape": name, **row} for name, of_shape in rows.items() for row in of_shape]
-            write_json(arguments.json, {**about, "tiny": arguments.tiny, "rows": listed})
+        rows[shape] = [{"shape": shape, **row} for row in rows_of(contenders)]
+        write_rows(options, list(chain.from_iterable(rows.values())), device=name, torch=torch.__version__)
 
-    for name in names:
-        deadline = time.monotonic() + arguments.seconds
+    for shape_name in names:
+        deadline = time.monotonic() + options.seconds
         torch._dynamo.reset()  # the same code for another size would count as compiled too often
-        shape = TINY if arguments.tiny else SHAPES[name]
+        shape = TINY if options.tiny else SHAPES[shape_name]
         contenders = [Contender(variant, shape, device, dtype) for variant in wanted]
-        for own in [own for _ in range(arguments.rounds) for own in contenders]:
+        for own in [own for _ in range(options.rounds) for own in contenders]:
             if not own.fault and time.monotonic() < deadline:
-                own.turn(arguments.steps)
-                keep(name, contenders)
-        keep(name, contenders)
-        print_table(name, rows[name])
+                own.turn(options.steps)
+                keep(shape_name, contenders)  # after every turn: a limit of time may end the process
+        keep(shape_name, contenders)
+        print(f"{shape_name}:")
+        print_rows(rows[shape_name], COLUMNS)
 
 
 if __name__ == "__main__":

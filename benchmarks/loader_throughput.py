@@ -1,6 +1,6 @@
 """How fast samples are read from disk in the random order of training.
 
-    python benchmarks/loader_throughput.py --json benchmarks/out/loader.json
+    python -m benchmarks.loader_throughput --json benchmarks/out/loader.json
 
 `warm`: the corpus is in the page cache. `cold`: it was dropped from the cache (posix_fadvise), and no two samples read
 the same pages. `first_sample_at_1e9_s`: opening the corpus and reading the sample at index 10**9. One process, one
@@ -10,7 +10,6 @@ of random ids in documents of about 500 tokens.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -19,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline.config.data import Data
 from pipeline.data.jobs import Plan, UnitPart, manifest_of
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
-from pipeline.files import write_json
 
 _SHARD_TOKENS = 16_000_000
 _MEAN_DOCUMENT = 500
@@ -34,41 +33,41 @@ _TOKENIZER = TokenizerRecord(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=64_000_000, help="size of the corpus (default: 64 million)")
     parser.add_argument("--sequence-lengths", type=int, nargs="+", default=[512, 2048, 8192], metavar="S")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement (default: 2)")
     parser.add_argument("--scratch", type=Path, help="folder for the temporary corpus")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="loader-", dir=options.scratch) as scratch:
         _make_corpus(Path(scratch) / "corpus", options.tokens)
-        figures = {str(length): _loader(Path(scratch), length, options.seconds) for length in options.sequence_lengths}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(options.json, {"tokens": options.tokens, "loader": figures})
+        rows = [_measure(Path(scratch), length, options.seconds) for length in options.sequence_lengths]
+    print_rows(rows)
+    write_rows(options, rows)
 
 
-def _loader(folder: Path, sequence_length: int, seconds: float) -> dict[str, float]:
+def _measure(folder: Path, sequence_length: int, seconds: float) -> Row:
     """Tokens per second, by kind of read."""
     corpora = {"corpus": {"input": ["made here"]}}
     data = Data.model_validate({"folder": folder, "sequence_length": sequence_length, "corpora": corpora})
     began = time.perf_counter()
     TrainingSamples(data, seed=1, tokenizer_fingerprint=None)[10**9]
-    figures = {"first_sample_at_1e9_s": time.perf_counter() - began}
+    first = time.perf_counter() - began
     for path in folder.rglob("*.*"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
-    figures["cold_tokens_per_second"] = _rate(samples, sequence_length, seconds)
+    cold = _rate(samples, sequence_length, seconds)
     for path in folder.rglob("*.*"):
         path.read_bytes()
-    figures["warm_tokens_per_second"] = max(_rate(samples, sequence_length, seconds) for _ in range(3))
-    for name, value in figures.items():
-        print(f"S {sequence_length:5}  {name:24} {value:16,.4g}", flush=True)
-    return figures
+    return {
+        "sequence_length": sequence_length,
+        "first_sample_at_1e9_s": first,
+        "cold_tokens_per_second": cold,
+        "warm_tokens_per_second": max(_rate(samples, sequence_length, seconds) for _ in range(3)),
+    }
 
 
 def _rate(samples: TrainingSamples, sequence_length: int, seconds: float) -> float:

@@ -1,7 +1,7 @@
 """Tokens a second that a base writes for rehearsal, by batch size, beside `generate` of transformers for one at a time.
 
     make bench-sampling
-    python benchmarks/sampling_throughput.py --base path/to/model --batch-sizes 8 32 --json benchmarks/out/sampling.json
+    python -m benchmarks.sampling_throughput --base path/to/model --batch-sizes 8 32 --json benchmarks/out/sampling.json
 
 `scale-cpt sample` calls the same `generate` with a batch of documents, and more processes do so at once; this measures
 one process with one thread. All draw from the base's own distribution. They take turns, and the least processor time of
@@ -10,7 +10,6 @@ each counts, so that load on the machine changes little. Tokens are those up to 
 
 from __future__ import annotations
 
-import argparse
 import time
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.evaluation.table import table
-from pipeline.files import write_json
 from pipeline.rehearsal.generation import BaseWriter
 
 ALONE = "generate, one at a time"
@@ -52,7 +50,7 @@ def in_batches(
     return tokens
 
 
-def measure(base: Path, batch_sizes: list[int], documents: int, max_tokens: int, turns: int) -> list[dict[str, Any]]:
+def measure(base: Path, batch_sizes: list[int], documents: int, max_tokens: int, turns: int) -> list[Row]:
     """A row for each way: tokens a second in its fastest turn, and how many times those of one at a time."""
     tokenizer, model = load_tokenizer(base), load_hf_model(base)
     model.generation_config = GenerationConfig()
@@ -65,27 +63,25 @@ def measure(base: Path, batch_sizes: list[int], documents: int, max_tokens: int,
             start = time.process_time()
             tokens = way(documents, max_tokens, seed=turn)
             best[name] = max(best[name], tokens / (time.process_time() - start))
-    return [{"way": name, "tokens_per_second": rate, "ratio": rate / best[ALONE]} for name, rate in best.items()]
+    return [
+        {"way": name, "tokens_per_second": rate, "times_one_at_a_time": rate / best[ALONE]}
+        for name, rate in best.items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add, positive = parser.add_argument, command_line.positive
     add("--base", type=Path, default=Path("data/models/stories260K"), help="default: data/models/stories260K")
     add("--batch-sizes", type=positive, nargs="+", default=[8, 32, 128], help="documents at a time (default: 8 32 128)")
     add("--documents", type=positive, default=8, help="of a turn, at least (default: 8)")
     add("--max-tokens", type=positive, default=128, help="of a document (default: 128)")
     add("--turns", type=positive, default=3, help="of each way (default: 3)")
-    add("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(options.base, options.batch_sizes, options.documents, options.max_tokens, options.turns)
-    lines = [[row["way"], f"{row['tokens_per_second']:,.0f}", f"{row['ratio']:.1f}"] for row in rows]
-    print(table(["", "tokens/s", "x one at a time"], lines))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        settings = {name: str(value) for name, value in vars(options).items()}
-        write_json(options.json, {"settings": settings, "rows": rows})
+    print_rows(rows)
+    write_rows(options, rows)
 
 
 if __name__ == "__main__":

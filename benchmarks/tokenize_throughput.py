@@ -1,6 +1,6 @@
 """How fast JSONL becomes tokens on disk: this project compared with Megatron-LM's scripts and `datasets.map`.
 
-    python benchmarks/tokenize_throughput.py --megatron PATH --json benchmarks/out/tokenize.json
+    python -m benchmarks.tokenize_throughput --megatron PATH --json benchmarks/out/tokenize.json
 
 Every contender is a whole process that reads the same file with the same tokenizer and number of workers. `seconds` is
 the process from start to end, `cpu_seconds` the processor time of all its processes, `peak_mib` the memory of the
@@ -19,18 +19,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
+from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
 from pipeline.data.tokenizer_training import texts
-from pipeline.evaluation.table import table
 from pipeline.files import write_json
 
-PROJECT = Path(__file__).resolve().parents[1]
-DATA = PROJECT / "data"
+DATA = ROOT / "data"
 OURS = [sys.executable, "-m", "pipeline", "tokenize"]
-
 # `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by ids, saved as Arrow.
 DATASETS_MAP = """
 import sys
@@ -66,7 +64,7 @@ class Usage(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     korean = [DATA / "ko" / name for name in ("reviews.jsonl.zst", "law.jsonl.zst")]
     add("--english", nargs="+", default=[DATA / "en" / "gutenberg.jsonl.zst"], metavar="FILE", help="English text")
@@ -77,32 +75,23 @@ def main() -> None:
     add("--megatron", type=Path, help="a checkout of Megatron-LM")
     add("--ours", action="store_true", help="only this project, with gigatoken")
     add("--scratch", type=Path, help="folder for temporary texts and outputs")
-    add("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="tokenize-", dir=options.scratch) as scratch:
         folder = Path(scratch)
         tokenizer = folder / "tokenizer"
         tokenizer.mkdir()
         shutil.copy(DATA / "tokenizers" / "20B_tokenizer.json", tokenizer / "tokenizer.json")
-        write_json(
-            tokenizer / "tokenizer_config.json",
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"},
-        )
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        write_json(tokenizer / "tokenizer_config.json", settings)
         for language, inputs in (("english", options.english), ("korean", options.korean)):
             source = folder / f"{language}.jsonl"
             once = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts(list(map(str, inputs))))
             source.write_bytes(once * max(1, round(options.mib * 2**20 / len(once))))
             contenders = _contenders(options, source, tokenizer, folder / "out")
             rows += _compare(contenders, language, source, folder / "out", options.rounds)
-    header = ["text, contender", "MB", "seconds", "MB/s", "processor s", "peak MiB"]
-    names = ("megabytes", "seconds", "megabytes_per_second", "cpu_seconds", "peak_mib")
-    lines = [[f"{row['text']}, {row['contender']}", *(f"{row[name]:.1f}" for name in names)] for row in rows]
-    print(table(header, lines))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = {"workers": options.workers, "cores": os.cpu_count(), "rounds": options.rounds}
-        write_json(options.json, {**about, "results": rows})
+    print_rows(rows)
+    write_rows(options, rows, cores=os.cpu_count())
 
 
 def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, output: Path) -> dict[str, list[str]]:
@@ -124,10 +113,8 @@ def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, outp
     return found
 
 
-def _compare(
-    contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int
-) -> list[dict[str, Any]]:
-    """The best of `rounds` runs of each."""
+def _compare(contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int) -> list[Row]:
+    """The best of `rounds` runs of each, on the text of a language."""
     runs: dict[str, list[Usage]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, command in contenders.items():
@@ -138,14 +125,14 @@ def _compare(
     rows = []
     for name, done in runs.items():
         best = {figure: min(getattr(run, figure) for run in done) for figure in Usage._fields}
-        about = {"contender": name, "text": language, "megabytes": megabytes}
+        about = {"contender": f"{language}, {name}", "megabytes": megabytes}
         rows.append({**about, "megabytes_per_second": megabytes / best["seconds"], **best})
     return rows
 
 
 def usage_of(command: Sequence[str]) -> Usage:
     """Runs a command, which must succeed."""
-    path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
     done = subprocess.run(
@@ -155,7 +142,7 @@ def usage_of(command: Sequence[str]) -> Usage:
         text=True,
         errors="replace",
         env=environment,
-        cwd=PROJECT,
+        cwd=ROOT,
     )
     elapsed = time.perf_counter() - began
     if done.returncode:

@@ -26,7 +26,8 @@ MODULE = re.compile(r"(?<!datatrove.)\bpipeline(?:\.[a-z_0-9]+)+")
 SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(
-    rf"(?:python (benchmarks/\w+\.py)|scale-cpt ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
+    r"(?:python -m (benchmarks\.\w+)|"
+    rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
     r"((?:\\\n|[^\n`])*)"
 )
 NOT_NAMED_BY_TESTS = {
@@ -61,7 +62,7 @@ def output_of(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, cap
         if script.startswith("scale-cpt "):
             cli.main()
         else:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            runpy.run_module(script, run_name="__main__")
     assert not exit.value.code, script
     return capsys.readouterr().out
 

@@ -276,7 +276,7 @@ def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
             options += ["--variant", "fft", "preserve"]
     output.unlink(missing_ok=True)
     try:
-        run([sys.executable, "benchmarks/gpu_step.py", *options], setting, timeout=setting.seconds - _TO_REPORT_S)
+        run([sys.executable, "-m", "benchmarks.gpu_step", *options], setting, timeout=setting.seconds - _TO_REPORT_S)
     except subprocess.TimeoutExpired:
         yield Row(f"{shape}: the last turn ends in time", False, "ended; the rows below are what it had found")
     for row in json.loads(output.read_text(encoding="utf-8"))["rows"] if output.exists() else ():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,18 +10,11 @@ from benchmarks.gate_separation import NEW, OLD, windows_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from tests.bases import STORIES
+from tests.benchmarks.calls import rows_of
 from tests.texts import DATA
 
 SMALL = ["--base", STORIES, "--tokens", 400, "--max-open-fraction", 0.02, "--sequence-length", 64]
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def report_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict:
-    """What the benchmark writes to its --json file."""
-    output = folder / "out" / "separation.json"
-    monkeypatch.setattr(sys, "argv", ["gate_separation.py", *map(str, [*SMALL, "--json", output, *arguments])])
-    gate_separation.main()
-    return json.loads(output.read_text())
 
 
 def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):
@@ -33,24 +22,26 @@ def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):
         file = f"{name}.jsonl.zst"
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).symlink_to(DATA / file)
-    report = report_of(tmp_path, monkeypatch, "--data", tmp_path, "--own-text", 1000, "--layers", 2)
-    assert [(row["new"], row["fitted_against"], row["features"]) for row in report["rows"]] == [
+    rows = rows_of(
+        gate_separation, tmp_path, monkeypatch, *SMALL, "--data", tmp_path, "--own-text", 1000, "--layers", 2
+    )
+    assert [(row["new"], row["fitted_against"], row["features"]) for row in rows] == [
         (NEW, OLD, "token"),
         (NEW, OLD, "token+running_mean"),
         (NEW, "own text", "token+running_mean"),
     ]  # the files of the other pairs are missing
-    for row in report["rows"][:2]:
+    for row in rows[:2]:
         assert row["auc"] > 0.99 and row["new_open"] > 0.9 and row["old_open"] < 0.05
-    assert f"{NEW} / {OLD}" in capsys.readouterr().out
+    assert NEW in capsys.readouterr().out
 
 
 def test_files_of_ones_own_and_layers_that_are_not_there(tmp_path, monkeypatch):
     stories, books = (DATA / "en" / f"{name}.jsonl.zst" for name in ("stories", "gutenberg"))
-    report = report_of(tmp_path, monkeypatch, "--pair", books, stories, "--layers", 2)
-    assert [row["features"] for row in report["rows"]] == ["token", "token+running_mean"]
-    assert all(row["new"] == str(books) and 0.6 < row["auc"] < 1 for row in report["rows"])
+    rows = rows_of(gate_separation, tmp_path, monkeypatch, *SMALL, "--pair", books, stories, "--layers", 2)
+    assert [row["features"] for row in rows] == ["token", "token+running_mean"]
+    assert all(row["new"] == str(books) and 0.6 < row["auc"] < 1 for row in rows)
     with pytest.raises(ConfigError, match="--layers: expected 0 to 5"):
-        report_of(tmp_path, monkeypatch, "--layers", 9)
+        rows_of(gate_separation, tmp_path, monkeypatch, *SMALL, "--layers", 9)
 
 
 def test_what_counts_are_the_tokens_of_the_text():

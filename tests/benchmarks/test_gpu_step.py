@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
 
 import pytest
 import torch
 
 from benchmarks import gpu_step
 from benchmarks.gpu_step import TINY, Contender, Shape, Variant
+from tests.benchmarks.calls import rows_of
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
-    output = tmp_path / "rows.json"
-    arguments = ["--cpu", "--tiny", "--shape", "1b-8192", "--threads", "1", "--rounds", "1", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["gpu_step.py", *arguments, "--json", str(output)])
-    gpu_step.main()
-    rows = {row["variant"]: row for row in json.loads(output.read_text())["rows"]}
+    arguments = ["--cpu", "--tiny", "--shape", "1b-8192", "--threads", 1, "--rounds", 1, "--steps", 1]
+    rows = {row["variant"]: row for row in rows_of(gpu_step, tmp_path, monkeypatch, *arguments)}
     assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
     assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
     assert {"preserve + fp8", "adapt + nf4", "lora + nf4 + compile"} <= set(rows)
@@ -34,7 +30,7 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     assert rows["preserve"]["flops_per_token"] < rows["adapt"]["flops_per_token"] < rows["fft"]["flops_per_token"]
     assert rows["lora"]["trained_parameters"] == rows["peft_lora"]["trained_parameters"]
     assert rows["fft"]["trained_parameters"] == rows["transformers_fft"]["trained_parameters"]
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+    assert len(capsys.readouterr().out.splitlines()) == 3 + len(rows)
 
 
 @pytest.mark.parametrize("variant", [Variant("adapt"), Variant("peft_lora")], ids=str)

@@ -75,6 +75,8 @@ def main() -> None:
     load_base(decoder, base)
     bench = Separation(decoder, options)
     rows = [row for pair in pairs if set(pair) <= kinds.keys() for row in bench.rows(pair, kinds, layers)]
+    if not rows:
+        raise DataError(f"{options.data}: expected the files of a pair, found none; give --data or --pair")
     print_rows(rows)
     write_rows(options, rows)
 

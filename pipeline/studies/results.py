@@ -13,15 +13,15 @@ from pipeline.config.method import ScaleMethod
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.table import cell, over_seeds, readable, table
 from pipeline.files import first_fault, read_bytes, read_object, write_json
-from pipeline.run_folder.metrics import Figures, ValidationRecord, geometric_mean, mean
-from pipeline.run_folder.status import TRAINING
+from pipeline.run_folder.metrics import METRICS, Figures, History, ValidationRecord, geometric_mean, mean, read_history
+from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.studies.derived import derived_perplexities, inference_cost
-from pipeline.studies.runs import StudyRun, StudyRuns
+from pipeline.studies.runs import StudyRuns
 
 SUMMARY = "summary.json"
 REPLAY = "replay"
 """The role of corpora that must not be forgotten."""
-FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
+_FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "seconds")
 """What a row takes from training.json."""
 _ANSWERED = "first_token_accuracy"
 _ADVICE = "write or copy the file again"
@@ -78,51 +78,50 @@ def summarise(runs: StudyRuns) -> str:
         CheckpointError, BaseModelError, DataError: a model that is averaged, or a gate, cannot be read.
     """
     rows: list[Row] = []
-    costs = {name: inference_cost(runs.trial(runs.grid(name)[0]).config) for name in runs.study.methods}
-    for trial in runs.known_trials():
-        compared, run = runs.study.methods[trial.method], runs.trial(trial)
-        row = _row(run, compared.label, trial.learning_rate == runs.chosen_rate(trial.method), costs[trial.method])
+    costs = {name: inference_cost(runs.grid(name)[0].config) for name in runs.study.methods}
+    for run in runs.known_runs():
+        compared, config = runs.study.methods[run.method], run.config
+        found: dict[str, Any] = {"steps": config.schedule.steps, "before": {}, "after": {}}
+        if not run.has_diverged:
+            found = recorded(run.folder, read_history(run.folder / METRICS))
+        row = Row(
+            label=compared.label,
+            method=config.method.variant if isinstance(config.method, ScaleMethod) else config.method.name,
+            seed=config.seed,
+            learning_rate=run.learning_rate,
+            chosen=run.learning_rate == runs.chosen_rate(run.method),
+            inference_cost=costs[run.method],
+            folder=run.name,
+            roles={name: corpus.role for name, corpus in config.data.corpora.items()},
+            **found,
+        )
         rows.append(row)
         if row.chosen:
-            for suffix, perplexities in derived_perplexities(run.config, compared.averages):
-                cost = 1.0 if compared.averages else row.inference_cost
-                changes: dict[str, Any] = {
+            for suffix, perplexities in derived_perplexities(config, compared.averages):
+                changes = {
                     "label": f"{row.label}{suffix}",
-                    "inference_cost": cost,
+                    "inference_cost": 1.0 if compared.averages else row.inference_cost,
                     "folder": None,
                     "during": [],
+                    "after": _scored(row.before, perplexities),
                 }
-                rows.append(row.model_copy(update={**changes, "after": _scored(row.before, perplexities)}))
+                rows.append(row.model_copy(update=changes))
     write_json(runs.study.folder / SUMMARY, [row.model_dump() for row in rows])
     return "\n\n".join(filter(None, [rates_table(rows), methods_table(rows)]))
 
 
-def _row(run: StudyRun, label: str, chosen: bool, cost: float) -> Row:
-    config, method = run.config, run.config.method
-    own: dict[str, Any] = {
-        "label": label,
-        "method": method.variant if isinstance(method, ScaleMethod) else method.name,
-        "seed": config.seed,
-        "learning_rate": config.schedule.learning_rate,
-        "chosen": chosen,
-        "inference_cost": cost,
-        "folder": run.folder.name,
-        "roles": {name: corpus.role for name, corpus in config.data.corpora.items()},
-    }
-    if run.has_diverged:
-        return Row(**own, steps=config.schedule.steps, before={}, after={})
-    history = run.history()
+def recorded(folder: Path, history: History) -> dict[str, Any]:
+    """What the folder of a run, finished or not, and its metrics say for its row."""
     before, *during, after = history.validations
-    training = read_object(run.folder / TRAINING, RunFolderError)
-    return Row(
-        **own,
-        steps=training["steps"],
-        **{key: training[key] for key in FROM_TRAINING},
-        peak_memory_gib=history.peak_memory_gib,
-        before=before.figures,
-        during=during,
-        after=after.figures,
-    )
+    trained = read_object(folder / TRAINING, RunFolderError) if is_trained(folder) else {}
+    return {
+        **{key: trained[key] for key in _FROM_TRAINING if key in trained},
+        "steps": after.step,
+        "peak_memory_gib": history.peak_memory_gib,
+        "before": before.figures,
+        "during": during,
+        "after": after.figures,
+    }
 
 
 def _scored(before: Figures, perplexities: Mapping[str, float]) -> Figures:

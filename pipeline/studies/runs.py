@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from pipeline.checks.inputs import check_fits
-from pipeline.config.data import Role
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.config.sources import RUN_FILE, merged
@@ -23,7 +22,7 @@ from pipeline.data.units import input_files
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, CheckpointError, ConfigError, StudyError
 from pipeline.files import write_text
 from pipeline.model.from_hf import read_spec
-from pipeline.run_folder.metrics import METRICS, History, geometric_mean, read_history
+from pipeline.run_folder.metrics import METRICS, geometric_mean, read_history
 from pipeline.run_folder.status import is_trained, read_status
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
@@ -31,27 +30,27 @@ from pipeline.training.divergence import REPORT as DIVERGENCE
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A compared run: which method, at which learning rate, with which seed."""
-
-    method: str
-    learning_rate: float
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.method}.lr_{self.learning_rate:g}.seed_{self.seed}"
-
-
-@dataclass(frozen=True)
 class StudyRun:
-    """One run: its settings as they are written to `path`, and the configuration that they describe."""
+    """One run: its settings as they are written to `path`, and the configuration that they describe.
+
+    `method` is the name that a compared run's method has in the study.
+    """
 
     settings: RunSettings
     config: RunConfig
+    method: str = ""
+
+    @property
+    def learning_rate(self) -> float:
+        return self.config.schedule.learning_rate
 
     @property
     def folder(self) -> Path:
         return self.config.folder
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
     @property
     def path(self) -> Path:
@@ -110,18 +109,14 @@ class StudyRun:
         upscaling = ("upscale",) if isinstance(self.config.method, ScaleMethod) else ()
         return (*upscaling, "train", *(("gate",) if self.config.gate else ()))
 
-    def history(self) -> History:
-        """The metrics of a finished run, with its validations from step 0 to the last step.
+    def perplexity(self) -> float:
+        """The geometric mean at the end over the held-out new corpora, infinite where one is.
 
         Raises:
-            RunFolderError: its metrics are missing or damaged.
+            RunFolderError: the run's metrics are missing or damaged.
         """
-        return read_history(self.folder / METRICS)
-
-    def perplexity(self, role: Role) -> float:
-        """The geometric mean at the end over a role's held-out corpora, infinite where one is. Raises likewise."""
-        figures, corpora = self.history().validations[-1].figures, self.config.data.corpora
-        return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == role])
+        figures, corpora = read_history(self.folder / METRICS).validations[-1].figures, self.config.data.corpora
+        return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == "new"])
 
 
 def comparable(config: RunConfig) -> dict[str, Any]:
@@ -148,8 +143,7 @@ class Task:
     @property
     def name(self) -> str:
         """The run's name, and the stages where training is not among them."""
-        folder = self.run.folder.name
-        return folder if "train" in self.stages else f"{folder}: {' '.join(self.stages)}"
+        return self.run.name if "train" in self.stages else f"{self.run.name}: {' '.join(self.stages)}"
 
 
 class StudyRuns:
@@ -169,7 +163,7 @@ class StudyRuns:
             settings = merged({"method": {"name": "fft"}}, stage.settings)
             self.stages.append(self._run(name, settings, f"stages.{name}.settings"))
             self.base = self.stages[-1].folder / HF_FOLDER
-        self._first = {name: self.trial(self.grid(name)[0]) for name in study.methods}
+        self._first = {name: self.grid(name)[0] for name in study.methods}
         for data in (run.config.data for run in self._first.values()):
             if not any(corpus.role == "new" and has_heldout(data, name) for name, corpus in data.corpora.items()):
                 raise ConfigError(
@@ -177,22 +171,22 @@ class StudyRuns:
                     "learning rates are chosen, found none; set heldout_input or heldout_fraction"
                 )
 
-    def trial(self, trial: Trial) -> StudyRun:
-        """The run of that trial."""
-        compared = self.study.methods[trial.method]
+    def compared(self, method: str, learning_rate: float, seed: int) -> StudyRun:
+        """The run of a method at that learning rate, with that seed."""
+        compared = self.study.methods[method]
         varied = {
             "method": compared.method.model_dump(mode="json", exclude_none=True),
-            "seed": trial.seed,
-            "schedule": {"learning_rate": trial.learning_rate},
+            "seed": seed,
+            "schedule": {"learning_rate": learning_rate},
         }
         settings = merged(merged(self.study.settings, compared.settings), varied)
-        return self._run(str(trial), settings, f"settings, for {trial.method}")
+        return self._run(f"{method}.lr_{learning_rate:g}.seed_{seed}", settings, f"settings, for {method}", method)
 
-    def _run(self, name: str, settings: RunSettings, where: str) -> StudyRun:
+    def _run(self, name: str, settings: RunSettings, where: str, method: str = "") -> StudyRun:
         own = {"name": f"{self.study.name}.{name}", "folder": str(self.study.folder / name), "base": str(self.base)}
         shared = {"data": {"folder": str(self.study.folder / TOKENS)}}
         values = merged(own, merged(shared, settings))
-        return StudyRun(values, parse_config(values, source=f"{self.source}: {where}"))
+        return StudyRun(values, parse_config(values, source=f"{self.source}: {where}"), method)
 
     def check(self) -> None:
         """Checks every method against the base, if that exists yet, and looks for all texts, before the first run.
@@ -210,9 +204,9 @@ class StudyRuns:
             for files in () if is_tokenized(run.config.data) else named_inputs(run.config.data):
                 input_files(files)
 
-    def grid(self, method: str) -> list[Trial]:
+    def grid(self, method: str) -> list[StudyRun]:
         """The runs among which the learning rate of `method` is chosen."""
-        return [Trial(method, rate, self.study.seeds[0]) for rate in self.study.methods[method].learning_rates]
+        return [self.compared(method, rate, self.study.seeds[0]) for rate in self.study.methods[method].learning_rates]
 
     def chosen_rate(self, method: str) -> float | None:
         """The learning rate at which `method` learned most, whatever it forgot, the lower one of equal ones.
@@ -222,34 +216,33 @@ class StudyRuns:
         Raises:
             StudyError: all of them diverged.
         """
-        trials = sorted(self.grid(method), key=lambda trial: trial.learning_rate)
-        if len(trials) == 1:
-            return trials[0].learning_rate
-        if not all(map(self.is_over, trials)):
+        runs = sorted(self.grid(method), key=lambda run: run.learning_rate)
+        if len(runs) == 1:
+            return runs[0].learning_rate
+        if not all(map(self.is_over, runs)):
             return None
-        runs = {trial.learning_rate: self.trial(trial) for trial in trials}
-        perplexities = {rate: run.perplexity("new") for rate, run in runs.items() if not run.has_diverged}
+        perplexities = {run.learning_rate: run.perplexity() for run in runs if not run.has_diverged}
         if not perplexities:
             raise StudyError(
                 f"methods.{method}: every one of its learning_rates diverged; give lower ones", CONFIG_ERROR
             )
         return min(perplexities, key=perplexities.__getitem__)
 
-    def known_trials(self) -> list[Trial]:
+    def known_runs(self) -> list[StudyRun]:
         """The runs of every grid of learning rates, and those of the other seeds where the rate is chosen."""
-        trials = []
+        runs = []
         for name in self.study.methods:
-            trials += self.grid(name)
+            runs += self.grid(name)
             if (rate := self.chosen_rate(name)) is not None:
-                trials += [Trial(name, rate, seed) for seed in self.study.seeds[1:]]
-        return trials
+                runs += [self.compared(name, rate, seed) for seed in self.study.seeds[1:]]
+        return runs
 
-    def is_over(self, trial: Trial) -> bool:
+    def is_over(self, run: StudyRun) -> bool:
         """Whether nothing is left to do: trained and its gate fitted, or diverged at one of several learning rates."""
-        run, grid = self.trial(trial), self.grid(trial.method)
         if run.is_trained:
             return run.has_its_gate
-        return trial in grid and len(grid) > 1 and run.has_diverged
+        is_of_grid = run.config.seed == self.study.seeds[0]
+        return is_of_grid and len(self.study.methods[run.method].learning_rates) > 1 and run.has_diverged
 
     def pending_tasks(self) -> list[Task]:
         """The tasks that can start now, all at the same time; empty where the study is finished.
@@ -261,8 +254,8 @@ class StudyRuns:
             if not run.is_converted:
                 sampling = ("sample",) if any(corpus.sample for corpus in run.config.data.corpora.values()) else ()
                 return [Task(run, ("tokenize", *sampling, *run.training_stages, "convert"), stage.ranks)]
-        trials = self.known_trials()
-        first = self.trial(trials[0])
+        runs = self.known_runs()
+        first = runs[0]
         # The compared runs share their base and their corpora. Sampling is a task of its own: tokenizing needs no GPU.
         corpora = first.config.data.corpora
         unfinished = [corpora[name] for name in unfinished_corpora(first.config.data)]
@@ -270,8 +263,7 @@ class StudyRuns:
             if all(corpus.sample is not None for corpus in unfinished):
                 return [Task(first, ("sample",), 1)]
             return [Task(first, (*(["clean"] if any(corpus.clean for corpus in unfinished) else []), "tokenize"), 1)]
-        pending = [self.trial(trial) for trial in trials if not self.is_over(trial)]
-        return [Task(run, run.training_stages, self.study.ranks) for run in pending]
+        return [Task(run, run.training_stages, self.study.ranks) for run in runs if not self.is_over(run)]
 
     def pending_after(self, ended: Collection[str]) -> list[Task]:
         """The tasks that can start now that the jobs of the tasks with the names `ended` are over.
@@ -302,4 +294,4 @@ class StudyRuns:
     def finished_count(self) -> int:
         """How many of them are finished."""
         stages = sum(run.is_converted for run in self.stages)
-        return stages + (sum(map(self.is_over, self.known_trials())) if stages == len(self.stages) else 0)
+        return stages + (sum(map(self.is_over, self.known_runs())) if stages == len(self.stages) else 0)

@@ -10,13 +10,16 @@ import pytest
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, RunFolderError, StudyError
 from pipeline.run_folder.attempts import Decision, record_end
 from pipeline.scale.gate_folder import GateRecord
-from pipeline.studies.runs import StudyRuns, Trial
+from pipeline.studies.runs import StudyRuns
 from pipeline.studies.study import load_study
 from tests.studies.studies import STEPS, study_values, write_study
 
 ONLY = "adapt.lr_0.002.seed_1"
-ADAPT = Trial("adapt", 2e-3, 1)
-LOW, HIGH = Trial("lora", 1e-5, 1), Trial("lora", 2e-3, 1)
+ADAPT = ("adapt", 2e-3, 1)
+LOW, HIGH = ("lora", 1e-5, 1), ("lora", 2e-3, 1)
+LOW_NAME, HIGH_NAME = "lora.lr_1e-05.seed_1", "lora.lr_0.002.seed_1"
+Compared = tuple[str, float, int]
+"""A compared run: method, learning rate and seed."""
 
 
 @pytest.fixture
@@ -37,17 +40,17 @@ def runs(opened) -> StudyRuns:
     return opened()
 
 
-def finish(runs: StudyRuns, trial: Trial, perplexity: float | None, steps: tuple[int, ...] = (0, STEPS)) -> None:
+def finish(runs: StudyRuns, compared: Compared, perplexity: float | None, steps: tuple[int, ...] = (0, STEPS)) -> None:
     """Writes what a finished run leaves in its folder; a perplexity of None is JSON's null."""
-    run = runs.trial(trial)
+    run = runs.compared(*compared)
     run.write()
     lines = ({"step": step, "perplexity/korean": perplexity, "bits_per_byte/korean": 1.0} for step in steps)
     (run.config.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run.config.folder / "training.json").write_text(json.dumps({"steps": STEPS}))
 
 
-def diverge(runs: StudyRuns, trial: Trial) -> None:
-    run = runs.trial(trial)
+def diverge(runs: StudyRuns, compared: Compared) -> None:
+    run = runs.compared(*compared)
     run.write()
     (run.config.folder / "divergence.json").write_text("{}")
 
@@ -103,7 +106,7 @@ def test_a_gate_of_other_settings_is_fitted_again(opened):
     finish(opened(), ADAPT, 40.0)
     assert stages(opened()) == []
     wanted = with_gate(tokens=400)
-    run = wanted.trial(ADAPT)
+    run = wanted.compared(*ADAPT)
     assert stages(wanted) == [("upscale", "train", "gate")]
     (run.folder / "gate").mkdir()
     (run.folder / "gate" / "gate.json").write_text("{")
@@ -120,35 +123,34 @@ def test_other_seeds_run_at_the_rate_that_learned_most(runs):
     finish(runs, LOW, 40.0)
     assert runs.chosen_rate("lora") is None
     finish(runs, HIGH, None)  # not finite, as of a run that nearly diverged
-    assert runs.chosen_rate("lora") == LOW.learning_rate
+    assert runs.chosen_rate("lora") == LOW[1]
     finish(runs, HIGH, 30.0)
-    assert runs.chosen_rate("lora") == HIGH.learning_rate
+    assert runs.chosen_rate("lora") == HIGH[1]
     assert names(runs) == ["adapt.lr_0.002.seed_1", "adapt.lr_0.002.seed_2", "lora.lr_0.002.seed_2"]
 
 
 def test_a_rate_that_diverged_is_not_chosen_or_tried_again(runs):
     finish(runs, LOW, 40.0)
     diverge(runs, HIGH)
-    assert runs.chosen_rate("lora") == LOW.learning_rate
-    assert [task.name for task in runs.pending_after([str(LOW), str(HIGH)])] == [
+    assert runs.chosen_rate("lora") == LOW[1]
+    assert [task.name for task in runs.pending_after([LOW_NAME, HIGH_NAME])] == [
         ONLY,
         "adapt.lr_0.002.seed_2",
         "lora.lr_1e-05.seed_2",
     ]
     assert runs.finished_count() == 2
     finish(runs, HIGH, 30.0)  # somebody trained it after all
-    assert runs.chosen_rate("lora") == HIGH.learning_rate
+    assert runs.chosen_rate("lora") == HIGH[1]
 
 
 def test_a_run_that_diverged_is_pending_where_there_is_no_other_rate(runs):
-    only, chosen = Trial("adapt", 2e-3, 1), Trial("lora", 1e-5, 2)
-    for trial in (only, chosen):
-        diverge(runs, trial)
+    for compared in (ADAPT, ("lora", 1e-5, 2)):
+        diverge(runs, compared)
     finish(runs, LOW, 30.0)
     finish(runs, HIGH, 40.0)
-    assert {str(only), str(chosen)} <= set(names(runs))
-    (runs.trial(LOW).config.folder / "training.json").unlink()
-    (runs.trial(HIGH).config.folder / "training.json").unlink()
+    assert {ONLY, "lora.lr_1e-05.seed_2"} <= set(names(runs))
+    (runs.compared(*LOW).config.folder / "training.json").unlink()
+    (runs.compared(*HIGH).config.folder / "training.json").unlink()
     diverge(runs, LOW)
     diverge(runs, HIGH)
     with pytest.raises(StudyError, match=r"methods.lora: every one of its learning_rates diverged; give lower ones"):
@@ -164,16 +166,16 @@ def test_missing_metrics_are_an_error_of_one_line(runs):
 
 def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):
     finish(runs, HIGH, 40.0)
-    run = runs.trial(LOW)
+    run = runs.compared(*LOW)
     run.write()
     decision = Decision(False, "its cause is to be mended first")
     record_end(run.config.folder, stage="train", exit_code=CONFIG_ERROR, error="no such corpus", retry=decision)
     with pytest.raises(StudyError) as raised:
-        runs.pending_after([str(LOW), str(HIGH)])
+        runs.pending_after([LOW_NAME, HIGH_NAME])
     said = (
-        f"{LOW}: its job has ended, but the run is not finished"
+        f"{LOW_NAME}: its job has ended, but the run is not finished"
         "; the run is failed: train: no such corpus (its cause is to be"
     )
     assert str(raised.value).startswith(said)
     assert raised.value.exit_code == USER_ERROR
-    assert str(LOW) in [task.name for task in runs.pending_after([])]  # submitted by hand
+    assert LOW_NAME in [task.name for task in runs.pending_after([])]  # submitted by hand

@@ -10,7 +10,7 @@ from pipeline.checks.inputs import check_fits
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
-from pipeline.studies.runs import StudyRuns, Trial
+from pipeline.studies.runs import StudyRuns
 from pipeline.studies.study import load_study
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def runs(request, monkeypatch, tmp_path) -> StudyRuns:
 
 def test_its_runs_fit_the_ranks_they_are_made_for(runs):
     study = runs.study
-    trials = [runs.trial(Trial(name, 1.0, 1)) for name in study.methods]
+    trials = [runs.compared(name, 1.0, 1) for name in study.methods]
     made_for = [stage.ranks for stage in study.stages.values()]
     for run, ranks in [*zip(runs.stages, made_for, strict=True), (trials[0], study.ranks)]:
         layout = Layout(ranks, run.config.parallel.tp_size)

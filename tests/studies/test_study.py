@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pipeline.errors import ConfigError
-from pipeline.studies.runs import StudyRuns, Trial
+from pipeline.studies.runs import StudyRuns
 from pipeline.studies.study import load_study
 from tests.bases import STORIES
 from tests.studies.studies import study_values, write_study
@@ -44,9 +44,9 @@ def put(values: dict[str, Any], changes: dict[str, Any]) -> None:
 
 def test_runs_differ_in_what_the_study_compares_and_nothing_else(opened):
     runs = opened()
-    first = runs.trial(Trial("adapt", 2e-3, 1)).config
-    other_seed = runs.trial(Trial("adapt", 2e-3, 2)).config
-    lora = runs.trial(Trial("lora", 1e-5, 1)).config
+    first = runs.compared("adapt", 2e-3, 1).config
+    other_seed = runs.compared("adapt", 2e-3, 2).config
+    lora = runs.compared("lora", 1e-5, 1).config
     assert first.folder == runs.study.folder / "adapt.lr_0.002.seed_1"
     assert first.base == STORIES
     varied = {"name", "folder", "method", "seed", "schedule"}
@@ -61,8 +61,8 @@ def test_the_study_in_the_documentation_is_valid(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[0], encoding="utf-8")
     runs = StudyRuns(load_study(path, tmp_path), str(path))
-    for trial in (Trial("fft", 1e-5, 1), Trial("lora", 1e-4, 1)):
-        assert f"{runs.study.folder}/{trial}/run.yaml" in page
+    for name in ("fft.lr_1e-05.seed_1", "lora.lr_0.0001.seed_1"):
+        assert f"{runs.study.folder}/{name}/run.yaml" in page
 
 
 def test_a_method_that_does_not_fit_the_base_is_found_before_the_others_train(opened):
@@ -94,7 +94,7 @@ def test_the_folder_of_texts_is_substituted(opened, tmp_path):
     def change(values):
         values["settings"]["data"]["corpora"]["korean"]["input"] = ["${data}/korean.jsonl"]
 
-    corpus = opened(change).trial(Trial("adapt", 1.0, 1)).config.data.corpora["korean"]
+    corpus = opened(change).compared("adapt", 1.0, 1).config.data.corpora["korean"]
     assert corpus.input == [f"{tmp_path}/korean.jsonl"]
     with pytest.raises(ConfigError, match=r"^--data .*/nowhere: no such folder; .* reads its texts from there"):
         opened(change, tmp_path / "nowhere")
@@ -129,12 +129,12 @@ def test_a_fault_is_one_line_that_says_where(opened, change, said):
 
 
 def test_a_run_of_other_settings_is_refused_and_does_not_count_as_done(opened):
-    trial = Trial("adapt", 2e-3, 1)
-    run = opened().trial(trial)
+    adapt = ("adapt", 2e-3, 1)
+    run = opened().compared(*adapt)
     run.write()
     assert yaml.safe_load(run.path.read_text())["seed"] == 1
     longer = opened(lambda values: values["settings"]["schedule"].update(steps=9))
-    longer.trial(trial).write()  # nothing is trained yet
+    longer.compared(*adapt).write()  # nothing is trained yet
     (run.folder / "checkpoints").mkdir()
     said = r"run.yaml: this run was made with other settings .* \(schedule\)"
     with pytest.raises(ConfigError, match=said):
@@ -146,6 +146,6 @@ def test_a_run_of_other_settings_is_refused_and_does_not_count_as_done(opened):
         korean = values["settings"]["data"]["corpora"]["korean"]
         korean["input"] = [os.path.relpath(place) for place in korean["input"]]
 
-    assert opened(elsewhere).trial(trial).is_trained  # the same texts, by another path
+    assert opened(elsewhere).compared(*adapt).is_trained  # the same texts, by another path
     with pytest.raises(ConfigError, match=said):
         opened().finished_count()

@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeVar
 from pipeline.errors import RunFolderError
 from pipeline.files import is_plain_name, read_object
 from pipeline.run_folder.metrics import METRICS, Figures, History, ValidationRecord, geometric_mean, mean, read_history
-from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.studies.report.words import change, points
-from pipeline.studies.results import FROM_TRAINING, REPLAY, SUMMARY, Row, read_rows
+from pipeline.studies.results import REPLAY, SUMMARY, Row, read_rows, recorded
 
 T = TypeVar("T")
 # The same base differs by rounding only: by the dtype and the number of ranks.
@@ -86,26 +85,17 @@ def _written(folder: Path) -> dict[int, dict[str, str]]:
 
 
 def _row_of_run(folder: Path, name: str, history: History) -> Row:
-    before, *during, after = history.validations
-    trained = read_object(folder / TRAINING, RunFolderError) if is_trained(folder) else {}
+    row = recorded(folder, history)
     # What `scale-cpt evaluate --chats` measured.
     summary = read_object(folder / SUMMARY, RunFolderError) if (folder / SUMMARY).is_file() else {}
     chats = {
         when: {name: {key: own[key] for key in own.keys() - {"chats"}} for name, own in files.items()}
         for when, files in summary.get("chats", {}).items()
     }
-    return Row(
-        **{key: trained[key] for key in FROM_TRAINING if key in trained},
-        label=name,
-        learning_rate=history.learning_rate,
-        peak_memory_gib=history.peak_memory_gib,
-        roles={corpus: REPLAY if corpus in history.forgetting else "new" for corpus in before.figures}
-        | dict.fromkeys(chats.get("before", ()), REPLAY),
-        before=before.figures | chats.get("before", {}),
-        during=during,
-        after=after.figures | chats.get("after", {}),
-        steps=after.step,
-    )
+    roles = {corpus: REPLAY if corpus in history.forgetting else "new" for corpus in row["before"]}
+    row |= {when: row[when] | chats.get(when, {}) for when in ("before", "after")}
+    kept = dict.fromkeys(chats.get("before", ()), REPLAY)
+    return Row(**row, label=name, learning_rate=history.learning_rate, roles=roles | kept)
 
 
 class Standing(NamedTuple):

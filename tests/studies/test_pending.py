@@ -11,8 +11,7 @@ from pipeline.errors import CONFIG_ERROR, USER_ERROR, RunFolderError, StudyError
 from pipeline.run_folder.attempts import Decision, record_end
 from pipeline.scale.gate_folder import GateRecord
 from pipeline.studies.runs import StudyRuns
-from pipeline.studies.study import load_study
-from tests.studies.studies import STEPS, study_values, write_study
+from tests.studies.studies import STEPS
 
 ONLY = "adapt.lr_0.002.seed_1"
 ADAPT = ("adapt", 2e-3, 1)
@@ -20,19 +19,6 @@ LOW, HIGH = ("lora", 1e-5, 1), ("lora", 2e-3, 1)
 LOW_NAME, HIGH_NAME = "lora.lr_1e-05.seed_1", "lora.lr_0.002.seed_1"
 Compared = tuple[str, float, int]
 """A compared run: method, learning rate and seed."""
-
-
-@pytest.fixture
-def opened(tmp_path, tokens):
-    """The runs of the small study after `change` was made to its values."""
-
-    def open_changed(change=lambda values: None) -> StudyRuns:
-        values = study_values(tmp_path, tokens)
-        change(values)
-        path = write_study(tmp_path, values)
-        return StudyRuns(load_study(path, tmp_path), str(path))
-
-    return open_changed
 
 
 @pytest.fixture

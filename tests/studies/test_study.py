@@ -15,20 +15,6 @@ from pipeline.errors import ConfigError
 from pipeline.studies.runs import StudyRuns
 from pipeline.studies.study import load_study
 from tests.bases import STORIES
-from tests.studies.studies import study_values, write_study
-
-
-@pytest.fixture
-def opened(tmp_path, tokens):
-    """The runs of the small study after `change` was made to its values."""
-
-    def open_changed(change=lambda values: None, data=None):
-        values = study_values(tmp_path, tokens)
-        change(values)
-        path = write_study(tmp_path, values)
-        return StudyRuns(load_study(path, data or tmp_path), str(path))
-
-    return open_changed
 
 
 def put(values: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -33,15 +33,11 @@ def read_summary(study: Path) -> list[Row]:
     """
     rows = read_rows(study)
     wanted = {f"{task}_{attribute}" for task in TASKS for attribute in ATTRIBUTES}
-    for number, row in enumerate(rows):
-        for validation in row.validations if row.chosen or row.after else ():
-            asked = {corpus for corpus, own in validation.figures.items() if {HARD, SOFT, EXACT} <= own.keys()}
-            if missing := sorted(wanted - asked):
-                raise DataError(
-                    f"{study / SUMMARY}: row {number}, step {validation.step}: expected the corpora of a study of "
-                    f"biographies, found none called {missing[0]} with answers; give the folder of a study of "
-                    "configs/studies/biography*.yaml"
-                )
+    if missing := sorted(wanted - rows[0].roles.keys()):
+        raise DataError(
+            f"{study / SUMMARY}: expected the corpora of a study of biographies, found none called {missing[0]}; give "
+            "the folder of a study of configs/studies/biography*.yaml"
+        )
     return rows
 
 

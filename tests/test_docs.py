@@ -31,6 +31,7 @@ PROGRAM_CALL = re.compile(
     r"((?:\\\n|[^\n`])*)"
 )
 NOT_NAMED_BY_TESTS = {
+    "benchmarks/results.py": "shared by the benchmarks",
     "tools/describe_config.py": "this module runs it",
     "slurm/ranks.sh": "sourced by slurm/common.sh",
     "slurm/requeue.sh": "sourced by slurm/common.sh",

@@ -1,4 +1,4 @@
-"""Makes a folder to work in: configurations, scripts, programs, the demo's model and texts.
+"""Makes a folder to work in: configurations, batch scripts, the demo's model and texts.
 
     scale-cpt new my_runs && cd my_runs
     bash slurm/cpt_korean.sh configs/demo.yaml

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 from transformers.utils import logging
@@ -70,22 +72,23 @@ def _write_weights(wanted: RandomBase, folder: Path) -> None:
 
 def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
     parts = (texts(part.input, text_key=part.text_key, max_bytes=int(part.mib * 2**20)) for part in wanted.texts)
-    with tempfile.TemporaryDirectory() as temporary:
-        train_sentencepiece(
-            chain.from_iterable(parts),
-            Path(temporary) / "tokenizer.model",
-            vocab_size=wanted.vocab_size,
-            model_type="bpe",
-            threads=len(os.sched_getaffinity(0)),
-        )
-        # sentencepiece and transformers treat leading spaces differently: one tokenizer.json serves us and them.
-        tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
-        if wanted.start_token:
-            start = ("<s>", tokenizer.token_to_id("<s>"))
-            tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
-        tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer = train_llama_tokenizer(chain.from_iterable(parts), wanted.vocab_size)
+    if wanted.start_token:
+        start = ("<s>", tokenizer.token_to_id("<s>"))
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
+    tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+
+
+def train_llama_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
+    """A tokenizer like Llama's (BPE with byte fallback), trained on these documents."""
+    with tempfile.TemporaryDirectory() as temporary:
+        model, threads = Path(temporary) / "tokenizer.model", len(os.sched_getaffinity(0))
+        train_sentencepiece(documents, model, vocab_size=vocab_size, model_type="bpe", threads=threads)
+        # sentencepiece and transformers treat leading spaces differently: one tokenizer.json serves us and them.
+        tokenizer: Tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
+    return tokenizer
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:

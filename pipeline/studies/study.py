@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.method import Method
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
@@ -19,9 +19,26 @@ RunSettings = dict[str, Any]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 SCRATCH, TOKENS = "scratch", "tokens"
 """Folders of a study: the base with random weights, and the tokenized corpora."""
+
+
+def _without(*keys: str) -> AfterValidator:
+    """Refuses settings that contain one of `keys`, dotted ones in a section."""
+
+    def check(settings: RunSettings) -> RunSettings:
+        for key in keys:
+            section, _, name = key.rpartition(".")
+            inner = settings.get(section) if section else settings
+            if isinstance(inner, Mapping) and name in inner:
+                raise ValueError(f"{key}: the study sets it for every run; remove it here")
+        return settings
+
+    return AfterValidator(check)
+
+
 # The study decides these; given in `settings` they would be ignored, or make two runs share a folder.
 _FROM_STUDY = ("name", "folder", "base")
-_VARIED = ("method", "seed", "schedule.learning_rate")
+StageSettings = Annotated[RunSettings, _without(*_FROM_STUDY)]
+ComparedSettings = Annotated[RunSettings, _without(*_FROM_STUDY, "method", "seed", "schedule.learning_rate")]
 
 
 class TokenizerText(Section):
@@ -62,13 +79,8 @@ class Stage(Section):
 
     ranks: PositiveInt = 1
     """processes on this machine; on a cluster the allocation decides"""
-    settings: RunSettings
+    settings: StageSettings
     """a run configuration without name, folder and base; the default method is full fine-tuning"""
-
-    @model_validator(mode="after")
-    def _leaves_to_the_study_what_it_decides(self) -> Stage:
-        _check_absent(self.settings, _FROM_STUDY)
-        return self
 
 
 class Compared(Section):
@@ -80,7 +92,7 @@ class Compared(Section):
     """that section of a run configuration"""
     learning_rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     """the rate with the lowest held-out perplexity of the new corpus, with the first seed, is chosen"""
-    settings: RunSettings = Field(
+    settings: ComparedSettings = Field(
         default={}, description="what differs from the study's `settings`, such as another share of replay"
     )
     averages: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
@@ -93,7 +105,6 @@ class Compared(Section):
             raise ValueError("learning_rates: each once")
         if self.averages and self.method.name != "fft":
             raise ValueError("averages: only of method fft, whose parameters are the base's own")
-        _check_absent(self.settings, (*_FROM_STUDY, *_VARIED))
         return self
 
 
@@ -109,7 +120,7 @@ class Study(Section):
     )
     scratch: RandomBase | None = Field(default=None, description="the base starts from random weights")
     stages: dict[Name, Stage] = Field(default={}, description="runs that train the base, in this order, by name")
-    settings: RunSettings
+    settings: ComparedSettings
     """of all compared runs: a run configuration without name, folder, base, method, seed and learning rate"""
     ranks: PositiveInt = 1
     """processes of a compared run on this machine; on a cluster the allocation decides"""
@@ -126,7 +137,6 @@ class Study(Section):
             raise ValueError("scratch: a base with random weights needs stages that train it")
         if taken := {SCRATCH, TOKENS} & self.stages.keys():
             raise ValueError(f"stages.{min(taken)}: the study uses a folder of that name itself; choose another name")
-        _check_absent(self.settings, (*_FROM_STUDY, *_VARIED))
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: each once")
         labels = [compared.label for compared in self.methods.values()]
@@ -149,15 +159,6 @@ def load_study(path: Path, data: Path) -> Study:
             "DATA= of make"
         )
     return checked(Study, placed, source=str(path), listed_in="docs/studies.md")
-
-
-def _check_absent(settings: RunSettings, keys: Iterable[str]) -> None:
-    """Raises ValueError where `settings` contain one of `keys`, dotted ones inside a section."""
-    for key in keys:
-        section, _, name = key.rpartition(".")
-        inner = settings.get(section) if section else settings
-        if isinstance(inner, Mapping) and name in inner:
-            raise ValueError(f"settings.{key}: the study sets it for every run; remove it here")
 
 
 def _substituted(value: Any, places: Mapping[str, str], path: Path) -> Any:  # noqa: ANN401  # any YAML

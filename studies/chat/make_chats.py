@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -30,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, normalizers
-from transformers import LlamaTokenizer
 
 from pipeline import command_line
-from pipeline.data.tokenizer_training import texts, train_sentencepiece
+from pipeline.data.tokenizer_training import texts
 from pipeline.errors import DataError
 from pipeline.files import published_folder, read_object, write_json
+from pipeline.studies.random_base import train_llama_tokenizer
 
 ROLES = ("system", "user", "assistant")
 END_OF_TURN = "<|end|>"
@@ -138,11 +136,7 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int, folder: Path) -> 
     """Trains a tokenizer like Phi-3's in Hugging Face's format: the markers of a chat swallow the line end after them,
     and the first word of a message is the piece that it is within one."""
     markers = [*(f"<|{role}|>" for role in ROLES), END_OF_TURN]
-    with tempfile.TemporaryDirectory() as temporary:
-        model = Path(temporary) / "tokenizer.model"
-        threads = len(os.sched_getaffinity(0))
-        train_sentencepiece(documents, model, vocab_size=vocab_size - len(markers), model_type="bpe", threads=threads)
-        tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
+    tokenizer = train_llama_tokenizer(documents, vocab_size - len(markers))
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken(marker, rstrip=True, normalized=False) for marker in markers])

@@ -98,9 +98,9 @@ def test_the_folder_of_texts_is_substituted(opened, tmp_path):
         ({"methods": {"lora": {"label": "SCALE-Adapt"}}}, "a different label for each, found 'SCALE-Adapt' twice"),
         ({"settings": {"sead": 1}}, "settings, for adapt: .*sead: unknown key"),
         ({"settings": {"data": {"folder": "${home}"}}}, "no other place than"),
-        ({"settings": {"folder": "runs/x"}}, "settings.folder: the study sets it"),
-        ({"settings": {"schedule": {"learning_rate": 1.0}}}, "settings.schedule.learning_rate: the study sets it"),
-        ({"stages": {"first": {"settings": {"base": "x"}}}}, "stages.first: settings.base: the study sets it"),
+        ({"settings": {"folder": "runs/x"}}, "settings: folder: the study sets it"),
+        ({"settings": {"schedule": {"learning_rate": 1.0}}}, "settings: schedule.learning_rate: the study sets it"),
+        ({"stages": {"first": {"settings": {"base": "x"}}}}, "stages.first.settings: base: the study sets it"),
         ({"stages": {"tokens": {"settings": {}}}}, "stages.tokens: the study uses a folder of that name"),
         (
             {"settings": {"data": {"corpora": {"korean": {"heldout_input": None}}}}},

@@ -16,6 +16,7 @@ import math
 import os
 import resource
 import secrets
+import selectors
 import socket
 import sys
 import threading
@@ -77,7 +78,7 @@ class Watchdog:
         self._channel = connect()
         watched = range(self._world_size) if self._rank == 0 else [0]
         self._health = RankHealth(watched, self._limits, time.monotonic())
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop(_InBatches())
         self._wake = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -274,6 +275,17 @@ class Channel:
             self._server.close()
         for transport in self.peers.values():
             transport.close()
+
+
+class _InBatches(selectors.DefaultSelector):
+    """Takes messages together that come within a twentieth of a second: to wake costs rank 0 more than a message."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(timeout)
+        if ready and timeout != 0:
+            time.sleep(0.05)
+            ready = super().select(0)
+        return ready
 
 
 class _Connection(asyncio.Protocol):

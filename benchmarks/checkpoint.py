@@ -205,8 +205,8 @@ def main() -> None:
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)  # on a rank
     options = parser.parse_args()
     if options.measure:
-        *numbers, place = options.measure
-        measure(*map(int, numbers), Path(place))
+        divisor, stage, rounds, place = options.measure
+        measure(int(divisor), int(stage), int(rounds), Path(place))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

@@ -98,7 +98,7 @@ def summarise(runs: StudyRuns) -> str:
         rows.append(row)
         if row.chosen:
             for suffix, perplexities in derived_perplexities(config, compared.averages):
-                changes = {
+                changes: dict[str, Any] = {
                     "label": f"{row.label}{suffix}",
                     "inference_cost": 1.0 if compared.averages else row.inference_cost,
                     "folder": None,

@@ -12,7 +12,8 @@ import zstandard
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 
-from pipeline.checks.door import Opened, faults_of, read_inputs
+from pipeline.checks.door import faults_of, read_inputs
+from pipeline.checks.inputs import Opened
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
 from pipeline.data.hub_datasets import streamed_files

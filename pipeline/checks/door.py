@@ -9,111 +9,49 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import cached_property
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from pipeline import log
 from pipeline.checks.allocation import Allocation, check_corpora, check_disk, check_memory, check_same_files
 from pipeline.checks.devices import Finding, judge_all_reduce, judge_products, measure_all_reduce, measure_product
-from pipeline.checks.inputs import (
-    Inputs,
-    Samples,
-    check_context,
-    check_fits,
-    check_resume,
-    check_trackers,
-    encoded_prompts,
-    open_layout,
-    open_samples,
-)
+from pipeline.checks.inputs import Inputs, Opened, Stage, check_context, encoded_prompts
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data import preprocess
 from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
 from pipeline.data.jobs import finished
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files, is_here
-from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import PassingPreflightError, PreflightError, UserError
+from pipeline.errors import ConfigError, MissingPackageError, PassingPreflightError, PreflightError, UserError
 from pipeline.methods import training_method
 from pipeline.methods.scale import check_named_expansion, made_expansion
-from pipeline.methods.vocabulary import check_vocabulary, extended_spec, with_new_rows
-from pipeline.model.base_folder import BaseFolder
-from pipeline.model.from_hf import open_base, read_spec
-from pipeline.model.spec import DecoderSpec
+from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
-from pipeline.parallel.topology import Layout, ProcessGroups
+from pipeline.parallel.topology import ProcessGroups
 from pipeline.rehearsal.corpus import check_sampling, plan_of, sampling_jobs
 from pipeline.run_folder.lock import check_folder
 
-Stage = Literal["tokenize", "train"]
+_MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
 _logger = log.get_logger(__name__)
 
 
-class Opened:
-    """What a run's configuration names, opened when a check first asks for it.
+def _profile(run: Opened) -> None:
+    profile, ranks = run.config.profile, run.layout.world_size
+    if profile.steps is not None and max(profile.ranks, default=0) >= ranks:
+        raise ConfigError(
+            f"profile.ranks: rank {max(profile.ranks)} of {ranks} ranks; they count from 0, name those that exist"
+        )
 
-    `base_config` is a config.json to use where the base's folder is missing. `stage` is the stage that begins; None in
-    a dry run.
-    """
 
-    def __init__(
-        self, config: RunConfig, world_size: int, base_config: Path | None = None, stage: Stage | None = None
-    ) -> None:
-        self.config, self.stage = config, stage
-        self._world_size, self._base_config = world_size, base_config
-
-    def get(self, name: str) -> Any:  # noqa: ANN401
-        """One of the properties; None where it cannot be opened."""
-        try:
-            return getattr(self, name)
-        except UserError:
-            return None
-
-    @cached_property
-    def layout(self) -> tuple[Layout, DeepSpeedConfig]:
-        """The layout of the ranks, and DeepSpeed's configuration."""
-        return open_layout(self.config, self._world_size)
-
-    @cached_property
-    def base(self) -> BaseFolder:
-        """The base, with the rows of the run's own pieces."""
-        return with_new_rows(self.config, open_base(self.config.base))
-
-    @cached_property
-    def spec(self) -> DecoderSpec:
-        """The base's architecture."""
-        if self._base_config is None or self.get("base") is not None:
-            return self.base.spec
-        return extended_spec(self.config, read_spec(self._base_config))
-
-    @cached_property
-    def model(self) -> DecoderSpec:
-        """The architecture of a base on which the run's model can be built."""
-        check_fits(self.config, self.spec)
-        return self.spec
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer."""
-        if not self.config.tokenizer.exists():
-            self.base  # noqa: B018  # its fault is that of the tokenizer, which is missing with it
-        return load_tokenizer(self.config.tokenizer)
-
-    @cached_property
-    def samples(self) -> Samples:
-        """The token corpora; with a tokenizer that cannot be opened, of any."""
-        tokenizer = self.get("tokenizer")
-        return open_samples(self.config, None if tokenizer is None else tokenizer.fingerprint)
-
-    @cached_property
-    def finished(self) -> bool:
-        """Whether an earlier attempt finished the run."""
-        return check_resume(self.config, self.base, self.tokenizer.fingerprint)
+def check_trackers(config: RunConfig) -> None:
+    """Raises MissingPackageError where `observers` names a tracker whose package is not installed."""
+    for name in ("wandb", "mlflow"):
+        if getattr(config.observers, name) is not None and find_spec(name) is None:
+            raise MissingPackageError(
+                f"observers.{name}: the package is missing; pip install 'scale-cpt[{name}]', or remove the section"
+            )
 
 
 def _sampling(run: Opened) -> None:
@@ -162,20 +100,18 @@ def _resume(run: Opened) -> object:
     return None
 
 
-def _links(run: Allocation, kind: str, group: dist.ProcessGroup, groups: list[list[int]]) -> Finding:
+def _links(run: Allocation, kind: Literal["tensor-parallel", "data-parallel"]) -> Finding:
+    layout = run.groups.layout
+    if kind == "tensor-parallel":
+        group, groups = run.groups.get_model_parallel_group(), layout.tp_groups()
+    else:
+        group, groups = run.groups.get_data_parallel_group(), layout.dp_groups()
     if len(groups[0]) == 1:
         return Finding(f"no {kind} all-reduce: a group is one rank")
-    links = all_gathered(measure_all_reduce(group, run.device))
-    limit = run.inputs.config.preflight.min_gb_per_s_on(run.device.type)
-    return judge_all_reduce(kind, links, groups, run.nodes, limit)
-
-
-def _tp_links(run: Allocation) -> Finding:
-    return _links(run, "tensor-parallel", run.groups.get_model_parallel_group(), run.groups.layout.tp_groups())
-
-
-def _dp_links(run: Allocation) -> Finding:
-    return _links(run, "data-parallel", run.groups.get_data_parallel_group(), run.groups.layout.dp_groups())
+    limit = run.inputs.config.preflight.min_gb_per_s
+    if limit is None:
+        limit = _MIN_GB_PER_S[run.device.type]
+    return judge_all_reduce(kind, all_gathered(measure_all_reduce(group, run.device)), groups, run.nodes, limit)
 
 
 def _products(run: Allocation) -> Finding:
@@ -197,6 +133,8 @@ class Check(NamedTuple):
 
 CHECKS = (
     Check("config", ("tokenize", "train"), lambda run: run.layout),
+    Check("config", ("tokenize", "train"), lambda run: run.deepspeed_config),
+    Check("config", ("tokenize", "train"), _profile),
     Check("config", ("tokenize", "train"), lambda run: check_trackers(run.config)),
     Check("config", ("tokenize",), lambda run: check_heldout(run.config)),
     Check("files", ("tokenize", "train"), lambda run: run.base),
@@ -212,8 +150,8 @@ CHECKS = (
     Check("files", ("tokenize",), _expansion),
     Check("files", ("train",), _resume),
     Check("files", (), _sampled),
-    Check("ranks", ("train",), _tp_links),
-    Check("ranks", ("train",), _dp_links),
+    Check("ranks", ("train",), lambda run: _links(run, "tensor-parallel")),
+    Check("ranks", ("train",), lambda run: _links(run, "data-parallel")),
     Check("ranks", ("train",), _products),
     Check("ranks", ("train",), check_same_files),
     Check("ranks", ("train",), check_corpora),
@@ -257,11 +195,18 @@ def read_inputs(config: RunConfig, world_size: int) -> Inputs:
         UserError: the first fault.
     """
     run = begin(config, world_size, "train")
-    layout, deepspeed_config = run.layout
     method = training_method(config)
-    starts_at_base = run.finished or method.expansion is None or not method.expansion.is_trained
-    read = (run.base, run.tokenizer.fingerprint, run.samples, method)
-    return Inputs(config, deepspeed_config, layout, *read, starts_at_base, finished=run.finished)
+    return Inputs(
+        config,
+        run.deepspeed_config,
+        run.layout,
+        run.base,
+        run.tokenizer.fingerprint,
+        run.samples,
+        method,
+        starts_at_base=run.finished or method.expansion is None or not method.expansion.is_trained,
+        finished=run.finished,
+    )
 
 
 def check_allocation(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> None:

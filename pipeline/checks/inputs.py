@@ -1,10 +1,11 @@
-"""The checks of what a run reads, before any rank allocates memory. Nothing here communicates with other ranks."""
+"""What the configuration of a run names, opened and checked before any rank allocates memory, without communication."""
 
 from __future__ import annotations
 
 from collections import Counter
-from importlib.util import find_spec
-from typing import NamedTuple
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -14,18 +15,21 @@ from pipeline.checkpoint.manifest import SAME_MODEL, SAME_OVER_A_RUN, check_same
 from pipeline.config.run import RunConfig
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import read_vocabulary
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, check_stage, load_deepspeed_config
-from pipeline.errors import ConfigError, DamagedCheckpointError, DataError, MissingPackageError
+from pipeline.errors import ConfigError, DamagedCheckpointError, DataError, UserError
 from pipeline.methods import build_model
 from pipeline.methods.method import TrainingMethod
+from pipeline.methods.vocabulary import extended_spec, with_new_rows
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout, TensorParallel
 from pipeline.run_folder.status import is_trained
 from pipeline.sizing.micro_batch import imagined_ranks
 
+Stage = Literal["tokenize", "train"]
 _logger = log.get_logger(__name__)
 
 
@@ -61,33 +65,105 @@ class Inputs(NamedTuple):
     finished: bool = False
 
 
-def open_layout(config: RunConfig, world_size: int) -> tuple[Layout, DeepSpeedConfig]:
-    """The layout of the ranks, and the DeepSpeed configuration.
+class Opened:
+    """What a run's configuration names; each property is opened, and raises a UserError, when it is first asked for.
 
-    Raises:
-        LayoutError: the ranks, or the batch, do not divide.
-        ConfigError: the DeepSpeed file is missing or unsupported, a rank to be traced does not exist, or a setting
-            excludes ZeRO-3.
+    `base_config` is a config.json to use where the base's folder is missing. `stage` is the stage that begins; None in
+    a dry run.
     """
-    layout = Layout(world_size, config.parallel.tp_size)
-    accumulation_steps(config.schedule, layout.dp_size)
-    profile = config.profile
-    if profile.steps is not None and max(profile.ranks, default=0) >= world_size:
-        raise ConfigError(
-            f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, name those that exist"
+
+    def __init__(
+        self, config: RunConfig, world_size: int, base_config: Path | None = None, stage: Stage | None = None
+    ) -> None:
+        self.config, self.stage = config, stage
+        self._world_size, self._base_config = world_size, base_config
+
+    def get(self, name: str) -> Any:  # noqa: ANN401
+        """One of the properties; None where it cannot be opened."""
+        try:
+            return getattr(self, name)
+        except UserError:
+            return None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the ranks, over which the batch divides."""
+        layout = Layout(self._world_size, self.config.parallel.tp_size)
+        accumulation_steps(self.config.schedule, layout.dp_size)
+        return layout
+
+    @cached_property
+    def deepspeed_config(self) -> DeepSpeedConfig:
+        """DeepSpeed's configuration."""
+        opened = load_deepspeed_config(self.config.deepspeed, self.layout)
+        check_stage(self.config, opened.zero_stage)
+        return opened
+
+    @cached_property
+    def base(self) -> BaseFolder:
+        """The base, with the rows of the run's own pieces."""
+        return with_new_rows(self.config, open_base(self.config.base))
+
+    @cached_property
+    def spec(self) -> DecoderSpec:
+        """The base's architecture."""
+        if self._base_config is None or self.get("base") is not None:
+            return self.base.spec
+        return extended_spec(self.config, read_spec(self._base_config))
+
+    @cached_property
+    def model(self) -> DecoderSpec:
+        """The architecture of a base on which the run's model can be built."""
+        check_fits(self.config, self.spec)
+        return self.spec
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer."""
+        if not self.config.tokenizer.exists():
+            self.base  # noqa: B018  # its fault is that of the tokenizer, which is missing with it
+        return load_tokenizer(self.config.tokenizer)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The token corpora, which last to the end of the run; with a tokenizer that cannot be opened, of any."""
+        config, tokenizer = self.config, self.get("tokenizer")
+        fingerprint = None if tokenizer is None else tokenizer.fingerprint
+        sampled = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder).base_tokenizer
+        training = TrainingSamples(
+            config.data, seed=config.seed, tokenizer_fingerprint=fingerprint, sampled_fingerprint=sampled
         )
-    deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
-    check_stage(config, deepspeed_config.zero_stage)
-    return layout, deepspeed_config
-
-
-def check_trackers(config: RunConfig) -> None:
-    """Raises MissingPackageError where `observers` names a tracker whose package is not installed."""
-    for name in ("wandb", "mlflow"):
-        if getattr(config.observers, name) is not None and find_spec(name) is None:
-            raise MissingPackageError(
-                f"observers.{name}: the package is missing; pip install 'scale-cpt[{name}]', or remove the section"
+        needed = config.schedule.steps * config.schedule.global_batch_size
+        if training.total is not None and training.total < needed:
+            raise DataError(
+                f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the corpora's epochs and "
+                f"token budgets end after {training.total}; "
+                f"use at most {training.total // config.schedule.global_batch_size} steps"
             )
+        return Samples(training, load_heldout(config.data, tokenizer_fingerprint=fingerprint))
+
+    @cached_property
+    def finished(self) -> bool:
+        """Whether an earlier attempt finished the run, which is logged. The checkpoints' files are not read.
+
+        A newest checkpoint of another base, base_precision or method, or, unless the run is finished, of other data, is
+        a CheckpointError.
+        """
+        config = self.config
+        for checkpoint in candidates(config.checkpoint_folder):
+            try:
+                manifest = load_manifest(checkpoint)
+            except DamagedCheckpointError:
+                continue  # resuming reports it, and takes the one before
+            with torch.device("meta"):
+                model = build_model(config, self.base.spec, SINGLE)
+            run = describe_run(config, self.base, model, self.tokenizer.fingerprint)
+            finished = is_trained(config.folder) and manifest.position.is_end_of(config)  # not if steps were added
+            check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
+            if finished:
+                _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
+            return finished
+        return False
 
 
 def check_context(config: RunConfig, spec: DecoderSpec) -> None:
@@ -98,46 +174,6 @@ def check_context(config: RunConfig, spec: DecoderSpec) -> None:
             f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
             f"use at most {longest}"
         )
-
-
-def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) -> list[list[int]]:
-    """The ids of each of `validation.prompts`, with what precedes a document.
-
-    Raises:
-        ConfigError: one is empty, or leaves no room in the base's context for what the model is to write.
-    """
-    settings = config.validation
-    room = spec.longest_text - settings.prompt_tokens
-    prompts = [
-        [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()] for text in settings.prompts
-    ]
-    for text, ids in zip(settings.prompts, prompts, strict=True):
-        if not 0 < len(ids) <= room:
-            raise ConfigError(
-                f"validation.prompts: {text[:60]!r} has {len(ids)} tokens; expected 1 to {room}, the base's context of "
-                f"{spec.longest_text} less prompt_tokens {settings.prompt_tokens}"
-            )
-    return prompts
-
-
-def open_samples(config: RunConfig, tokenizer_fingerprint: str | None) -> Samples:
-    """The corpora of a run whose tokenizer has that fingerprint; None accepts any.
-
-    Raises:
-        DataError: a corpus is missing, unfinished, damaged or of another tokenizer, or all end before the last step.
-    """
-    sampled = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder).base_tokenizer
-    training = TrainingSamples(
-        config.data, seed=config.seed, tokenizer_fingerprint=tokenizer_fingerprint, sampled_fingerprint=sampled
-    )
-    needed = config.schedule.steps * config.schedule.global_batch_size
-    if training.total is not None and training.total < needed:
-        raise DataError(
-            f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the corpora's epochs and "
-            f"token budgets end after {training.total}; "
-            f"use at most {training.total // config.schedule.global_batch_size} steps"
-        )
-    return Samples(training, load_heldout(config.data, tokenizer_fingerprint=tokenizer_fingerprint))
 
 
 def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
@@ -153,24 +189,21 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
     check_model(config, spec, imagined_ranks(parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel))
 
 
-def check_resume(config: RunConfig, base: BaseFolder, tokenizer_fingerprint: str) -> bool:
-    """Whether an earlier attempt finished the run, which is logged. The checkpoints' files are not read.
+def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) -> list[list[int]]:
+    """The ids of each of `validation.prompts`, with what precedes a document.
 
     Raises:
-        CheckpointError: the newest checkpoint is of another base, base_precision or method, or, unless the run is
-            finished, of other data.
+        ConfigError: one is empty, or leaves no room in the base's context for what the model is to write.
     """
-    for checkpoint in candidates(config.checkpoint_folder):
-        try:
-            manifest = load_manifest(checkpoint)
-        except DamagedCheckpointError:
-            continue  # resuming reports it, and takes the one before
-        with torch.device("meta"):
-            model = build_model(config, base.spec, SINGLE)
-        run = describe_run(config, base, model, tokenizer_fingerprint)
-        finished = is_trained(config.folder) and manifest.position.is_end_of(config)  # not if steps were added
-        check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
-        if finished:
-            _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
-        return finished
-    return False
+    settings = config.validation
+    room = spec.longest_text - settings.prompt_tokens
+    prompts = []
+    for text in settings.prompts:
+        ids = [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()]
+        if not 0 < len(ids) <= room:
+            raise ConfigError(
+                f"validation.prompts: {text[:60]!r} has {len(ids)} tokens; expected 1 to {room}, the base's context of "
+                f"{spec.longest_text} less prompt_tokens {settings.prompt_tokens}"
+            )
+        prompts.append(ids)
+    return prompts

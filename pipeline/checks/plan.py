@@ -12,7 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pipeline.checks.door import Opened, faults_of
+from pipeline.checks.door import faults_of
+from pipeline.checks.inputs import Opened
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.formats import describe_formats, why_not
@@ -66,8 +67,8 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     """The plan of `config` on `cluster`; `base_config` is the base's config.json, if its folder is missing."""
     run = Opened(config, cluster.gpus, base_config)
     faults, plan = faults_of(run), Plan(to_make=list(_to_make(config)))
-    spec, layout = run.get("model"), run.get("layout")
-    estimator = Estimator(config, spec, layout[1], cluster) if spec and layout else None
+    spec, deepspeed = run.get("model"), run.get("deepspeed_config")
+    estimator = Estimator(config, spec, deepspeed, cluster) if spec and deepspeed else None
     estimate = None
     if estimator is not None:
         try:
@@ -82,7 +83,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         plan.add("parameters", _UNKNOWN)
         plan.add("checkpoints", _UNKNOWN)
     else:
-        own, dp_size = estimator.own_choice, layout[0].dp_size
+        own, dp_size = estimator.own_choice, run.layout.dp_size
         plan.add("layout", f"{ranks}: dp {dp_size}, {own}", dp_size=dp_size, choice=own._asdict())
         plan.add("parameters", str(estimator.parameters), parameters=asdict(estimator.parameters))
         faults += _add_checkpoints(plan, estimator)
@@ -165,15 +166,11 @@ def _add_corpora(plan: Plan, run: Opened) -> None:
     for name, corpus in data.corpora.items():
         folder = train_folder(data, name)
         tokens = load_manifest(folder).tokens if (folder / CORPUS_MANIFEST).exists() else None
-        if samples is None and tokens:  # others are not made yet: as if no corpus came to its end
-            weights = sum(other.weight for other in data.corpora.values() if other.role == corpus.role)
-            share = data.fractions.get(corpus.role, 1 - sum(data.fractions.values())) * corpus.weight / weights
-            epochs[name] = read * share * data.sequence_length / tokens
         figures[name] = {"role": corpus.role, "tokens": tokens}
-        text = "not made yet: the number of epochs is unknown"
-        if tokens is not None:
+        text = "not made yet" if tokens is None else f"{tokens:,} tokens"
+        if samples:
             times = figures[name]["epochs"] = epochs.get(name, 0.0)
-            text = f"{tokens:,} tokens, {f'{times:.3g} epochs' if times else 'not read'}"
+            text += f", {f'{times:.3g} epochs' if times else 'not read'}"
         plan.add(f"corpus {name}", f"{corpus.role}, {text}")
         if samples and name in samples.heldout:
             count = min(len(samples.heldout[name]), config.validation.max_sequences)

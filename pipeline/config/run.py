@@ -109,9 +109,6 @@ class TrackerSettings(Section):
     """MLflow; default: off"""
 
 
-_MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
-
-
 class Preflight(Section):
     """Checks of the allocation before the first step; they take seconds."""
 
@@ -124,10 +121,6 @@ class Preflight(Section):
     that is slower than the others by half"""
     disk_margin_fraction: Annotated[float, Field(ge=0)] = 0.1
     """additional free space that is required, as a share of the checkpoints"""
-
-    def min_gb_per_s_on(self, device_type: str) -> float:
-        """The lower limit on `cuda` or `cpu`."""
-        return _MIN_GB_PER_S[device_type] if self.min_gb_per_s is None else self.min_gb_per_s
 
 
 class Stability(Section):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline import log
 from pipeline.config.run import RunConfig
@@ -38,15 +38,19 @@ from pipeline.run_folder.lock import LockOwner, RunLock
 from pipeline.run_folder.run_file import write_run
 
 NAME = "attempts.jsonl"
-_RESUMABLE = ("clean", "tokenize", "sample")
-"""The stages that resume where they were stopped, but write no checkpoint."""
 _logger = log.get_logger(__name__)
+
+
+def this_attempt() -> str:
+    """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and restart."""
+    job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return os.environ.get("ATTEMPT") or (f"{job}.{restart}" if job else f"{socket.gethostname()}-{os.getpid()}.0")
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    attempt: str
+    attempt: str = Field(default_factory=this_attempt)
 
 
 class StageStart(_Record):
@@ -62,8 +66,8 @@ class TrainingStart(_Record):
     `changed` are the settings that differ from those of the attempt before: theirs, and now.
     """
 
-    node: str
-    time: float
+    node: str = Field(default_factory=node)
+    time: float = Field(default_factory=time)
     world_size: int
     step: int
     steps: int
@@ -83,7 +87,7 @@ class StageEnd(_Record):
     """A stage ended after `step`. `step` and `retry` are None where unknown."""
 
     stage: str
-    time: float
+    time: float = Field(default_factory=time)
     exit_code: int
     step: int | None
     checkpoint_step: int
@@ -120,11 +124,12 @@ class Attempt:
         record = self.ended or self.began
         return record.stage if record else "train"
 
-
-def this_attempt() -> str:
-    """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and restart."""
-    job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    return os.environ.get("ATTEMPT") or (f"{job}.{restart}" if job else f"{socket.gethostname()}-{os.getpid()}.0")
+    @property
+    def is_excused(self) -> bool:
+        """Whether it counts as no attempt: a serial stage that was killed, or resumes where a signal stopped it."""
+        if self.started is not None:
+            return False
+        return self.ended is None or _resumes_without_checkpoint(self.ended.stage, self.ended.exit_code)
 
 
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
@@ -136,9 +141,6 @@ def record_start(config: RunConfig, world_size: int, step: int) -> None:
     except OSError as error:  # a full disk must not end the work
         _logger.error("%s: this run is not recorded: %s", config.folder / RUN_FILE, error.strerror)
     started = TrainingStart(
-        attempt=this_attempt(),
-        node=node(),
-        time=time.time(),
         world_size=world_size,
         step=step,
         steps=config.schedule.steps,
@@ -163,17 +165,10 @@ def record_end(
     before = next((attempt.ended for attempt in read_attempts(folder) if attempt.name == own), None)
     if error is None and before is not None and exit_code != FINISHED:
         error, step = before.error, before.step
-    ended = StageEnd(
-        attempt=own,
-        stage=stage,
-        time=time.time(),
-        exit_code=exit_code,
-        step=step,
-        checkpoint_step=newest_checkpoint_step(folder),
-        error=error,
-        retry=retry,
+    saved = newest_checkpoint_step(folder)
+    _append(
+        folder, StageEnd(stage=stage, exit_code=exit_code, step=step, checkpoint_step=saved, error=error, retry=retry)
     )
-    _append(folder, ended)
 
 
 def _append(folder: Path, record: _Record) -> None:
@@ -249,23 +244,28 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
 
 
 def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
-    """How many attempts, up to the one that just ended, came after the last that began before the newest checkpoint.
+    """How many attempts in a row, up to the one that just ended, brought no newer checkpoint.
 
-    Attempts that left no line count too, by their numbers: a disk that takes no records ends a run as well. Serial
-    stages that were killed do not, nor does tokenizing or sampling that a signal stopped.
+    They are counted by their numbers, those that left no line too: a disk that takes no records ends a run as well.
     """
     own, newest = Attempt(this_attempt()), newest_checkpoint_step(folder)
-    last, excused = -1, {own.number} if stage in _RESUMABLE and exit_code == RESUME_LATER else set()
-    for attempt in read_attempts(folder):
-        if attempt.series != own.series:
-            continue
-        ended, record = attempt.ended, attempt.started or attempt.ended
-        if record is not None and record.checkpoint_step < newest:
-            last = max(last, attempt.number)
-        stopped = ended is None or (ended.stage in _RESUMABLE and ended.exit_code == RESUME_LATER)
-        if attempt.started is None and stopped and attempt.number != own.number:
-            excused.add(attempt.number)
-    return len({*range(last + 1, own.number + 1)} - excused)
+    attempts = {attempt.number: attempt for attempt in read_attempts(folder) if attempt.series == own.series}
+    idle = 0
+    for number in range(own.number, -1, -1):
+        attempt = attempts.get(number)
+        record = attempt and (attempt.started or attempt.ended)
+        if record and record.checkpoint_step < newest:
+            break
+        if number == own.number:
+            idle += not _resumes_without_checkpoint(stage, exit_code)
+        else:
+            idle += attempt is None or not attempt.is_excused
+    return idle
+
+
+def _resumes_without_checkpoint(stage: str, exit_code: int) -> bool:
+    """Whether a stage was stopped by a signal and resumes there, although it writes no checkpoints."""
+    return stage in ("clean", "tokenize", "sample") and exit_code == RESUME_LATER
 
 
 @contextmanager
@@ -295,7 +295,7 @@ def begin_run(config: RunConfig) -> None:
 
 def record_stage(folder: Path, stage: str) -> None:
     """Records that a serial stage starts in this process."""
-    _append(folder, StageStart(attempt=this_attempt(), stage=stage, by=LockOwner.this_process()))
+    _append(folder, StageStart(stage=stage, by=LockOwner.this_process()))
 
 
 @contextmanager

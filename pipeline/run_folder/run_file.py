@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from pipeline.config.reading import flattened
 from pipeline.config.run import RunConfig, load_config
 from pipeline.config.sources import RUN_FILE
 from pipeline.errors import ConfigError, in_one_line
@@ -31,7 +31,8 @@ def write_run(config: RunConfig) -> dict[str, tuple[Any, Any]]:
     if path.exists():
         own = path.read_bytes().startswith(_HEADER.encode())
         try:
-            before, now = (dict(_flat(_named(run))) for run in (load_config(path, base="named"), config))
+            before, now = (dict(flattened(_named(run))) for run in (load_config(path, base="named"), config))
+            before["folder"] = now["folder"]  # it may be spelled in other ways, or have been moved
         except ConfigError as error:
             if not own:
                 raise
@@ -51,11 +52,3 @@ def _named(config: RunConfig, *, exclude_unset: bool = False) -> dict[str, Any]:
         if key in section:
             section[key] = source_of(Path(section[key])) or section[key]
     return values
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        elif (prefix, key) != ("", "folder"):  # which may be spelled in other ways, or have been moved
-            yield prefix + key, value

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checks import allocation
 from pipeline.checks.door import check_allocation
-from pipeline.checks.inputs import Inputs, open_layout, open_samples
+from pipeline.checks.inputs import Inputs, Opened
 from pipeline.config.run import load_config
 from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
 from pipeline.methods import training_method
@@ -39,11 +39,13 @@ def on_rank(config_path: Path, prepare: Callable[..., None] = lambda: None, *arg
     logging.getLogger("pipeline.checks.door").setLevel(logging.INFO)
     prepare(*arguments)
     config = load_config(config_path)
-    layout, deepspeed = open_layout(config, dist.get_world_size())
-    samples = open_samples(config, None) if config.data.folder.exists() else SimpleNamespace(corpora=[])
-    inputs = Inputs(config, deepspeed, layout, open_base(config.base), "", samples, training_method(config))
+    run = Opened(config, dist.get_world_size())
+    samples = run.samples if config.data.folder.exists() else SimpleNamespace(corpora=[])
+    inputs = Inputs(
+        config, run.deepspeed_config, run.layout, open_base(config.base), "", samples, training_method(config)
+    )
     try:
-        check_allocation(inputs, ProcessGroups(layout), torch.device("cpu"))
+        check_allocation(inputs, ProcessGroups(run.layout), torch.device("cpu"))
     except UserError as error:
         return f"error: {error}"
     except SystemExit as end:

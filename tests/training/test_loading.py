@@ -55,16 +55,17 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
     tensor; all in bytes."""
     start_deepspeed()
-    from pipeline.checks.inputs import Inputs, open_layout
+    from pipeline.checks.inputs import Inputs, Opened
     from pipeline.training import run
 
     config = load_config(path)
-    layout, deepspeed_config = open_layout(config, dist.get_world_size())
+    opened = Opened(config, dist.get_world_size())
+    layout = opened.layout
     groups = ProcessGroups(layout)
     hashed: list[str] = []
     run.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
     base, corpora = open_base(config.base), None  # there are none here
-    inputs = Inputs(config, deepspeed_config, layout, base, "", corpora, training_method(config))
+    inputs = Inputs(config, opened.deepspeed_config, layout, base, "", corpora, training_method(config))
     run.hash_base(inputs, groups.tensor_parallel)
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
     assert base.hashes() == {file.name: file_hash(file) for file in base.files}

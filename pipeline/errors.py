@@ -48,6 +48,11 @@ class UserError(Exception):
 
     exit_code = USER_ERROR
 
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
 
 class ConfigError(UserError):
     """A run configuration, a flag or a combination of settings that cannot work."""
@@ -103,12 +108,6 @@ class PreflightError(UserError):
     """An allocation on which a run must not start: a result is wrong, or something is too slow or too small."""
 
 
-class PassingPreflightError(PreflightError):
-    """A preflight error that another attempt may not meet, on other nodes or later."""
-
-    exit_code = PASSING_FAULT
-
-
 class RendezvousError(UserError):
     """Ranks that could not connect. Another attempt, at another port, may succeed."""
 
@@ -129,10 +128,6 @@ class ForgettingError(UserError):
 
 class StudyError(UserError):
     """A run of a study that ended in a fault; the study ends with its exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class ConversionError(UserError):
@@ -167,7 +162,12 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:
-        return _fault_of_the_system(error)
+        where = error.filename or "the output"
+        if error.errno in _FULL:
+            return f"no space left on the disk of {where}; free some and start again"
+        if error.errno in _PASSING:
+            return f"{where}: {error.strerror}; check that file system, then start again"
+        return f"{where}: {error.strerror}; name a place that this user can read and write, or change its permissions"
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -186,12 +186,3 @@ def faults_of_library(what: str, kind: type[UserError]) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise kind(f"{what}: {in_one_line(error):.300}") from None
-
-
-def _fault_of_the_system(error: OSError) -> str:
-    where = error.filename or "the output"
-    if error.errno in _FULL:
-        return f"no space left on the disk of {where}; free some and start again"
-    if error.errno in _PASSING:
-        return f"{where}: {error.strerror}; check that file system, then start again"
-    return f"{where}: {error.strerror}; name a place that this user can read and write, or change its permissions"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -179,10 +178,8 @@ def check_disk(run: Allocation) -> Finding:
 def _why_not_written(probe: Path) -> str | None:
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
-        with probe.open("wb") as file:
-            file.write(b"preflight\n")
-            file.flush()
-            os.fsync(file.fileno())
+        probe.write_text("preflight\n")
+        sync(probe)
         sync(probe.parent)
     except OSError as error:
         return error.strerror or str(error)

@@ -24,7 +24,7 @@ from pipeline.data import preprocess
 from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
 from pipeline.data.jobs import finished
 from pipeline.data.units import input_files, is_here
-from pipeline.errors import ConfigError, MissingPackageError, PassingPreflightError, PreflightError, UserError
+from pipeline.errors import PASSING_FAULT, ConfigError, MissingPackageError, PreflightError, UserError
 from pipeline.methods import training_method
 from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
@@ -213,7 +213,7 @@ def check_allocation(inputs: Inputs, groups: ProcessGroups, device: torch.device
     """The preflight; every rank must call it, before it allocates anything.
 
     Raises:
-        PreflightError: with all faults, on rank 0; a PassingPreflightError if all of them are passing.
+        PreflightError: with all faults, on rank 0; another attempt may succeed if all of them are passing.
         SystemExit: on the other ranks.
     """
     if not inputs.config.preflight.enabled:
@@ -241,5 +241,5 @@ def refuse_faults(findings: list[Finding]) -> None:
         return
     nodes = sorted({fault.node for fault in faults if fault.node is not None})
     exclude = f"; to exclude the broken nodes from the job: --exclude={','.join(nodes)}" if nodes else ""
-    kind = PassingPreflightError if all(fault.passing for fault in faults) else PreflightError
-    raise kind(f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{exclude}")
+    text = f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{exclude}"
+    raise PreflightError(text, PASSING_FAULT if all(fault.passing for fault in faults) else None)

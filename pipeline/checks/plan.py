@@ -60,47 +60,38 @@ class Plan:
         return "\n".join(lines)
 
 
-_UNKNOWN = "unknown: see the errors below"
-
-
 def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> Plan:
-    """The plan of `config` on `cluster`; `base_config` is the base's config.json, if its folder is missing."""
+    """The plan of `config` on `cluster`; `base_config` is the base's config.json, if its folder is missing.
+
+    It lacks what cannot be known because of a fault.
+    """
     run = Opened(config, cluster.gpus, base_config)
     faults, plan = faults_of(run), Plan(to_make=list(_to_make(config)))
-    spec, deepspeed = run.get("model"), run.get("deepspeed_config")
-    estimator = Estimator(config, spec, deepspeed, cluster) if spec and deepspeed else None
-    estimate = None
-    if estimator is not None:
-        try:
-            estimate = estimator.estimate(estimator.own_choice)
-        except UserError as error:
-            faults.append(error)
-
+    spec, deepspeed, estimate = run.get("model"), run.get("deepspeed_config"), None
     plan.add("run", f"{config.name}, in {config.folder}", name=config.name, folder=str(config.folder))
     ranks = f"{cluster.gpus} {'CPU processes' if cluster.on_cpu else 'GPUs'} on {cluster.nodes} node(s)"
-    if estimator is None:
+    if spec is None or deepspeed is None:
         plan.add("layout", ranks)
-        plan.add("parameters", _UNKNOWN)
-        plan.add("checkpoints", _UNKNOWN)
     else:
+        estimator = Estimator(config, spec, deepspeed, cluster)
         own, dp_size = estimator.own_choice, run.layout.dp_size
         plan.add("layout", f"{ranks}: dp {dp_size}, {own}", dp_size=dp_size, choice=own._asdict())
         plan.add("parameters", str(estimator.parameters), parameters=asdict(estimator.parameters))
         faults += _add_checkpoints(plan, estimator)
-    if estimate is None:
-        plan.add("memory a rank", _UNKNOWN)
-    else:
-        faults += _add_memory(plan, estimate, cluster)
+        try:
+            estimate = estimator.estimate(own)
+            faults += _add_memory(plan, estimate, cluster)
+        except UserError as error:
+            faults.append(error)
     _add_steps(plan, config, estimate, cluster)
     _add_corpora(plan, run)
     stages = list(_stages(config))
     plan.add("stages", ", ".join(stages), stages=stages)
-    export = None
     if spec is not None:
         scale = config.method if isinstance(config.method, ScaleMethod) else None
         expansion = plan_expansion(scale, spec.widths, spec.num_layers) if scale else None
         export = describe_formats(why_not(config.method, expansion, spec, gated=config.gate is not None))
-    plan.add("export", export or _UNKNOWN, export=export)
+        plan.add("export", export, export=export)
     plan.faults = [str(fault) for fault in faults]
     return plan
 
@@ -147,9 +138,7 @@ def _add_steps(plan: Plan, config: RunConfig, estimate: Estimate | None, cluster
     plan.add("steps", f"{steps:,}, {steps * a_step:,} tokens in all", steps=steps, tokens=steps * a_step)
     if cluster.on_cpu:
         plan.add("duration", "unknown on CPUs; scale-cpt status measures the first steps")
-    elif estimate is None:
-        plan.add("duration", _UNKNOWN)
-    else:
+    elif estimate is not None:
         seconds = steps * estimate.step_s
         whole = f"{timedelta(seconds=round(seconds))} for {steps:,} steps, without validations and saves"
         source = f"estimated for ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}"

@@ -184,14 +184,13 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:
     own = LockOwner.this_process()
-    error = FolderTakenError(
+    # An earlier start of this job lives if Slurm lost contact with its node. A later attempt may succeed.
+    is_earlier = owner.job is not None and owner.job == own.job and owner.restart != own.restart
+    return FolderTakenError(
         f"{path.parent}: {owner} is at the stage {path.stem} in this folder, which only one job may use; wait for it, "
-        f"{f'scancel {owner.job}' if owner.job else 'stop it'}, or give this run a `folder` of its own"
+        f"{f'scancel {owner.job}' if owner.job else 'stop it'}, or give this run a `folder` of its own",
+        LOST_RANK if is_earlier else None,
     )
-    if owner.job is not None and owner.job == own.job and owner.restart != own.restart:
-        # An earlier start of this job: Slurm lost contact with its node. A later attempt may succeed.
-        error.exit_code = LOST_RANK
-    return error
 
 
 def lock_path(folder: Path, stage: str = TRAINING) -> Path:

@@ -158,15 +158,13 @@ def restored_logging() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def slurm_installed() -> None:
-    """Skips where Slurm cannot run; the reason is repeated at the end of the summary."""
+def slurm_cluster() -> Iterator[Cluster]:
+    """One cluster for the whole session of this worker, started when the first test asks for it.
+
+    Skips where Slurm cannot run; the reason is repeated at the end of the summary.
+    """
     if reason := why_not():
         pytest.skip(f"{_NO_SLURM}{reason}")
-
-
-@pytest.fixture(scope="session")
-def slurm_cluster(slurm_installed: None) -> Iterator[Cluster]:
-    """One cluster for the whole session of this worker, started when the first test asks for it."""
     with guarded_cluster() as cluster:
         yield cluster
 

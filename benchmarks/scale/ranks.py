@@ -86,7 +86,7 @@ def start(config: RunConfig, ranks: int) -> Row:
         for check in (allocation.check_same_files, allocation.check_corpora):
             assert not check(allocated).faults
         times.append(time.thread_time())
-        run.hash_base(inputs, SINGLE)
+        run.hash_base(inputs)
         inputs.method.load(methods.build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE)
         return [*times, time.thread_time()]
 

@@ -25,7 +25,7 @@ from pipeline.methods.vocabulary import extended_spec, with_new_rows
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.topology import SINGLE, Layout, TensorParallel
+from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.run_folder.status import is_trained
 from pipeline.sizing.micro_batch import imagined_ranks
 
@@ -166,27 +166,21 @@ class Opened:
         return False
 
 
-def check_context(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError where samples are longer than the base's context."""
-    longest = spec.longest_text
+def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
+    """Raises ConfigError where the run's method, layout or sequence length does not fit a base of that architecture.
+
+    It builds the model without memory or communication.
+    """
+    longest, parallel = spec.longest_text, config.parallel
     if config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
             f"use at most {longest}"
         )
-
-
-def check_model(config: RunConfig, spec: DecoderSpec, tp: TensorParallel) -> None:
-    """Raises what building the model would, without memory or communication."""
     with torch.device("meta"):
-        build_model(config, spec, tp)
-
-
-def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError where the run's method, layout or sequence length does not fit a base of that architecture."""
-    check_context(config, spec)
-    parallel = config.parallel
-    check_model(config, spec, imagined_ranks(parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel))
+        build_model(
+            config, spec, imagined_ranks(parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel)
+        )
 
 
 def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) -> list[list[int]]:

@@ -15,7 +15,7 @@ from pipeline import log
 from pipeline.checkpoint.folder import latest_checkpoint, remove_unfinished
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
 from pipeline.checks.door import check_allocation, read_inputs
-from pipeline.checks.inputs import Inputs, check_model
+from pipeline.checks.inputs import Inputs
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import file_hash, write_json
@@ -23,7 +23,7 @@ from pipeline.health.liveness import Phases, Verdict
 from pipeline.health.watchdog import Watchdog, lost_a_peer
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
-from pipeline.parallel.topology import ProcessGroups, TensorParallel
+from pipeline.parallel.topology import ProcessGroups
 from pipeline.run_folder.attempts import record_end, record_start
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
@@ -142,7 +142,7 @@ def prepare(
     groups = ProcessGroups(layout, timeout, sequence_parallel=config.parallel.sequence_parallel)
     check_allocation(inputs, groups, device)
     torch.manual_seed(config.seed)
-    hash_base(inputs, groups.tensor_parallel)
+    hash_base(inputs)
     model = load_model(inputs, groups, device)
     run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint)
     engine = Engine(model, config, inputs.deepspeed_config, groups)
@@ -170,12 +170,11 @@ def prepare(
     return Trainer(config, engine, batches, validation, checkpoints, observers, phases), position, difference
 
 
-def hash_base(inputs: Inputs, tp: TensorParallel) -> None:
+def hash_base(inputs: Inputs) -> None:
     """Hashes the files of the base and of the initial expansion, divided among the ranks."""
     base, own_share = inputs.base, slice(dist.get_rank(), None, dist.get_world_size())
 
     def read() -> dict[str, str]:
-        check_model(inputs.config, base.spec, tp)
         if (expansion := inputs.method.expansion) is not None:
             expansion.check_files(own_share)
         return {file.name: file_hash(file) for file in base.files[own_share]}

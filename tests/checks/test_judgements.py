@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.checks.allocation import Room, host_memory, judge_memory
 from pipeline.checks.devices import (
@@ -17,7 +15,6 @@ from pipeline.checks.devices import (
     Product,
     judge_all_reduce,
     judge_products,
-    measure_all_reduce,
     measure_product,
 )
 from pipeline.checks.door import refuse_faults
@@ -107,19 +104,3 @@ def test_the_sampled_hash_covers_size_ends_and_blocks(tmp_path):
     assert sampled_hash(file, 8) != whole
     file.write_bytes(content)
     assert sampled_hash(file, 8) == whole
-
-
-@pytest.mark.parametrize(("device", "device_ids"), [("cuda:3", [3]), ("cpu", None)])
-def test_the_first_call_of_a_group_names_its_device(device, device_ids, monkeypatch):
-    """A recorded call, on tensors that stand for those of a GPU."""
-    calls = []
-
-    def barrier(group, **options):
-        calls.append(options)
-        raise RuntimeError("ends the measurement")
-
-    for name, stand_in in (("barrier", barrier), ("get_world_size", lambda _: 2), ("get_rank", lambda _: 0)):
-        monkeypatch.setattr(dist, name, stand_in)
-    with FakeTensorMode():
-        link = measure_all_reduce(None, torch.device(device))
-    assert link.wrong == "failed (ends the measurement)" and calls == [{"device_ids": device_ids}]

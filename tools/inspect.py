@@ -15,18 +15,22 @@ from pathlib import Path
 import yaml
 
 from pipeline import command_line
-from pipeline.run_folder.checkpoint_names import checkpoint_at
+from pipeline.config.sources import CHECKPOINTS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="its folder; for the newest a run's, or checkpoints/latest")
+    parser.add_argument("checkpoint", type=Path, help="its folder, or a run's for the newest")
     parser.add_argument("--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from pipeline.conversion.trained_model import describe_checkpoint  # after --help: it loads torch
+    from pipeline.checkpoint.folder import latest_checkpoint  # after --help: they load torch
+    from pipeline.conversion.trained_model import describe_checkpoint
 
-    facts = describe_checkpoint(checkpoint_at(arguments.checkpoint), arguments.base)
+    folder = arguments.checkpoint
+    if (folder / CHECKPOINTS).is_dir():
+        folder = latest_checkpoint(folder / CHECKPOINTS) or folder
+    facts = describe_checkpoint(folder, arguments.base)
     text = json.dumps(facts, indent=2) if arguments.json else yaml.safe_dump(facts, sort_keys=False)
     print(text.rstrip("\n"))

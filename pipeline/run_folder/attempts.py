@@ -26,12 +26,10 @@ from pipeline.errors import (
     INTERRUPTED,
     RESUME_LATER,
     USER_ERROR,
-    RunFolderError,
     exit_code_of,
     in_one_line,
     worth_another_attempt,
 )
-from pipeline.files import read_bytes
 from pipeline.log import node
 from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
 from pipeline.run_folder.lock import LockOwner, RunLock
@@ -126,10 +124,11 @@ class Attempt:
 
     @property
     def is_excused(self) -> bool:
-        """Whether it counts as no attempt: a serial stage that was killed, or resumes where a signal stopped it."""
+        """Whether it may bring no checkpoint: a serial stage that was killed, or resumes where a signal stopped it."""
         if self.started is not None:
             return False
-        return self.ended is None or _resumes_without_checkpoint(self.ended.stage, self.ended.exit_code)
+        resumes = ("clean", "tokenize", "sample")
+        return self.ended is None or (self.ended.stage in resumes and self.ended.exit_code == RESUME_LATER)
 
 
 def record_start(config: RunConfig, world_size: int, step: int) -> None:
@@ -193,11 +192,11 @@ def read_attempts(folder: Path) -> list[Attempt]:
     """
     attempts: dict[str, Attempt] = {}
     try:
-        lines = read_bytes(folder / NAME, RunFolderError, "move it away").splitlines()
+        lines = (folder / NAME).read_bytes().splitlines()
     except FileNotFoundError:
         lines = []
-    except RunFolderError as error:
-        _logger.error("%s", error)
+    except OSError as error:
+        _logger.error("%s: cannot be read (%s); move it away", folder / NAME, error.strerror)
         lines = []
     for line in lines:
         try:
@@ -250,22 +249,16 @@ def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
     """
     own, newest = Attempt(this_attempt()), newest_checkpoint_step(folder)
     attempts = {attempt.number: attempt for attempt in read_attempts(folder) if attempt.series == own.series}
+    ended = StageEnd(stage=stage, exit_code=exit_code, step=None, checkpoint_step=newest, error=None)
+    attempts.setdefault(own.number, own).ended = ended
     idle = 0
     for number in range(own.number, -1, -1):
         attempt = attempts.get(number)
         record = attempt and (attempt.started or attempt.ended)
         if record and record.checkpoint_step < newest:
             break
-        if number == own.number:
-            idle += not _resumes_without_checkpoint(stage, exit_code)
-        else:
-            idle += attempt is None or not attempt.is_excused
+        idle += attempt is None or not attempt.is_excused
     return idle
-
-
-def _resumes_without_checkpoint(stage: str, exit_code: int) -> bool:
-    """Whether a stage was stopped by a signal and resumes there, although it writes no checkpoints."""
-    return stage in ("clean", "tokenize", "sample") and exit_code == RESUME_LATER
 
 
 @contextmanager

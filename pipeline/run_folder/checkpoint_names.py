@@ -31,23 +31,6 @@ def all_checkpoints(folder: Path) -> list[Path]:
     return sorted(filter(Path.is_dir, found), key=lambda path: found[path])
 
 
-def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest of a run's folder, of its `checkpoints`, or by `latest`.
-
-    Raises:
-        CheckpointError: it means none.
-    """
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    if path.name == LATEST and not path.is_dir():
-        folder = path.parent
-    elif not (folder / LATEST).exists() and folder == path:
-        return path
-    found = named_checkpoint(folder)
-    if found is None:
-        raise CheckpointError(f"{folder / LATEST}: no such file, or empty; name a checkpoint: {_names(folder)}")
-    return found
-
-
 def named_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty.
 
@@ -78,7 +61,7 @@ def newest_checkpoint_step(run: Path) -> int:
         named = None
     last = None if named is None else step_in(named.name)
     complete = (path for path in all_checkpoints(run / CHECKPOINTS) if (path / "manifest.json").exists())
-    steps = (step for path in complete if (step := step_in(path.name)) is not None)
+    steps = (step_in(path.name) or 0 for path in complete)
     return max((step for step in steps if last is None or step <= last), default=0)
 
 

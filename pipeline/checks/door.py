@@ -71,21 +71,15 @@ def _corpora(run: Opened) -> None:
 
 def _texts(run: Opened) -> list[UserError]:
     if (tokenizer := run.get("tokenizer")) is None:
-        named = [files for files in named_inputs(run.config.data) if is_here(files)]
-        return [fault for files in named for fault in _faults(input_files, files)]
-    jobs = [job for job in corpus_jobs(run.config.data, run.config.tokenizer) if is_here(job.corpus.input)]
-    return [
-        fault
-        for job in jobs
-        for fault in _faults(lambda job: finished(job.output, preprocess.plan_of(job, tokenizer)), job)
-    ]
+        return _faults_of_each(input_files, filter(is_here, named_inputs(run.config.data)))
+    jobs = (job for job in corpus_jobs(run.config.data, run.config.tokenizer) if is_here(job.corpus.input))
+    return _faults_of_each(lambda job: finished(job.output, preprocess.plan_of(job, tokenizer)), jobs)
 
 
 def _sampled(run: Opened) -> list[UserError]:
     if run.get("base") is None or run.get("tokenizer") is None:
         return []
-    jobs = sampling_jobs(run.config)
-    return [fault for job in jobs for fault in _faults(lambda job: finished(job.output, plan_of(job)), job)]
+    return _faults_of_each(lambda job: finished(job.output, plan_of(job)), sampling_jobs(run.config))
 
 
 def _expansion(run: Opened) -> None:
@@ -174,17 +168,20 @@ def begin(config: RunConfig, world_size: int, stage: Stage) -> Opened:
 
 def faults_of(run: Opened) -> list[UserError]:
     """The faults that all checks find that need no ranks, each once."""
-    found = [fault for check in CHECKS if check.needs != "ranks" for fault in _faults(check.run, run)]
+    found = _faults_of_each(lambda check: check.run(run), (check for check in CHECKS if check.needs != "ranks"))
     return list({str(fault): fault for fault in found}.values())
 
 
-def _faults(check: Callable[..., Any], *arguments: Any) -> Iterable[UserError]:  # noqa: ANN401
-    """What `check` raises or returns."""
-    try:
-        found = check(*arguments)
-    except UserError as error:
-        return [error]
-    return found if isinstance(found, list) else []
+def _faults_of_each(check: Callable[[Any], Any], subjects: Iterable[Any]) -> list[UserError]:
+    """What `check` raises or returns for each subject."""
+    faults: list[UserError] = []
+    for subject in subjects:
+        try:
+            found = check(subject)
+        except UserError as error:
+            found = [error]
+        faults += found if isinstance(found, list) else []
+    return faults
 
 
 def read_inputs(config: RunConfig, world_size: int) -> Inputs:

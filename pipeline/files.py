@@ -217,31 +217,28 @@ def check_replaceable(path: Path, kind: FolderKind | None, *, overwrite: bool | 
         return
     expected = "" if kind is None else f", or {kind.name} that is not damaged"
     advice = "" if overwrite is None else ", or say --overwrite"
-    try:
-        found = str(read_object(path / "manifest.json", OutputError).get("format") or "another folder")
-    except (OSError, OutputError):
-        found = "another folder or file"
+    found = _format_in(path / "manifest.json") or "another folder or file"
     raise OutputError(f"{path}: expected nothing here{expected}, found {found}; move it away{advice}")
 
 
 def holds(kind: FolderKind | None, path: Path) -> bool:
-    """Whether `path` is a folder of that kind, of any version."""
-    if kind is None:
-        return False
+    """Whether `path` is a folder of that kind, of any version, which is the last word of a format."""
+    return kind is not None and _format_in(path / kind.record).rpartition(" ")[0] == kind.format.rpartition(" ")[0]
+
+
+def _format_in(record: Path) -> str:
+    """What a JSON file says that its folder is; empty if it says nothing, or cannot be read."""
     try:
-        content = read_object(path / kind.record, OutputError)
+        return str(read_object(record, OutputError).get("format") or "")
     except (FileNotFoundError, OutputError):
-        return False
-    found = str(content.get("format"))
-    return found.rpartition(" ")[0] == kind.format.rpartition(" ")[0]  # the last word is the version
+        return ""
 
 
 @contextlib.contextmanager
 def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | None = None) -> Iterator[Path]:
     """A temporary folder to fill, which replaces `path`, or what a link there leads to, when the block succeeds.
 
-    Raises:
-        OutputError: as `check_replaceable`.
+    Raises as `check_replaceable`.
     """
     path = Path(os.path.realpath(path))
     finish_replacement(path)

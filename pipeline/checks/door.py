@@ -154,11 +154,7 @@ CHECKS = (
 
 
 def begin(config: RunConfig, world_size: int, stage: Stage) -> Opened:
-    """Makes the checks of a stage that need no ranks, before it begins.
-
-    Raises:
-        UserError: the first fault.
-    """
+    """Makes the checks of a stage that need no ranks, before it begins; raises the first fault, a UserError."""
     run = Opened(config, world_size, stage=stage)
     for check in CHECKS:
         if stage in check.stages and check.needs != "ranks":
@@ -185,11 +181,7 @@ def _faults_of_each(check: Callable[[Any], Any], subjects: Iterable[Any]) -> lis
 
 
 def read_inputs(config: RunConfig, world_size: int) -> Inputs:
-    """Reads and checks everything that training reads, except for weights and the files of checkpoints.
-
-    Raises:
-        UserError: the first fault.
-    """
+    """What training reads, checked, without weights and the files of checkpoints; raises as `begin`."""
     run = begin(config, world_size, "train")
     method = training_method(config)
     return Inputs(

@@ -195,11 +195,7 @@ def _to_make(config: RunConfig) -> Iterator[str]:
 
 
 def dry_run(arguments: argparse.Namespace) -> int:
-    """Prints the plan of `arguments.run` on the cluster of `arguments`. Returns 1 if the run could not start.
-
-    Raises:
-        ConfigError: the configuration is invalid.
-    """
+    """Prints the plan of `arguments.run` on the cluster of `arguments`. Returns 1 if the run could not start."""
     plan = make_plan(load_config(arguments.run, arguments.set), cluster_of(arguments), arguments.base_config)
     ends = {"to_make": plan.to_make, "faults": plan.faults, "could_start": not plan.faults}
     text = json.dumps(plan.figures | ends, indent=2) if arguments.json else str(plan)

@@ -43,11 +43,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file at `path`.
-
-    Raises:
-        ConfigError: the file is missing, is not YAML, or holds something else.
-    """
+    """The mapping in the YAML file at `path`; raises ConfigError where it is missing or holds something else."""
     try:
         text = read_text(path, ConfigError, "name a YAML file")
     except FileNotFoundError as error:

@@ -114,11 +114,7 @@ def source_of(layers: Sequence[Layer], keys: Sequence[str]) -> str | None:
 
 
 def change_of(text: str) -> Layer:
-    """The layer of an argument such as `schedule.steps=20`, whose value is YAML.
-
-    Raises:
-        ConfigError: it has another form.
-    """
+    """The layer of an argument such as `schedule.steps=20`, whose value is YAML; raises ConfigError for others."""
     dotted, equals, value = text.partition("=")
     if not (dotted and equals):
         raise ConfigError(f"{COMMAND_LINE} {text}: expected KEY=VALUE, such as schedule.steps=20")

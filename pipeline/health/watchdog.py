@@ -213,11 +213,7 @@ def innermost(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def connect() -> Channel:
-    """This rank's end of the channel; every rank must call it.
-
-    Raises:
-        LayoutError: a rank cannot reach rank 0.
-    """
+    """This rank's end of the channel; every rank must call it. Raises LayoutError if one cannot reach rank 0."""
     rank = dist.get_rank()
     listener = _listener() if rank == 0 else None
     port = 0 if listener is None else int(listener.getsockname()[1])

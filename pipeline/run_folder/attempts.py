@@ -266,10 +266,7 @@ def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> It
     """Runs the block as a serial stage of the run `config`; without `config` it is of no run.
 
     A run's first stage writes `run.yaml`, at the latest when it is done. Start and end are recorded if a script, which
-    sets ATTEMPT, started the stage. `alone`: takes the lock of the stage.
-
-    Raises:
-        FolderTakenError: another process owns the lock.
+    sets ATTEMPT, started the stage. `alone`: takes the stage's lock; raises FolderTakenError where another has it.
     """
     if config is None:
         yield

@@ -217,11 +217,7 @@ def age_s(path: Path) -> float:
 
 
 def read_lock_owner(path: Path) -> LockOwner | None:
-    """The owner of the lock `path`, which may have been killed since; None if there is no lock.
-
-    Raises:
-        RunFolderError: it cannot be read.
-    """
+    """The owner of the lock `path`, which may have been killed since; None if there is none."""
     try:
         return LockOwner.model_validate_json(read_bytes(path, RunFolderError, "remove it"))
     except FileNotFoundError:

@@ -63,11 +63,7 @@ def is_trained(folder: Path) -> bool:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """The state of the run in `folder`.
-
-    Raises:
-        RunFolderError: there is no such folder.
-    """
+    """The state of the run in `folder`; raises RunFolderError if there is no such folder."""
     if not folder.is_dir():
         raise RunFolderError(
             f"{folder}: no such run folder; expected what a configuration names as its `folder`, "

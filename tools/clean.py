@@ -58,12 +58,7 @@ def main(options: argparse.Namespace) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser)
-    add(
-        "--workers",
-        type=positive,
-        default=len(os.sched_getaffinity(0)),
-        help="processes (default: the cores)",
-    )
+    add("--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes (default: the cores)")
     add("--show", type=positive, metavar="N", help="only print the beginnings of N documents that each step dropped")
     add("--dry-run", action="store_true", help="clean a sample of 1 %% only, and say what all will leave and take")
     add("--slurm", metavar="PARTITION", help="submit the next corpus as job arrays; given again, finish it")

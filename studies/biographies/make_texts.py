@@ -22,7 +22,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -85,10 +85,6 @@ class Pools:
     companies: Sequence[str]
     company_cities: Sequence[str]
 
-    @property
-    def full_name_count(self) -> int:
-        return len(self.first_names) * len(self.middle_names) * len(self.last_names)
-
 
 def make_pools(fraction: float = 1.0) -> Pools:
     """The pools, reduced to a fraction of their sizes, but at least two values each.
@@ -134,6 +130,7 @@ DAYS = (1, 28)
 
 ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
 """The company determines the company's city."""
+TASKS = ("task0", "task1")
 
 
 @dataclass(frozen=True)
@@ -155,13 +152,14 @@ def make_people(count: int, pools: Pools, seed: int) -> list[Person]:
     Raises:
         DataError: the pools have fewer full names.
     """
-    if count > pools.full_name_count:
+    names = len(pools.first_names) * len(pools.middle_names) * len(pools.last_names)
+    if count > names:
         raise DataError(
-            f"--people: {count} people need as many names, but these pools have {pools.full_name_count}; "
+            f"--people: {count} people need as many names, but these pools have {names}; "
             "ask for fewer, or raise --pool-fraction"
         )
     choice = random.Random(seed)
-    return [_person(number, pools, choice) for number in choice.sample(range(pools.full_name_count), count)]
+    return [_person(number, pools, choice) for number in choice.sample(range(names), count)]
 
 
 def _person(number: int, pools: Pools, choice: random.Random) -> Person:
@@ -280,14 +278,8 @@ _PRETRAINED, _TASK0, _TASK1 = 0.5, 0.25, 0.1  # of all people
 _FEWEST = 20
 _MADE_OF = "made_of.json"
 
-
-@dataclass(frozen=True)
-class Roster:
-    """The people with biographies, and those of both tasks: `task0` is part of `pretrained`, `task1` is not."""
-
-    pretrained: Sequence[Person]
-    task0: Sequence[Person]
-    task1: Sequence[Person]
+Roster = dict[str, list[Person]]
+"""The people with biographies, `pretrained`, and those of both tasks: `task0` is part of these, `task1` is not."""
 
 
 def make_roster(people: int, *, pool_fraction: float, seed: int) -> Roster:
@@ -299,14 +291,16 @@ def make_roster(people: int, *, pool_fraction: float, seed: int) -> Roster:
     if people < _FEWEST:
         raise DataError(f"--people: expected {_FEWEST} or more, of whom a tenth is Task 1's, found {people}")
     everyone = make_people(people, make_pools(pool_fraction), seed)
-    return Roster(
-        pretrained=everyone[: round(people * _PRETRAINED)],
-        task0=everyone[: round(people * _TASK0)],
-        task1=everyone[people - round(people * _TASK1) :],
-    )
+    return {
+        "pretrained": everyone[: round(people * _PRETRAINED)],
+        "task0": everyone[: round(people * _TASK0)],
+        "task1": everyone[people - round(people * _TASK1) :],
+    }
 
 
-def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int, vocab_size: int) -> Roster:
+def write_corpora(
+    output: Path, people: int, *, pool_fraction: float, seed: int, vocab_size: int
+) -> dict[str, list[Person]]:
     """Writes the files, unless `output` holds them already; the same arguments give the same bytes.
 
     Raises:
@@ -320,21 +314,19 @@ def write_corpora(output: Path, people: int, *, pool_fraction: float, seed: int,
         if found != made_of:
             raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; choose another --output")
         return roster
-    texts = [text for person in roster.pretrained for text in biographies(person, seed)]
+    texts = [text for person in roster["pretrained"] for text in biographies(person, seed)]
     random.Random(seed).shuffle(texts)
-    tasks = {"task0": roster.task0, "task1": roster.task1}
     with published_folder(output, None) as folder:
         _write(folder / "biographies.jsonl", ({"text": text} for text in texts))
-        for task, attribute in ((task, attribute) for task in tasks for attribute in ATTRIBUTES):
+        for task, attribute in product(TASKS, ATTRIBUTES):
             (folder / task).mkdir(exist_ok=True)
-            _write(folder / task / f"{attribute}.jsonl", (question(person, attribute) for person in tasks[task]))
+            _write(folder / task / f"{attribute}.jsonl", (question(person, attribute) for person in roster[task]))
         (folder / "tokenizer").mkdir()
-        asked = [question(person, attribute) for person in chain(*tasks.values()) for attribute in ATTRIBUTES]
+        asked = [question(*pair) for task in TASKS for pair in product(roster[task], ATTRIBUTES)]
         answered = [record["prompt"] + record["answer"] for record in asked]
         train_tokenizer([*texts, *answered], vocab_size, folder / "tokenizer")
-        groups = {"pretrained": roster.pretrained, "task1": roster.task1}
-        people_in = ((name, person) for name, members in groups.items() for person in members)
-        _write(folder / "people.jsonl", ({"group": name, **asdict(person)} for name, person in people_in))
+        all_people = ((name, person) for name in ("pretrained", "task1") for person in roster[name])
+        _write(folder / "people.jsonl", ({"group": name, **asdict(person)} for name, person in all_people))
         (folder / _MADE_OF).write_text(json.dumps(made_of) + "\n", encoding="utf-8")
     return roster
 
@@ -355,17 +347,10 @@ def main() -> None:
     add("--vocab-size", type=int, default=8192, help="of the tokenizer that is trained on the texts (default 8192)")
     add("--seed", type=int, default=0, help="of the people and the texts (default 0)")
     options = parser.parse_args()
-    roster = write_corpora(
-        options.output,
-        options.people,
-        pool_fraction=options.pool_fraction,
-        seed=options.seed,
-        vocab_size=options.vocab_size,
-    )
-    counts = (
-        f"{len(roster.pretrained):,} pretrained, {len(roster.task0):,} of them Task 0's, {len(roster.task1):,} Task 1's"
-    )
-    print(f"{options.output}: {counts}")
+    settings = {name: getattr(options, name) for name in ("pool_fraction", "seed", "vocab_size")}
+    roster = write_corpora(options.output, options.people, **settings)
+    pretrained, task0, task1 = (f"{len(people):,}" for people in roster.values())
+    print(f"{options.output}: {pretrained} pretrained, {task0} of them Task 0's, {task1} Task 1's")
 
 
 if __name__ == "__main__":

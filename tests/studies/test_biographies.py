@@ -45,9 +45,9 @@ def test_the_pools_have_the_papers_sizes_and_nothing_twice():
 
 def test_people_have_the_papers_proportions_and_all_values():
     roster = make_roster(202, pool_fraction=0.05, seed=1)
-    assert [len(group) for group in (roster.pretrained, roster.task0, roster.task1)] == [101, 50, 20]
-    assert roster.task0 == roster.pretrained[:50]
-    names = [person.name for person in (*roster.pretrained, *roster.task1)]
+    assert [len(group) for group in (roster["pretrained"], roster["task0"], roster["task1"])] == [101, 50, 20]
+    assert roster["task0"] == roster["pretrained"][:50]
+    names = [person.name for person in (*roster["pretrained"], *roster["task1"])]
     assert len(set(names)) == len(names), "Task 1's people have biographies, or share a name"
     assert roster == make_roster(202, pool_fraction=0.05, seed=1) != make_roster(202, pool_fraction=0.05, seed=2)
     pools = make_pools()
@@ -75,10 +75,10 @@ def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     write_corpora(tmp_path / "b", 40, **arguments)
     assert [*contents(tmp_path / "a").values()] == [*contents(tmp_path / "b").values()]
     texts = [json.loads(line)["text"] for line in (tmp_path / "a" / "biographies.jsonl").read_text().splitlines()]
-    assert sorted(texts) == sorted(text for person in roster.pretrained for text in biographies(person, 5))
+    assert sorted(texts) == sorted(text for person in roster["pretrained"] for text in biographies(person, 5))
     asked = (tmp_path / "a" / "task1" / "major.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in asked] == [question(person, "major") for person in roster.task1]
-    assert not [person.name for person in roster.task1 if person.name in " ".join(texts)]
+    assert [json.loads(line) for line in asked] == [question(person, "major") for person in roster["task1"]]
+    assert not [person.name for person in roster["task1"] if person.name in " ".join(texts)]
 
     tokenizer = load_tokenizer(tmp_path / "a" / "tokenizer")
     assert tokenizer.vocab_size == 400

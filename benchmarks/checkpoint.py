@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -94,6 +95,7 @@ def measure(divisor: int, zero_stage: int, rounds: int, folder: Path) -> None:
     """One rank; rank 0 writes a row for each way of saving."""
     torch.set_num_threads(1)
     launch.initialise(launch.read_launch(os.environ))
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     config = run_on(folder, divisor, zero_stage)
     engine = trained_engine(config)
     saver = Saver(config, engine, zero_stage)

@@ -18,27 +18,44 @@ from pipeline.errors import CONFIG_ERROR, nearest
 from pipeline.files import shipped
 
 PROGRAM = "scale-cpt"
-COMMANDS = (
+PROGRAMS = {
     # a run
-    "config", "clean", "tokenize", "sample", "upscale", "train", "gate", "convert", "combine", "evaluate",
+    "config": "run_config",
+    "clean": "clean_corpora",
+    "tokenize": "preprocess_data",
+    "sample": "sample_base",
+    "upscale": "upscale",
+    "train": "train",
+    "gate": "fit_gate",
+    "convert": "convert_checkpoint",
+    "combine": "combine",
+    "evaluate": "evaluate",
     # before it
-    "new", "estimate", "tokenizer", "vocabulary",
+    "new": "new_folder",
+    "estimate": "estimate",
+    "tokenizer": "train_tokenizer",
+    "vocabulary": "extend_vocabulary",
     # looking at it
-    "status", "inspect", "inspect-data", "report",
+    "status": "status",
+    "inspect": "inspect_checkpoint",
+    "inspect-data": "inspect_data",
+    "report": "report",
     # many runs
-    "study",
+    "study": "run_study",
     # for scripts and shells
-    "may-retry", "describe-config", "completion",
-)  # fmt: skip
-"""Each is a file of that name in tools/, or the module pipeline.train."""
+    "may-retry": "may_retry",
+    "describe-config": "describe_config",
+    "completion": "completion",
+}
+"""The program of each command: a file of tools/, or the module pipeline.train."""
 
 
 def main() -> None:
     """Runs the command that `sys.argv` names, with the arguments after it."""
     words = sys.argv[1:] or ["--help"]
     command = words[0]
-    if not command.startswith("-") and command not in COMMANDS:
-        hint = nearest(command, COMMANDS)
+    if not command.startswith("-") and command not in PROGRAMS:
+        hint = nearest(command, PROGRAMS)
         print(f"error: {command}: no such command{hint}; {PROGRAM} --help lists them", file=sys.stderr)
         sys.exit(CONFIG_ERROR)
     parser = build_parser([command])
@@ -49,13 +66,13 @@ def main() -> None:
     command_line.run_parsed(arguments.main, arguments)
 
 
-def build_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
+def build_parser(commands: Collection[str] = PROGRAMS.keys()) -> argparse.ArgumentParser:
     """The parser of `scale-cpt`; only `commands` get their options, and are imported."""
     parser = argparse.ArgumentParser(PROGRAM, epilog=f"{PROGRAM} COMMAND --help: its options")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        text = _path_of(command).read_text(encoding="utf-8").split('"""', 2)[1]
+    for command, program in PROGRAMS.items():
+        text = _path_of(program).read_text(encoding="utf-8").split('"""', 2)[1]
         own = subparsers.add_parser(
             command,
             help=text.splitlines()[0].replace("%", "%%"),
@@ -63,14 +80,15 @@ def build_parser(commands: Collection[str] = COMMANDS) -> argparse.ArgumentParse
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if command in commands:
-            module = _load(command)
+            module = load(program)
             module.add_options(own)
             own.set_defaults(main=module.main)
     return parser
 
 
-def _load(command: str) -> ModuleType:
-    spec = spec_from_file_location(f"scale_cpt_{command.replace('-', '_')}", _path_of(command))
+def load(program: str) -> ModuleType:
+    """The module of a program."""
+    spec = spec_from_file_location(f"scale_cpt_{program}", _path_of(program))
     assert spec is not None and spec.loader is not None  # a Python file has both
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -78,7 +96,7 @@ def _load(command: str) -> ModuleType:
     return module
 
 
-def _path_of(command: str) -> Path:
-    if command == "train":
+def _path_of(program: str) -> Path:
+    if program == "train":
         return Path(__file__).with_name("train.py")
-    return shipped() / "tools" / f"{command.replace('-', '_')}.py"
+    return shipped() / "tools" / f"{program}.py"

@@ -25,16 +25,15 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
 
 
 def test_the_help_of_the_stages_loads_no_torch():
-    commands = [*cli.COMMANDS][: cli.COMMANDS.index("inspect-data")]
+    commands = [*cli.PROGRAMS][: [*cli.PROGRAMS].index("inspect-data")]
     code = f"import sys; from pipeline.cli import build_parser; build_parser({commands}); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
-    tools = {path.stem.replace("_", "-") for path in (shipped() / "tools").glob("*.py")}
-    assert tools == {*cli.COMMANDS} - {"train"}
+    assert {path.stem for path in (shipped() / "tools").glob("*.py")} == {*cli.PROGRAMS.values()} - {"train"}
     parser = cli.build_parser()
-    for command in cli.COMMANDS:
+    for command in cli.PROGRAMS:
         with pytest.raises(SystemExit):
             parser.parse_args([command, "--help"])
         assert capsys.readouterr().out.startswith(f"usage: scale-cpt {command} ")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.cli import COMMANDS
+from pipeline.cli import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/**/*.md")])
@@ -27,7 +27,7 @@ SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(
     r"(?:python -m (benchmarks\.\w+)|"
-    rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(COMMANDS)})(?: init| show)?)(?![\w-]))"
+    rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
     r"((?:\\\n|[^\n`])*)"
 )
 NOT_NAMED_BY_TESTS = {
@@ -125,9 +125,11 @@ def test_every_script_is_used_by_a_test():
         name = str(script.relative_to(ROOT))
         quoted = rf"\b{script.stem}\{script.suffix}\b|\b{script.parent.name}\.{script.stem}\b"
         imported = rf"from {script.parent.name} import [^\n]*\b{script.stem}\b"
-        command = script.stem.replace("_", "-")
-        called = rf'"(?:pipeline|scale-cpt)", "{command}"|(?:scale-cpt |monkeypatch, "){command}\b'
-        used = re.search("|".join([quoted, imported, *([called] if command in COMMANDS else [])]), tests)
+        commands = [command for command, program in PROGRAMS.items() if program == script.stem]
+        called = [
+            rf'"(?:pipeline|scale-cpt)", "{command}"|(?:scale-cpt |monkeypatch, "){command}\b' for command in commands
+        ]
+        used = re.search("|".join([quoted, imported, *called]), tests)
         assert used or name in NOT_NAMED_BY_TESTS, f"no test uses {name}"
 
 

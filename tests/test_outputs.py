@@ -124,7 +124,7 @@ def _into(conversion: Conversion, path: Path, format: str) -> Conversion:
 
 
 def run_new(path: Path) -> None:
-    ended = run_main("new.py", path)
+    ended = run_main("new_folder.py", path)
     if ended.returncode:
         raise UserError(ended.stderr)
 

@@ -30,8 +30,7 @@ from tests.cleaning.crawl import Crawl, korean_pages
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
 from tests.data.test_web_archives import archive, html
 from tests.programs import call
-from tools import clean as clean_tool
-from tools import tokenize as tokenize_tool
+from tools import clean_corpora, preprocess_data
 
 COPIES = 5
 
@@ -187,7 +186,7 @@ def test_another_or_a_damaged_language_model_is_named(
         tmp_path, [*islice(korean_pages("reviews.jsonl.zst", 12), 3)], language="ko", language_model=str(model)
     )
     with pytest.raises(DataError, match=message) as refused:
-        call(clean_tool, run, "--workers", 1)
+        call(clean_corpora, run, "--workers", 1)
     assert "\n" not in str(refused.value)
 
 
@@ -197,20 +196,20 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     texts = stories(40)[:40]
     run = run_of(tmp_path, [*texts, *texts[:5], "too short"], language="en", skip=["lines"])
     with pytest.raises(DataError, match="crawl: has a section `clean`; run scale-cpt clean first"):
-        call(tokenize_tool, run, "--workers", 1)
-    assert call(clean_tool, run, "--workers", 1, "--dry-run") == 0
+        call(preprocess_data, run, "--workers", 1)
+    assert call(clean_corpora, run, "--workers", 1, "--dry-run") == 0
     assert "crawl.clean: about 87.0% of the documents, 40 in all" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "run.yaml"}
     for _ in range(2):  # the second time there is nothing to do
-        assert call(clean_tool, run, "--workers", 1) == 0
+        assert call(clean_corpora, run, "--workers", 1) == 0
         assert "crawl.clean: 40 documents" in capsys.readouterr().out
-    assert call(tokenize_tool, run, "--workers", 1) == 0
+    assert call(preprocess_data, run, "--workers", 1) == 0
     parts = [load_manifest(tmp_path / "tokens" / part).documents for part in ("crawl", "crawl.heldout")]
     assert sum(parts) == 40
     heldout = [document.text for document in heldout_corpora(load_config(run))["crawl"]]
     assert len(heldout) == parts[1] > 0
     assert set(heldout) <= set(texts)
-    call(clean_tool, run, "--show", 1)
+    call(clean_corpora, run, "--show", 1)
     assert "): too short" in capsys.readouterr().out
 
 
@@ -229,7 +228,7 @@ def test_bad_settings_are_refused_in_one_line(
     tmp_path: Path, settings: dict[str, object], kind: type[UserError], message: str
 ) -> None:
     with pytest.raises(kind, match=message) as refused:
-        call(clean_tool, run_of(tmp_path, stories(3)[:3], **settings), "--workers", 1)
+        call(clean_corpora, run_of(tmp_path, stories(3)[:3], **settings), "--workers", 1)
     assert "\n" not in str(refused.value)
 
 
@@ -237,7 +236,7 @@ def test_a_benchmark_that_is_not_jsonl_is_named(tmp_path: Path) -> None:
     (tmp_path / "arc.jsonl").write_text("question,answer\n")
     run = run_of(tmp_path, stories(3)[:3], language="en", benchmarks=[str(tmp_path / "arc.jsonl")])
     with pytest.raises(DataError, match=r"arc\.jsonl: a benchmark is JSONL, found .question,answer"):
-        call(clean_tool, run, "--workers", 1)
+        call(clean_corpora, run, "--workers", 1)
 
 
 def test_without_fasttext_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +244,7 @@ def test_without_fasttext_the_command_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(installed, lambda name: name != "fasttext-numpy2-wheel")
     run = run_of(tmp_path, ["text"], language="en", language_model=str(tmp_path / "run.yaml"))
     with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean,fasttext\]'"):
-        call(clean_tool, run)
+        call(clean_corpora, run)
 
 
 @pytest.mark.parametrize("missing", ["datatrove.executor", "ftfy"])
@@ -254,7 +253,7 @@ def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean\]'"):
-        call(clean_tool, run_of(tmp_path, ["text"], language="en"))
+        call(clean_corpora, run_of(tmp_path, ["text"], language="en"))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +262,7 @@ def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pyt
 )
 def test_what_tokenization_would_refuse_is_refused_first(tmp_path: Path, change: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        call(clean_tool, run_of(tmp_path, stories(3)[:3], language="en"), "--set", change)
+        call(clean_corpora, run_of(tmp_path, stories(3)[:3], language="en"), "--set", change)
     assert not (tmp_path / "tokens").exists()
 
 

@@ -165,13 +165,13 @@ def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
 def test_the_command_line(models, tmp_path):
     checkpoint = models("stories260K", "adapt norm base").checkpoint
     named = ["--checkpoint", checkpoint, "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
-    done = run_main("convert.py", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
+    done = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
     assert done.returncode == 0 and "verified" in done.stderr, done.stderr
     assert type(load_hf_model(tmp_path / "out")).__name__ == "LlamaForCausalLM"
     text = ["--text", "nothing.jsonl"]
-    again = run_main("convert.py", *named, "--output", tmp_path / "out", *text)
+    again = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "out", *text)
     assert again.returncode == 0, "it is done already: the text is not read"
-    done = run_main("convert.py", *named, "--output", tmp_path / "second", *text)
+    done = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "second", *text)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
     assert not (tmp_path / "second").exists()

@@ -247,8 +247,8 @@ def hub(monkeypatch):
 
 def test_what_was_verified_is_pushed(base, checkpoints, hub, tmp_path):
     named = ["--checkpoint", checkpoints["stock"], "--base", base, "--output", tmp_path / "hf", "--format", "stock"]
-    assert run_main("convert.py", *named).returncode == 0 and not hub
-    done = run_main("convert.py", *named, "--push", "someone/stories-ko", "--private")
+    assert run_main("convert_checkpoint.py", *named).returncode == 0 and not hub
+    done = run_main("convert_checkpoint.py", *named, "--push", "someone/stories-ko", "--private")
     assert done.returncode == 0 and "pushed to https://hub/someone/stories-ko" in done.stderr, done.stderr
     assert hub["create_repo"] == {"private": True, "exist_ok": True}
     upload = hub["upload_folder"]

@@ -24,7 +24,7 @@ def test_a_damaged_file_is_reported_in_one_line(checkpoint, tmp_path):
     """How a file is read is tested in tests/checkpoint/test_rank_files.py."""
     file = checkpoint / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    done = run_main("convert.py", "--checkpoint", checkpoint, "--base", STORIES, "--output", tmp_path / "o")
+    done = run_main("convert_checkpoint.py", "--checkpoint", checkpoint, "--base", STORIES, "--output", tmp_path / "o")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {file}: missing or damaged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]

@@ -206,7 +206,7 @@ def tokenize_tool(folder: Path, *arguments: str | Path) -> str:
     """The error line of scale-cpt tokenize; empty where it made the corpus `out`."""
     shutil.rmtree(folder / "out", ignore_errors=True)
     where = ["--tokenizer", STORIES260K, "--output", folder / "out", "--workers", "1"]
-    done = run_main("tokenize.py", "--input", *arguments, *where)
+    done = run_main("preprocess_data.py", "--input", *arguments, *where)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr
     return next((line for line in done.stderr.splitlines() if line.startswith("error: ")), "")
 

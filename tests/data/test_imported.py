@@ -57,7 +57,7 @@ def test_the_command_line_and_several_sequences_in_a_document(tmp_path):
     texts = documents(50)
     prefix = write_megatron(tmp_path / "their", encoded(texts), sentences=3)
     other = write_megatron(tmp_path / "other", [*encoded(texts[:3]), []])
-    tool = ("tokenize.py", "--import", prefix, other, "--tokenizer", stories_tokenizer().path)
+    tool = ("preprocess_data.py", "--import", prefix, other, "--tokenizer", stories_tokenizer().path)
     done = run_main(*tool, "--output", tmp_path / "out.heldout", "--workers", 1, "--max-bad-fraction", "0.1")
     assert done.returncode == 0, done.stderr
     corpus = TokenCorpus(tmp_path / "out.heldout")

@@ -51,7 +51,7 @@ def test_a_folder_of_corpora_has_a_line_for_each(tmp_path: Path):
 
 def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     done = run_main(
-        "tokenizer.py",
+        "train_tokenizer.py",
         *("--input", REVIEWS_HELDOUT, STORIES_HELDOUT, "--max-mib", "0.3"),
         *("--output", tmp_path / "t.model", "--vocab-size", "1500", "--model-type", "unigram"),
         *("--compare", STORIES260K),

@@ -340,7 +340,7 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
         "english": {"input": [str(english)], "heldout_input": [str(heldout)], "role": "replay"},
     }
     path, tokens = write_config(tmp_path / "run", tmp_path / "tokens", data__corpora=corpora), tmp_path / "tokens"
-    tool = ("tokenize.py", path, "--workers", "1")
+    tool = ("preprocess_data.py", path, "--workers", "1")
     heldout.rename(tmp_path / "later")
     early = run_main(*tool)
     assert (early.returncode, early.stderr.count("\n")) == (1, 1) and "2.jsonl: no such file" in early.stderr
@@ -363,13 +363,13 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
 def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[..., SmallDisk], workers: str):
     disk = small_disk(mib=1)
     output = disk.path / "corpus"
-    done = run_main("tokenize.py", *ARGUMENTS, "--output", output, "--workers", workers)
+    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == PASSING_FAULT
     assert "error: no space left on the disk" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (output / "manifest.json").exists()
     disk.grow(mib=100)
-    done = run_main("tokenize.py", *ARGUMENTS, "--output", output, "--workers", workers)
+    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == 0
     assert not list(output.rglob("*.partial"))
 
@@ -380,6 +380,6 @@ def test_an_output_that_cannot_be_a_folder_is_named(tmp_path: Path):
     arguments = ["--input", source, "--tokenizer", STORIES260K, "--workers", "1", "--output"]
     named = {tmp_path / "corpus": "corpus: expected nothing here", tmp_path / "corpus" / "below": "below: Not"}
     for output, message in named.items():
-        done = run_main("tokenize.py", *arguments, output)
+        done = run_main("preprocess_data.py", *arguments, output)
         assert (done.returncode, done.stderr.count("error: ")) == (1, 1) and message in done.stderr
     assert (tmp_path / "corpus").read_text() == "a file"

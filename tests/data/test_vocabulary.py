@@ -187,7 +187,7 @@ def test_a_spelling_that_exists_is_not_added_again():
 
 
 def test_the_tool_reports_and_publishes(tmp_path: Path):
-    tool = ("vocabulary.py", "--base", STORIES260K, "--old-texts", STORIES_HELDOUT, "--add", "50")
+    tool = ("extend_vocabulary.py", "--base", STORIES260K, "--old-texts", STORIES_HELDOUT, "--add", "50")
     wanted = ("--corpus", REVIEWS_HELDOUT, "--max-mib", "0.3", "--output", tmp_path / "v")
     ended = run_main(*tool, *wanted, "--report-on", f"stories={STORIES}")
     assert ended.returncode == 0, ended.stderr

@@ -54,7 +54,7 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert len(plan.to_make) == 2, "and the initial expansion"
 
     monkeypatch.setenv("ATTEMPT", "7.0")
-    done = run_main("sample.py", path, "--workers", "1", "--device", "cpu")
+    done = run_main("sample_base.py", path, "--workers", "1", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "/own: " in done.stdout and "tokens that the base wrote" in done.stdout
     ended = read_attempts(config.folder)[-1].ended
@@ -68,12 +68,12 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert plan.figures["corpora"]["own"]["tokens"] == manifest.tokens
 
     made = contents(copied_tokens)
-    again = run_main("sample.py", path)
+    again = run_main("sample_base.py", path)
     assert again.returncode == 0
     assert "own: already complete" in again.stderr
     assert contents(copied_tokens) == made
     other = rehearsing(tmp_path / "run", copied_tokens, temperature=0.5)
-    refused = run_main("sample.py", other)
+    refused = run_main("sample_base.py", other)
     assert refused.returncode == 1
     assert "own: was begun with another temperature: expected 0.5, found 1.0" in refused.stderr
 
@@ -87,8 +87,8 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
 def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path):
     path = write_config(tmp_path / "run", tokens)
     code = (
-        "import sys; from tests.programs import call; from tools import sample; "
-        f"call(sample, {str(path)!r}); assert 'torch' not in sys.modules"
+        "import sys; from tests.programs import call; from tools import sample_base; "
+        f"call(sample_base, {str(path)!r}); assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -111,7 +111,7 @@ def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path
     ],
 )
 def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message: str):
-    done = run_main("sample.py", "--base", STORIES, "--output", tmp_path / "own", "--tokens", "9", *flags)
+    done = run_main("sample_base.py", "--base", STORIES, "--output", tmp_path / "own", "--tokens", "9", *flags)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "own").exists()
@@ -147,8 +147,8 @@ def test_the_spelling_of_the_openings_paths_does_not_count(tmp_path: Path, monke
 def test_two_tools_do_not_make_corpora_in_one_folder(tmp_path: Path):
     begun, own = tmp_path / "begun", tmp_path / "own"
     bad, file = write_jsonl(tmp_path / "bad.jsonl", ["one", 2]), write_jsonl(tmp_path / "o.jsonl", ["one", "two"])
-    sample_to = ("sample.py", "--base", STORIES, "--tokens", "20", "--max-tokens", "8", "--workers", "1")
-    tokenize_to = ("tokenize.py", "--tokenizer", STORIES, "--workers", "1")
+    sample_to = ("sample_base.py", "--base", STORIES, "--tokens", "20", "--max-tokens", "8", "--workers", "1")
+    tokenize_to = ("preprocess_data.py", "--tokenizer", STORIES, "--workers", "1")
     assert run_main(*tokenize_to, "--input", bad, "--output", begun).returncode == 1
     options = ("--batch-size", "2", "--seed", "3", "--temperature", "0.5")
     done = run_main(*sample_to, "--openings", file, "--opening-tokens", "2", "--output", own, *options)

@@ -134,7 +134,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     }
     for name, values in (("study", changes), ("plain", plain)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        done = run_main("study.py", tmp_path / f"{name}.yaml", "--data", texts)
+        done = run_main("run_study.py", tmp_path / f"{name}.yaml", "--data", texts)
         assert done.returncode == 0, done.stderr
     arguments = [tmp_path / "study", "--texts", texts, "--plain", tmp_path / "plain", "--max-bytes", 4000]
     monkeypatch.setattr(sys, "argv", ["score.py", *map(str, arguments)])

@@ -39,6 +39,13 @@ def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
         assert capsys.readouterr().out.startswith(f"usage: scale-cpt {command} ")
 
 
+@pytest.mark.parametrize("command", ["status", "tokenize", "convert"])
+def test_a_program_runs_as_a_file_too(command):
+    program = shipped() / "tools" / f"{cli.PROGRAMS[command]}.py"
+    done = subprocess.run([sys.executable, str(program), "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: {program.name} ")
+
+
 def test_changes_need_a_run(monkeypatch, capsys):
     assert called(monkeypatch, "tokenize", "--set", "seed=7") == CONFIG_ERROR
     assert capsys.readouterr().err == "error: --set changes a run; name its YAML file or its folder\n"

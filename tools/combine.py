@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pipeline import command_line
 from pipeline.errors import ConfigError
 
 
@@ -42,3 +43,7 @@ def main(arguments: argparse.Namespace) -> None:
     changed = added or arguments.remove
     records = combine(arguments.folder, added, arguments.remove) if changed else expansions_in(arguments.folder)
     print(table(HEADER, rows_of(records)))
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

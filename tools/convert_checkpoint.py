@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
+from pipeline.cli import PROGRAM
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion import Format, Precision, ServedPrecision
 from pipeline.errors import ConfigError
@@ -105,10 +106,20 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         padding=Padding.parse(arguments.pad_for) if arguments.pad_for else UNPADDED,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         base_name=arguments.base_name,
-        command=f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
+        command=_command(),
         overwrite=arguments.overwrite,
     )
     is_new = convert(conversion, make_probe)
     logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)
     if arguments.push:
         logger.info("pushed to %s", publish.push(conversion.output, arguments.push, private=arguments.private))
+
+
+def _command() -> str:
+    """The command line, which the front `scale-cpt` has begun with its own name and that of the command."""
+    program, *arguments = sys.argv
+    return f"{program if program.startswith(f'{PROGRAM} ') else f'python {program}'} {shlex.join(arguments)}"
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

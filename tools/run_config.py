@@ -109,3 +109,7 @@ def _lines(section: Mapping[str, Any], layers: list[Layer], outer: tuple[str, ..
         else:
             text = yaml.safe_dump([value], default_flow_style=True, width=10_000, allow_unicode=True).strip()[1:-1]
             yield f"{indent}{key}: {text}", source_of(layers, keys) or _DEFAULT
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

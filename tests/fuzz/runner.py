@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -56,14 +55,6 @@ class Result(NamedTuple):
     outcome: str
     damage: str
     why: str
-
-
-def digest(parts: Iterable[bytes]) -> str:
-    """A hash of `parts`."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(hashlib.sha256(part).digest())
-    return total.hexdigest()
 
 
 def results(folder: Path, subjects: Sequence[Subject], seed: int, numbers: Iterable[int]) -> Iterator[Result]:
@@ -127,7 +118,12 @@ def _in_child(work: Callable[[], Mapping[str, str] | None], place: Path) -> dict
         signal.alarm(_WALL_SECONDS)
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
-        answer = _answer(work)
+        try:
+            answer = {"kind": "content", "content": work() or {}}
+        except BaseException as error:  # noqa: BLE001  every other end is a fault
+            answer = {"kind": "traceback", "text": traceback.format_exc()}
+            if isinstance(error, (UserError, OSError)) and exit_code_of(error) != INTERNAL_FAULT:
+                answer = {"kind": "refused", "text": in_one_line(error)}  # as every command line prints it
         (place / "answer.json").write_text(json.dumps(answer))
         os._exit(0)
     status = os.waitpid(child, 0)[1]
@@ -136,12 +132,3 @@ def _in_child(work: Callable[[], Mapping[str, str] | None], place: Path) -> dict
         kind = "hang" if number in (signal.SIGXCPU, signal.SIGALRM) else "abort"
         return {"kind": kind, "text": signal.Signals(number).name}
     return dict(json.loads((place / "answer.json").read_text()))
-
-
-def _answer(work: Callable[[], Mapping[str, str] | None]) -> dict[str, Any]:
-    try:
-        return {"kind": "content", "content": work() or {}}
-    except BaseException as error:  # noqa: BLE001  every other end is a fault
-        if isinstance(error, (UserError, OSError)) and exit_code_of(error) != INTERNAL_FAULT:
-            return {"kind": "refused", "text": in_one_line(error)}  # as every command line prints it
-        return {"kind": "traceback", "text": traceback.format_exc()}

@@ -24,6 +24,7 @@ from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import Workers, local_workers
 from pipeline.deepspeed_config import load_deepspeed_config
+from pipeline.files import json_hash
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
@@ -32,7 +33,7 @@ from pipeline.studies.study import load_study
 from tests.bases import CONFIGS, STORIES, random_model
 from tests.data.helpers import COMPRESS, PROJECT, job
 from tests.fuzz.damage import damage_bytes_only
-from tests.fuzz.runner import INPUT, Subject, digest
+from tests.fuzz.runner import INPUT, Subject
 
 _TEXTS = [f"Once upon a time there were {number} cats. 고양이 {'and a dog ' * (number % 7)}." for number in range(60)]
 _RECORDS = [{"text": text, "prompt": text[:20], "n": number} for number, text in enumerate(_TEXTS)]
@@ -84,7 +85,7 @@ def _train_on() -> dict[str, str]:
     corpus.check(blocks=None)
     packed = PackedCorpus(corpus, 64, padding=0, document_mask=True, whole_documents=False)
     arrays = (array for at in range(len(packed)) for array in packed[at])
-    return {"samples": digest(np.ascontiguousarray(array).tobytes() for array in arrays)}
+    return {"samples": json_hash([np.asarray(array).tolist() for array in arrays])}
 
 
 def _make_base(kind: str) -> None:

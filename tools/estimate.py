@@ -19,7 +19,6 @@ from pipeline.sizing.cluster import add_cluster_options, cluster_of
 def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     add_cluster_options(parser)
-    parser.add_argument("--tp", type=int, help="overrides the configuration's parallel.tp_size")
     parser.add_argument("--base-config", type=Path, help="the base's config.json, if its folder is missing")
 
 
@@ -30,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     from pipeline.sizing.table import report
 
     config, cluster = load_config(arguments.run, arguments.set, base="described"), cluster_of(arguments)
-    text, recommended = report(open_estimator(config, cluster, tp_size=arguments.tp, base_config=arguments.base_config))
+    text, recommended = report(open_estimator(config, cluster, base_config=arguments.base_config))
     print(text)
     return 0 if recommended else 1
 

@@ -42,7 +42,7 @@ from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 from pipeline.sizing.traffic import GATHER
-from pipeline.training import run
+from pipeline.training import trainer
 from tests.sizing.real_runs import COLLECTIVES, payloads, simulated_steps
 
 _PARTS = ("inputs", "preflight", "base")
@@ -86,7 +86,7 @@ def start(config: RunConfig, ranks: int) -> Row:
         for check in (allocation.check_same_files, allocation.check_corpora):
             assert not check(allocated).faults
         times.append(time.thread_time())
-        run.hash_base(inputs)
+        trainer.hash_base(inputs)
         inputs.method.load(methods.build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE)
         return [*times, time.thread_time()]
 

@@ -9,10 +9,11 @@ from pipeline.observers.performance import PerformanceMetrics, Profiler
 from pipeline.observers.tasks import TaskScores
 from pipeline.observers.trackers import make_trackers
 from pipeline.parallel.ranks import run_on_all_ranks
-from pipeline.training.observer import Observer, RunContext
+from pipeline.training.observer import Observer
+from pipeline.training.trainer import Trainer
 
 
-def make_observers(context: RunContext) -> list[Observer]:
+def make_observers(trainer: Trainer) -> list[Observer]:
     """The observers of the run's configuration: those that measure first, then those that write.
 
     Every rank must call it.
@@ -20,16 +21,16 @@ def make_observers(context: RunContext) -> list[Observer]:
     Raises:
         MissingPackageError: the package of a tracker is not installed; on rank 0.
     """
-    config, position = context.inputs.config, context.position
+    config, position = trainer.config, trainer.position
     observers: list[Observer] = [
-        Diagnostics(context),
+        Diagnostics(trainer),
         ForgettingBudget(config),
         EarlyStop(config),
-        *([TaskScores(context)] if config.validation.tasks else []),  # after those that make a validation the last
-        PerformanceMetrics(context),
-        Profiler(context),
+        *([TaskScores(trainer)] if config.validation.tasks else []),  # after those that make a validation the last
+        PerformanceMetrics(trainer),
+        Profiler(trainer),
     ]
-    if context.rank == 0:
+    if trainer.rank == 0:
         observers.append(MetricsFiles(config.folder, position.step))
         observers.append(ProgressDisplay(position.step, config.schedule.steps, config.metrics.log_every_s))
-    return observers + run_on_all_ranks(lambda: make_trackers(config) if context.rank == 0 else [])
+    return observers + run_on_all_ranks(lambda: make_trackers(config) if trainer.rank == 0 else [])

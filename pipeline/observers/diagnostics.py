@@ -18,7 +18,8 @@ from pipeline.parallel.ranks import summed
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import block_norms
 from pipeline.training.batches import collate
-from pipeline.training.observer import Observer, RunContext, ValidationEvent
+from pipeline.training.observer import Observer, ValidationEvent
+from pipeline.training.trainer import Trainer
 
 
 class Diagnostics(Observer):
@@ -27,13 +28,13 @@ class Diagnostics(Observer):
     Nothing if the base itself trains, because then there is no reference.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        config, self.engine = context.inputs.config, context.engine
-        self.probe, self.probe_name = context.probe, "training"
-        for name, samples in context.inputs.samples.heldout.items():
+    def __init__(self, trainer: Trainer) -> None:
+        config, self.engine = trainer.config, trainer.engine
+        self.probe, self.probe_name = trainer.probe, "training"
+        for name, samples in trainer.inputs.samples.heldout.items():
             if config.data.corpora[name].role == "replay":
                 rows = [samples[index] for index in range(min(config.schedule.micro_batch_size, len(samples)))]
-                self.probe, self.probe_name = collate(rows, config.data.document_mask).on(context.device), name
+                self.probe, self.probe_name = collate(rows, config.data.document_mask).on(trainer.device), name
                 break
 
     def on_validation(self, event: ValidationEvent) -> None:

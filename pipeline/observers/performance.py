@@ -11,7 +11,8 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, tensorboar
 from pipeline import log
 from pipeline.run_folder.attempts import count_restarts, read_attempts, this_attempt
 from pipeline.sizing.flops import mfu_per_token_rate, peak_flops
-from pipeline.training.observer import Observer, RunContext, StepEvent
+from pipeline.training.observer import Observer, StepEvent
+from pipeline.training.trainer import Trainer
 
 PROFILE = "profile"
 """The folder of the traces, in the run folder."""
@@ -24,12 +25,12 @@ _logger = log.get_logger(__name__)
 class PerformanceMetrics(Observer):
     """Adds speed, time, memory and the number of restarts to the figures of every step."""
 
-    def __init__(self, context: RunContext) -> None:
-        self.device, self.phases = context.device, context.phases
+    def __init__(self, trainer: Trainer) -> None:
+        self.device, self.phases = trainer.device, trainer.phases
         self.mfu_per_token_rate, self.restarts = None, 0
-        if context.rank == 0:  # whose figures are written
-            inputs = context.inputs
-            peak = peak_flops(inputs.config, inputs.deepspeed_config.dtype, context.device)
+        if trainer.rank == 0:  # whose figures are written
+            inputs = trainer.inputs
+            peak = peak_flops(inputs.config, inputs.deepspeed_config.dtype, trainer.device)
             self.mfu_per_token_rate = mfu_per_token_rate(inputs.config, inputs.base.spec, peak)
             self.restarts = count_restarts(read_attempts(inputs.config.folder), this_attempt())
 
@@ -56,18 +57,18 @@ class Profiler(Observer):
     A step begins where the one before it is reported, and so includes that one's save.
     """
 
-    def __init__(self, context: RunContext) -> None:
-        settings = context.inputs.config.profile
+    def __init__(self, trainer: Trainer) -> None:
+        settings = trainer.config.profile
         first, last = settings.steps or (1, 0)
-        self._steps = range(first, last + 1) if context.rank in settings.ranks else range(0)
-        self._folder = context.inputs.config.folder / PROFILE
-        self._rank, self._on_gpu = context.rank, context.device.type == "cuda"
+        self._steps = range(first, last + 1) if trainer.rank in settings.ranks else range(0)
+        self._folder = trainer.config.folder / PROFILE
+        self._rank, self._on_gpu = trainer.rank, trainer.device.type == "cuda"
         self._profile: profile | None = None
         if settings.steps is not None:
             ranks = ", ".join(map(str, settings.ranks))
             _logger.info("traces steps %d to %d of rank(s) %s into %s", first, last, ranks, self._folder)
-        if context.position.step > 0:  # a new run reports its step 0
-            self._begin(context.position.step + 1)
+        if trainer.position.step > 0:  # a new run reports its step 0
+            self._begin(trainer.position.step + 1)
 
     def on_step(self, event: StepEvent) -> None:
         self._begin(event.step + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product, starmap
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from pipeline.deepspeed_config import (
     load_deepspeed_config,
     why_not_zero3,
 )
-from pipeline.errors import BaseModelError, ConfigError, UserError
+from pipeline.errors import BaseModelError, UserError
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import ActivationCheckpointing
 from pipeline.methods.vocabulary import extended_spec
@@ -32,7 +32,7 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
 from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
-from pipeline.sizing.traffic import GATHER, REDUCE, TENSOR_PARALLEL, Traffic, estimate_gathering, estimate_traffic
+from pipeline.sizing.traffic import GATHER, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 from pipeline.sizing.zero import ZeroSettings, zero_settings
 
 _logger = log.get_logger(__name__)
@@ -93,8 +93,8 @@ class Estimator:
         self.cluster = cluster
         self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
         self.own_choice = Choice(deepspeed.zero_stage, config.parallel.tp_size, config.activation_checkpointing)
-        self._costs: dict[tuple[int, ActivationCheckpointing], MicroBatchCosts] = {}
-        self._flops: dict[ActivationCheckpointing, FlopsPerToken] = {}
+        self.flops_per_token = cache(self._count_flops)
+        self._costs = cache(self._measure)
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -103,14 +103,11 @@ class Estimator:
             model = training_method(self.config).build(self.spec, SINGLE, "none")
             return count_parameters(model, Decoder(replace(self.spec, new_rows=0)))
 
-    def flops_per_token(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
+    def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
-        if activation_checkpointing not in self._flops:
-            with torch.device("meta"):
-                model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
-            data = self.config.data
-            self._flops[activation_checkpointing] = count_flops(model, data.sequence_length, data.kl_fraction)
-        return self._flops[activation_checkpointing]
+        with torch.device("meta"):
+            model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
+        return count_flops(model, self.config.data.sequence_length, self.config.data.kl_fraction)
 
     def estimate(self, choice: Choice) -> Estimate:
         """The cost of the run on the layout `choice`.
@@ -122,8 +119,7 @@ class Estimator:
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
         memory, host_bytes = self.memory(choice)
-        gathered = estimate_gathering(costs, zero).total
-        traffic = estimate_traffic(costs, zero, layout, micro_batches, gathered, cluster)
+        traffic = estimate_traffic(costs, zero, layout, micro_batches, cluster)
         flops = self.flops_per_token(choice.activation_checkpointing).total * self.tokens_per_step
         compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
         step_s = _step_seconds(compute_s, traffic, zero, cluster)
@@ -136,13 +132,8 @@ class Estimator:
             UserError: the model cannot be split this way.
         """
         zero, costs = self._micro_batch(choice)
-        return estimate_memory(
-            costs,
-            zero,
-            Layout(self.cluster.gpus, choice.tp_size).dp_size,
-            estimate_gathering(costs, zero).most_at_once,
-            asynchronous=self.config.checkpoints.asynchronous,
-        )
+        dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
+        return estimate_memory(costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous)
 
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth comparing, and the run's own.
@@ -168,11 +159,11 @@ class Estimator:
 
     def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts]:
         zero = zero_settings(self.deepspeed, choice.zero_stage)
-        key = choice.tp_size, choice.activation_checkpointing
-        if key not in self._costs:
-            _logger.info("running a micro-batch without data: tp %d, checkpointing %s", *key)
-            self._costs[key] = measure_micro_batch(self.config, self.spec, *key, zero.dtype)
-        return zero, self._costs[key]
+        return zero, self._costs(choice.tp_size, choice.activation_checkpointing)
+
+    def _measure(self, tp_size: int, checkpointing: ActivationCheckpointing) -> MicroBatchCosts:
+        _logger.info("running a micro-batch without data: tp %d, checkpointing %s", tp_size, checkpointing)
+        return measure_micro_batch(self.config, self.spec, tp_size, checkpointing, self.deepspeed.dtype)
 
 
 def _step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:
@@ -193,12 +184,8 @@ def _step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, 
     return max(blocking, seconds(GATHER, REDUCE))
 
 
-def open_estimator(
-    config: RunConfig, cluster: Cluster, *, tp_size: int | None = None, base_config: Path | None = None
-) -> Estimator:
-    """Reads the run's base and DeepSpeed file; `tp_size` overrides the configuration's.
-
-    `base_config` is the base's config.json, if its folder is missing.
+def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | None = None) -> Estimator:
+    """Reads the run's base and DeepSpeed file. `base_config` is the base's config.json, if its folder is missing.
 
     Raises:
         ConfigError: the DeepSpeed file is invalid for the layout or the run.
@@ -206,10 +193,6 @@ def open_estimator(
         LayoutError: the number of GPUs does not divide by the tensor-parallel size.
         DataError: the extended vocabulary is missing, or of another base.
     """
-    if tp_size is not None:
-        if tp_size <= 0:
-            raise ConfigError(f"--tp: expected a number above 0, found {tp_size}")
-        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp_size": tp_size})})
     source = base_config or config.base
     if not source.exists():
         raise BaseModelError(

@@ -16,7 +16,7 @@ from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.experts import ExpertLinear
 from pipeline.sizing.micro_batch import MicroBatchCosts
-from pipeline.sizing.zero import ZeroSettings
+from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_size
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,8 @@ def count_parameters(model: Decoder, base: Decoder) -> Parameters:
     mixture = base.spec.mixture
     experts = [module.weight.numel() for module in base.modules() if isinstance(module, ExpertLinear)]
     idle = 0 if mixture is None else sum(experts) * (mixture.experts - mixture.top_k) // mixture.experts
-    return Parameters(pretrained, total - pretrained, count_trained(model), pretrained - idle)
-
-
-def count_trained(model: Decoder) -> int:
-    """The number of parameters of `model` that train."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return Parameters(pretrained, total - pretrained, trained, pretrained - idle)
 
 
 _MASTER_AND_MOMENTS = 12  # bytes of an element's fp32 master weight and two Adam moments
@@ -89,12 +85,12 @@ class Memory:
 
 
 def estimate_memory(
-    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, gathered_elements: int, *, asynchronous: bool = False
+    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, *, asynchronous: bool = False
 ) -> tuple[Memory, int]:
     """A GPU's memory, and the bytes in the host's memory per GPU: what is offloaded, and copies of what trains.
 
-    `gathered_elements` is the most that ZeRO-3 holds gathered. An `asynchronous` save holds a copy of the optimizer's
-    state. At the start, ZeRO-1 and 2 gather the trained parameters on the host and join them there.
+    An `asynchronous` save holds a copy of the optimizer's state. At the start, ZeRO-1 and 2 gather the trained
+    parameters on the host and join them there.
     """
     trained = sum(costs.trained_sizes)
     partition = partition_size(trained, dp_size)
@@ -125,16 +121,11 @@ def estimate_memory(
         optimizer=optimizer,
         activations=costs.activation_bytes,
         loss=costs.loss_bytes,
-        gathered=gathered_elements * zero.dtype.itemsize,
+        gathered=estimate_gathering(costs, zero).most_at_once * zero.dtype.itemsize,
         temporary=max(costs.temporary_bytes + buckets, update - costs.activation_bytes - costs.loss_bytes),
     )
     at_start = 2 * trained * zero.dtype.itemsize if zero.stage < 3 else 0
     return memory, max(on_host, at_start)
-
-
-def partition_size(size: int, dp_size: int) -> int:
-    """A rank's part of `size` elements; that of the last rank is padded."""
-    return -(-size // dp_size)
 
 
 def checkpoint_bytes(parameters: Parameters) -> int:

@@ -1,4 +1,4 @@
-"""What a GPU sends in a step, by purpose, and over which link; and what ZeRO-3 gathers.
+"""What a GPU sends in a step, by purpose, and over which link.
 
 Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a reduce-scatter, and
 twice that in an all-reduce. All n edges of a ring carry the same; with m members on each node, one edge in m leaves it.
@@ -6,15 +6,12 @@ twice that in an all-reduce. All n edges of a ring carry the same; with m member
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.memory import partition_size
 from pipeline.sizing.micro_batch import MicroBatchCosts
-from pipeline.sizing.zero import ZeroSettings
+from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_size
 
 GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
 
@@ -53,15 +50,16 @@ class Traffic:
 
 
 def estimate_traffic(
-    costs: MicroBatchCosts, zero: ZeroSettings, layout: Layout, micro_batches: int, gathered: int, cluster: Cluster
+    costs: MicroBatchCosts, zero: ZeroSettings, layout: Layout, micro_batches: int, cluster: Cluster
 ) -> list[Traffic]:
-    """The messages of a rank in an optimizer step of `micro_batches`, each of which gathers `gathered` elements."""
+    """The messages of a rank in an optimizer step of `micro_batches`."""
     trained, dp_size = sum(costs.trained_sizes), layout.dp_size
     traffic = []
     if dp_size > 1:
         updated = trained
         if zero.stage == 3:  # parameters that are never partitioned are gathered once, after the update
             persistent = (size for size in costs.parameter_sizes if size <= zero.param_persistence_threshold)
+            gathered = estimate_gathering(costs, zero).total
             updated = gathered * micro_batches + sum(partition_size(size, dp_size) * dp_size for size in persistent)
         reduced = trained * zero.communication_dtype.itemsize * (1 if zero.stage == 1 else micro_batches)
         reduction = "reduce-scatter" if zero.stage == 3 else "all-reduce"
@@ -72,33 +70,3 @@ def estimate_traffic(
         on_node = min(size, cluster.gpus_per_node)
         traffic.append(Traffic(TENSOR_PARALLEL, collective, payload * micro_batches, size, on_node))
     return traffic
-
-
-class Gathering(NamedTuple):
-    """What ZeRO-3 gathers in a micro-batch in total, and the most that is gathered at once. In elements."""
-
-    total: int
-    most_at_once: int
-
-
-def estimate_gathering(costs: MicroBatchCosts, zero: ZeroSettings) -> Gathering:
-    """What DeepSpeed gathers in a micro-batch; nothing below ZeRO-3.
-
-    It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay
-    for the backward pass, or those used last within `max_reuse_distance`; the others are gathered again if the backward
-    pass reads them. Frozen parameters of a layer that is recomputed are always released and gathered once more: see
-    `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most `param_persistence_threshold` elements
-    are never partitioned, so never gathered.
-    """
-    if zero.stage < 3:
-        return Gathering(0, 0)
-
-    def partitioned(sizes: Sequence[int]) -> list[int]:
-        return [size for size in sizes if size > zero.param_persistence_threshold]
-
-    whole, returning = sum(partitioned(costs.parameter_sizes)), sum(partitioned(costs.returning_sizes))
-    live = zero.max_live_parameters if zero.prefetch_bucket_size else 0
-    kept = min(whole, max(live, zero.max_reuse_distance // 2))  # a way up and down again
-    again = returning * (1 - kept / whole) if whole else 0
-    total = whole + round(again) + sum(partitioned(costs.recomputed_sizes))
-    return Gathering(total, min(whole, kept + max(partitioned(costs.parameter_sizes), default=0)))

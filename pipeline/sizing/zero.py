@@ -1,12 +1,15 @@
-"""The settings of a DeepSpeed JSON file that decide memory and messages."""
+"""What DeepSpeed's JSON file says of memory and messages; what ZeRO partitions, and what ZeRO-3 gathers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.sizing.micro_batch import MicroBatchCosts
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
 
@@ -61,3 +64,38 @@ def zero_settings(config: DeepSpeedConfig, stage: int) -> ZeroSettings:
         host_weights=on_host("param"),
         **{name: int(zero.get(f"stage3_{name}", getattr(ZeroSettings, name))) for name in gathers},
     )
+
+
+def partition_size(size: int, dp_size: int) -> int:
+    """A rank's part of `size` elements; that of the last rank is padded."""
+    return -(-size // dp_size)
+
+
+class Gathering(NamedTuple):
+    """What ZeRO-3 gathers in a micro-batch in total, and the most that is gathered at once. In elements."""
+
+    total: int
+    most_at_once: int
+
+
+def estimate_gathering(costs: MicroBatchCosts, zero: ZeroSettings) -> Gathering:
+    """What DeepSpeed gathers in a micro-batch; nothing below ZeRO-3.
+
+    It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay
+    for the backward pass, or those used last within `max_reuse_distance`; the others are gathered again if the backward
+    pass reads them. Frozen parameters of a layer that is recomputed are always released and gathered once more: see
+    `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most `param_persistence_threshold` elements
+    are never partitioned, so never gathered.
+    """
+    if zero.stage < 3:
+        return Gathering(0, 0)
+
+    def partitioned(sizes: Sequence[int]) -> list[int]:
+        return [size for size in sizes if size > zero.param_persistence_threshold]
+
+    whole, returning = sum(partitioned(costs.parameter_sizes)), sum(partitioned(costs.returning_sizes))
+    live = zero.max_live_parameters if zero.prefetch_bucket_size else 0
+    kept = min(whole, max(live, zero.max_reuse_distance // 2))  # a way up and down again
+    again = returning * (1 - kept / whole) if whole else 0
+    total = whole + round(again) + sum(partitioned(costs.recomputed_sizes))
+    return Gathering(total, min(whole, kept + max(partitioned(costs.parameter_sizes), default=0)))

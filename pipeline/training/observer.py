@@ -1,4 +1,4 @@
-"""The observer interface: the events of the training loop, and the base class of their observers.
+"""The events of the training loop, and the base class of their observers.
 
 An observer that measures exists on every rank and may use collectives, because all ranks reach the same events in the
 same order. An observer that writes exists on rank 0 alone. An observer may add figures to an event; those after it in
@@ -7,21 +7,15 @@ the list see them, so the ones that measure come first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from pipeline.checkpoint.manifest import Position
-from pipeline.checks.inputs import Inputs
 from pipeline.errors import UserError
-from pipeline.health.liveness import Phases
-from pipeline.training.batches import MicroBatch
-from pipeline.training.engine import Engine
 from pipeline.training.validation import HeldoutScore
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepEvent:
     """A finished step, after its validation if it has one, and before its save. Step 0 is the untrained model.
 
@@ -69,48 +63,3 @@ class Observer:
 
     def on_end(self, *, finished: bool) -> None:
         """The attempt ends, with the run's last step or before it. It may not be called after a crash."""
-
-
-class Observers(Observer):
-    """Passes every event to several observers, in order."""
-
-    def __init__(self, members: Iterable[Observer]) -> None:
-        self.members = tuple(members)
-
-    def on_step(self, event: StepEvent) -> None:
-        for member in self.members:
-            member.on_step(event)
-
-    def on_validation(self, event: ValidationEvent) -> None:
-        for member in self.members:
-            member.on_validation(event)
-
-    def on_rollback(self, step: int) -> None:
-        for member in self.members:
-            member.on_rollback(step)
-
-    def on_end(self, *, finished: bool) -> None:
-        for member in self.members:
-            member.on_end(finished=finished)
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What observers are constructed from, after everything is loaded and before the first step.
-
-    Attributes:
-        probe: the rank's first micro-batch.
-        position: where the run begins or resumes.
-    """
-
-    inputs: Inputs
-    engine: Engine
-    probe: MicroBatch
-    position: Position
-    phases: Phases
-    device: torch.device
-    rank: int
-
-
-ObserverFactory = Callable[[RunContext], Iterable[Observer]]
-"""Makes a run's observers on every rank; `pipeline.observers.make_observers` makes those of the configuration."""

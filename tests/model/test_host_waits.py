@@ -13,7 +13,7 @@ from pipeline.config.method import FullFineTuning, LlamaPro, Lora
 from pipeline.methods import method_for
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE
-from pipeline.training.loop import StepSums
+from pipeline.training.trainer import StepSums
 from tests.widened import SEED, Watched, scale_settings
 
 META = torch.device("meta")

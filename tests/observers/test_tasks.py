@@ -13,21 +13,19 @@ from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.evaluation.task_files import write_task_files
 from tests.observers.test_limits import LEARNS_NOTHING
-from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train, write_config
+from tests.training.runs import in_turn, make_run, metrics, prepared, train, write_config
 
 TASKS = ["copa", "passive_1", "arc"]  # the last is neither all right nor all wrong
 
 
 def scored(config):
     """The tasks' figures before any step, when the model equals its base."""
-    start_deepspeed()
+    trainer = prepared(config)
     from pipeline.checkpoint.manifest import Position
     from pipeline.observers.tasks import TaskScores
     from pipeline.training.observer import ValidationEvent
-    from tests.training.runs import prepared
 
-    trainer, _, _ = prepared(config)
-    [tasks] = [member for member in trainer.observers.members if isinstance(member, TaskScores)]
+    [tasks] = [observer for observer in trainer.observers if isinstance(observer, TaskScores)]
     event = ValidationEvent(Position(), {})
     tasks.on_validation(event)
     return event.figures

@@ -15,7 +15,6 @@ from pipeline.checks.plan import Plan, make_plan
 from pipeline.config.run import load_config
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.memory import held_bytes
-from tests.bases import save_stories_with_a_token_more
 from tests.distributed import run_ranks
 from tests.training.runs import make_run, train, write_config
 
@@ -70,32 +69,13 @@ def test_what_earlier_stages_make_is_not_a_fault(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"base": "none"}, "none/config.json: no such file"),
-        ({"deepspeed": "none.json"}, "none.json: no such file"),
-        ({"data__corpora__korean__token_budget": 320}, "use at most 1 steps"),
-        ({"parallel__tp_size": 4}, "does not divide the world of 2 ranks"),
-        ({"checkpoints__keep_last": 10**9}, "GB more, found"),
-    ],
+    ("changes", "gib", "fault"),
+    [({"checkpoints__keep_last": 10**9}, 80, "GB more, found"), ({}, 0.001, "memory: a rank needs ")],
 )
-def test_a_single_fault(tokens, tmp_path, changes, fault):
-    (found,) = plan_of(write_config(tmp_path, tokens, **changes)).faults
+def test_what_the_machine_has_no_room_for(tokens, tmp_path, changes, gib, fault):
+    cluster = Cluster(gpus=2, gpus_per_node=2, gpu_memory_gib=gib)
+    (found,) = plan_of(write_config(tmp_path, tokens, **changes), cluster).faults
     assert fault in found
-
-
-def test_faults_of_inputs_that_are_yet_to_be_tokenized(tmp_path):
-    base = save_stories_with_a_token_more(tmp_path / "base")
-    (found,) = plan_of(write_config(tmp_path, tmp_path / "none", base=str(base))).faults
-    assert "has ids up to 512, but the base's vocab_size is 512" in found
-    config = write_config(tmp_path, tmp_path / "none", data__corpora__korean__input=["none.jsonl"])
-    (found,) = plan_of(config).faults
-    assert found == "none.jsonl: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
-
-
-def test_a_gpu_that_is_too_small(tokens, tmp_path):
-    (found,) = plan_of(write_config(tmp_path, tokens), Cluster(gpus=2, gpu_memory_gib=0.001)).faults
-    assert found.startswith("memory: a rank needs ")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -139,16 +139,16 @@ def test_what_is_offloaded_or_copied_is_in_the_hosts_memory():
     [
         ({"gpus": 0}, ConfigError, "--gpus"),
         ({"mfu": 1.5}, ConfigError, "--mfu"),
-        ({"tp_size": 0}, ConfigError, "--tp"),
-        ({"tp_size": 3}, LayoutError, "tp_size 3"),
+        ({"parallel": {"tp_size": 3}}, LayoutError, "tp_size 3"),
         ({"base_config": None}, BaseModelError, "--base-config"),
     ],
 )
 def test_faults_are_one_line(changes, error, message):
-    opened = {"base_config": BASES / "llama-3.2-1b.json", "tp_size": None, **changes}
-    cluster = {"gpus": 8, **{name: opened.pop(name) for name in ("gpus", "mfu") if name in opened}}
+    described = {"gpus": 8, "mfu": 0.4, "parallel": {}, "base_config": BASES / "llama-3.2-1b.json", **changes}
     with pytest.raises(error, match=message) as raised:
-        open_estimator(run_of("llama-3.2-1b"), Cluster(**cluster), **opened)
+        cluster = Cluster(described["gpus"], mfu=described["mfu"])
+        run = run_of("llama-3.2-1b", parallel=described["parallel"])
+        open_estimator(run, cluster, base_config=described["base_config"])
     assert "\n" not in str(raised.value)
 
 
@@ -163,7 +163,7 @@ def test_the_command_prints_a_table(tmp_path):
     assert missing.returncode == 1
     assert missing.stderr.count("\n") == 1 and "--base-config" in missing.stderr
     described = ("--base-config", str(STORIES / "config.json"))
-    text = estimate("--gpus", "2", *described, "--tp", "2").stdout
+    text = estimate("--gpus", "2", *described, "--set", "parallel.tp_size=2").stdout
     assert "ZeRO-1 x tp 2 (this run's)" in text
     assert "\nrecommended: ZeRO-1 x tp 1: " in text
     assert text.startswith("parameters  base 260,032, expansion ")

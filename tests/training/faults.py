@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tests.training.runs import prepared, start_deepspeed, train
+from tests.training.runs import prepared, train, trained
 
 Fault = Callable[[Tensor], Tensor]
 """Maps a micro-batch's loss, summed or of each token, to a faulty one."""
@@ -72,13 +72,9 @@ def train_with(config: Path, *planned: Planned) -> int:
 
 def train_without(config: Path, *steps: int) -> None:
     """Trains a run that skips `steps` from the start."""
-    start_deepspeed()
-    from pipeline.training.launch import StopSignals
-    from pipeline.training.loop import train as train_loop
-
-    trainer, position, _ = prepared(config)
-    train_loop(trainer, position.skipping(*steps), StopSignals())
-    trainer.observers.on_end(finished=True)
+    trainer = prepared(config)
+    trainer.position = trainer.position.skipping(*steps)
+    trained(trainer)
 
 
 @contextmanager

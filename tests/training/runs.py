@@ -130,19 +130,19 @@ def train(config: Path, *, stop: bool = False, kill_at: str | None = None, chang
     """
     start_deepspeed()
     from pipeline.observers import make_observers
-    from pipeline.training import loop
+    from pipeline.training import trainer
     from pipeline.training.run import run_training
 
     if kill_at is not None and os.environ["RANK"] == "0":
         _kill_in_second_save(kill_at)
-    original = loop.learning_rate
+    original = trainer.learning_rate
 
     def signalled(*arguments: Any) -> float:
         os.kill(os.getpid(), signal.SIGUSR1)
         return original(*arguments)
 
     stopped = stop and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    with patch.object(loop, "learning_rate", signalled if stopped else original):
+    with patch.object(trainer, "learning_rate", signalled if stopped else original):
         return run_training(config, torch.device("cpu"), make_observers, changes)
 
 
@@ -158,15 +158,9 @@ def train_compiled(config: Path, *, stop: bool = False) -> int:
 
 def train_and_look(config: Path) -> dict[str, Any]:
     """Trains; returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
-    start_deepspeed()
     import deepspeed
 
-    from pipeline.training.launch import StopSignals
-    from pipeline.training.loop import train as train_loop
-
-    trainer, position, difference = prepared(config)
-    train_loop(trainer, position, StopSignals())
-    trainer.observers.on_end(finished=True)
+    trainer = trained(prepared(config))
     engine = trainer.engine
     with deepspeed.zero.GatheredParameters(list(engine.model.parameters())):
         parameters = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
@@ -175,20 +169,36 @@ def train_and_look(config: Path) -> dict[str, Any]:
         "partitions": {name: partition_of(parameter) for name, parameter in engine.model.named_parameters()},
         "optimizer_state_elements": engine.optimizer_state_elements(),
         "trainable_parameters": engine.trainable_parameters,
-        "step0_max_abs_logit_difference": difference,
+        "step0_max_abs_logit_difference": trainer.step0_difference,
     }
 
 
-def prepared(config: Path) -> tuple[Any, Any, float | None]:
-    """The trainer, the position it starts from, and the result of the step-0 gate."""
+def trained(trainer: Any) -> Any:
+    """The same trainer at the end of its run."""
+    from pipeline.training.launch import StopSignals
+
+    trainer.train(StopSignals())
+    return ended(trainer)
+
+
+def ended(trainer: Any) -> Any:
+    """The same trainer without its observers' threads and files."""
+    for observer in trainer.observers:
+        observer.on_end(finished=trainer.finished)
+    return trainer
+
+
+def prepared(config: Path) -> Any:
+    """The trainer of a run, which is about to start or to resume."""
+    start_deepspeed()
     from pipeline.checks.door import read_inputs
     from pipeline.health.liveness import Phases
     from pipeline.observers import make_observers
-    from pipeline.training.run import prepare
+    from pipeline.training.trainer import Trainer
 
     cpu = torch.device("cpu")
     inputs = read_inputs(load_config(config), int(os.environ["WORLD_SIZE"]))
-    return prepare(inputs, cpu, Phases(cpu), make_observers)
+    return Trainer(inputs, cpu, Phases(cpu), make_observers)
 
 
 def start_deepspeed() -> None:

@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 from pipeline import command_line, observers, train
 from pipeline.run_folder.attempts import read_attempts
-from pipeline.training.observer import Observer, RunContext
+from pipeline.training.observer import Observer
+from pipeline.training.trainer import Trainer
 
 SEEN = "seen_at_the_end"
 SLOW_S = 4.0
@@ -27,9 +28,9 @@ class SlowTracker(Observer):
 make = observers.make_observers
 
 
-def make_observers(context: RunContext) -> list[Observer]:
-    slow = [SlowTracker(context.inputs.config.folder)] if context.rank == 0 else []
-    return [*make(context), *slow]
+def make_observers(trainer: Trainer) -> list[Observer]:
+    slow = [SlowTracker(trainer.config.folder)] if trainer.rank == 0 else []
+    return [*make(trainer), *slow]
 
 
 if __name__ == "__main__":

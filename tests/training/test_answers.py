@@ -24,7 +24,7 @@ from pipeline.model.output import Losses
 from pipeline.training.validation import answer_score, answer_sums
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import in_turn, make_run, prepared, start_deepspeed
+from tests.training.runs import in_turn, make_run, prepared
 
 IGNORED = -100
 # stories260K predicts most of these answers; some are wrong on purpose.
@@ -80,8 +80,7 @@ def by_transformers() -> dict[str, Any]:
 
 def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
     """On a rank: the figures of the model before its first step, and the summed nll of an epoch."""
-    start_deepspeed()
-    trainer, *_ = prepared(config)
+    trainer = prepared(config)
     (score,) = trainer.validation.run(trainer.engine).values()
     sequences = len(trainer.validation.heldout["pairs"])
     total, read = 0.0, 0

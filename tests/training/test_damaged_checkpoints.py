@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_ranks
-from tests.training.runs import in_turn, make_run, metrics, prepared, start_deepspeed, train, write_config
+from tests.training.runs import ended, in_turn, make_run, metrics, prepared, train, write_config
 
 NEWEST = "step_00000004"
 SETTINGS: dict[str, Any] = {"zero": 1, "schedule__steps": 4, "checkpoints__every_steps": 2}
@@ -65,16 +65,14 @@ CHANGES = DAMAGE | ELSEWHERE | REFUSED | {"trained": (flip, "")}
 
 def resume(config: Path) -> tuple[int, list[str]]:
     """The step that the run resumes from, and this rank's warnings."""
-    start_deepspeed()
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logger = logging.getLogger("pipeline.training.checkpointing")
     logger.addHandler(handler)
-    trainer, position, _ = prepared(config)
-    trainer.observers.on_end(finished=True)
+    step = ended(prepared(config)).position.step
     logger.removeHandler(handler)
-    return position.step, said
+    return step, said
 
 
 @pytest.fixture(scope="module")

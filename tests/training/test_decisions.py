@@ -10,7 +10,7 @@ from unittest.mock import PropertyMock, patch
 import yaml
 
 from tests.distributed import run_ranks
-from tests.training.runs import make_run, metrics, prepared, start_deepspeed, train
+from tests.training.runs import make_run, metrics, prepared, start_deepspeed, train, trained
 
 
 def without_replay(folder: Path, tokens: Path, **changes: Any) -> Path:
@@ -24,10 +24,8 @@ def without_replay(folder: Path, tokens: Path, **changes: Any) -> Path:
 
 def steered(config: Path) -> list[tuple[float, float]]:
     """The KL and the learning rate's factor after each validation, and at the end this rank's own KL."""
-    start_deepspeed()
+    trainer = prepared(config)
     from pipeline.observers import diagnostics
-    from pipeline.training.launch import StopSignals
-    from pipeline.training.loop import train as train_loop
     from pipeline.training.observer import Observer
 
     found, own = [], []
@@ -43,11 +41,9 @@ def steered(config: Path) -> list[tuple[float, float]]:
         own.append(float(kl.sum()))
         return kl, gradient
 
-    trainer, position, _ = prepared(config)
-    trainer.observers.members += (Recorder(),)
+    trainer.observers.append(Recorder())
     with patch.object(diagnostics, "kl_and_logit_gradient_", recorded):
-        train_loop(trainer, position, StopSignals())
-    trainer.observers.on_end(finished=True)
+        trained(trainer)
     return [*found, (own[-1], 0.0)]
 
 

@@ -46,9 +46,9 @@ def test_only_the_last_save_must_succeed(tokens, small_disk):
 
 def train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
     """Trains; the disk is full from the first of `steps` on, and has room again at the second, between two saves."""
-    from pipeline.training import loop
+    from pipeline.training import trainer
 
-    original = loop.learning_rate
+    original = trainer.learning_rate
 
     def at_its_beginning(index: int, *arguments: Any) -> float:
         if os.environ["RANK"] == "0" and index + 1 in steps:
@@ -57,7 +57,7 @@ def train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
             (fill if index + 1 == steps[0] else free)(config.parent)
         return original(index, *arguments)
 
-    with patch.object(loop, "learning_rate", at_its_beginning):
+    with patch.object(trainer, "learning_rate", at_its_beginning):
         return train(config)
 
 

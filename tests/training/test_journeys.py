@@ -256,16 +256,12 @@ def test_it_is_exported_as_it_trained(run: Trained, journey: Journey, tmp_path: 
 
 
 @rows([journey for journey in QUICK if journey.method in ("fft", "freeze", "llama_pro")])
-def test_a_checkpoint_is_described_and_refused_as_another_methods(run: Trained, journey: Journey, tmp_path: Path):
+def test_a_checkpoint_is_described(run: Trained, journey: Journey):
     checkpoint = run.moved / "checkpoints" / f"step_{STEPS:08d}"
     model, facts = open_trained(checkpoint, STORIES), describe_checkpoint(checkpoint)
     assert model.trained == {name for name, _ in named_trained_parameters(model.structure)}
     assert facts["trainable_parameters"] == sum(model.read(name).numel() for name in model.trained)
     assert facts["method"]["name"] == journey.method and facts["step"] == STEPS
-    copy = shutil.copytree(checkpoint, tmp_path / "copy")
-    change_run(copy, method=METHODS["lora" if journey.method == "fft" else "fft"])
-    with pytest.raises(CheckpointError, match=r"lacks .* more that its manifest's method has|holds .* more"):
-        open_trained(copy, STORIES)
 
 
 # --- Extended vocabularies --------------------------------------------------------------------------------------------

@@ -56,22 +56,22 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     tensor; all in bytes."""
     start_deepspeed()
     from pipeline.checks.inputs import Inputs, Opened
-    from pipeline.training import run
+    from pipeline.training import trainer
 
     config = load_config(path)
     opened = Opened(config, dist.get_world_size())
     layout = opened.layout
     groups = ProcessGroups(layout)
     hashed: list[str] = []
-    run.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
+    trainer.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
     base, corpora = open_base(config.base), None  # there are none here
     inputs = Inputs(config, opened.deepspeed_config, layout, base, "", corpora, training_method(config))
-    run.hash_base(inputs)
+    trainer.hash_base(inputs)
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
     assert base.hashes() == {file.name: file_hash(file) for file in base.files}
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
-    model = run.load_model(inputs, groups, torch.device("cpu"))
+    model = trainer.load_model(inputs, groups, torch.device("cpu"))
     peak = _status("VmHWM") - before
     parameters = list(model.parameters())
     held = sum(held_values(parameter).nbytes for parameter in parameters)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipeline.data.packing import IGNORED
 from pipeline.model.output import Losses
-from pipeline.training.loop import StepSums, StepTotals
+from pipeline.training.trainer import StepSums, StepTotals
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
 from tests.training.runs import in_turn, make_run, metrics, prepared, start_deepspeed, train
@@ -104,7 +104,6 @@ def updates(configs: list[Path]) -> list[tuple[int, int]]:
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     from pipeline.training.launch import StopSignals
-    from pipeline.training.loop import take_step
 
     counts = []
     for config in configs:
@@ -112,8 +111,7 @@ def updates(configs: list[Path]) -> list[tuple[int, int]]:
             patch.object(torch, "_fused_adamw_", wraps=torch._fused_adamw_) as fused,
             patch.object(OpBuilder, "load", side_effect=RuntimeError("no compiler here")) as built,
         ):
-            trainer, position, _ = prepared(config)
-            take_step(trainer, position, StopSignals())
+            prepared(config).take_step(StopSignals())
         counts.append((fused.call_count, built.call_count))
     return counts
 

@@ -51,7 +51,10 @@ def test_candidates_begin_with_the_one_that_latest_names(folder):
 
 
 def test_latest_names_nothing_outside_the_folder(folder):
-    for name in ("../elsewhere", "step_00000200/../..", "/etc", "step_00000150.damaged"):
+    too_long = f"step_{'9' * 25}"
+    (folder / too_long).mkdir()
+    assert len(all_checkpoints(folder)) == 3
+    for name in ("../elsewhere", "step_00000200/../..", "/etc", "step_00000150.damaged", too_long):
         (folder / "latest").write_text(name)
         with pytest.raises(CheckpointError, match=r"names .* not a checkpoint's name; .* these names: step_00000100"):
             folders.candidates(folder)
@@ -62,14 +65,6 @@ def test_another_thing_in_place_of_latest_is_refused_and_names_what_there_is(fol
     for read in (folders.candidates, folders.latest_checkpoint):
         with pytest.raises(CheckpointError, match=r"latest: .*step_00000100, step_00000200, step_100000000$"):
             read(folder)
-
-
-def test_a_name_with_too_many_digits_is_no_checkpoint(folder):
-    (folder / f"step_{'9' * 25}").mkdir()
-    assert len(all_checkpoints(folder)) == 3
-    (folder / "latest").write_text(f"step_{'9' * 25}")
-    with pytest.raises(CheckpointError, match="not a checkpoint's name"):
-        folders.latest_checkpoint(folder)
 
 
 @pytest.mark.parametrize("kind", PLACES)

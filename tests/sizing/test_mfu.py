@@ -10,13 +10,10 @@ from pipeline.methods import build_model
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.flops import count_flops, dense_tflops, mfu_per_token_rate, peak_flops
+from tests.training.journeys import METHODS
 from tests.training.runs import write_config
 
-PRESERVE = {
-    "name": "scale",
-    "variant": "preserve",
-    "expansion": {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4},
-}
+PRESERVE = METHODS["preserve"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from pipeline.data.text_streams import open_stream
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation.table import in_rows
 from pipeline.log import progress_bar
 
 DEFAULT_ANSWER_TOKENS = 256
@@ -50,6 +49,12 @@ class Chat(NamedTuple):
     messages: list[dict[str, Any]]
     reference: str
     where: str
+
+
+class _Prompt(NamedTuple):
+    name: str
+    ids: list[int]
+    reference: str
 
 
 def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
@@ -119,23 +124,25 @@ def score_chats(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
-    asked = [(name, chat) for name, chats in files.items() for chat in chats]
-    left = [(_encoded(chat, template, tokenizer, context), chat.reference, name) for name, chat in asked]
-    left.sort(key=lambda prompt: -len(prompt[0]))  # little padding
+    left = [
+        _Prompt(name, _encoded(chat, template, tokenizer, context), chat.reference)
+        for name, chats in files.items()
+        for chat in chats
+    ]
+    left.sort(key=lambda prompt: -len(prompt.ids))  # little padding
     ends = taken_ends(model) or list(tokenizer.document_end[-1:])
     found: dict[str, list[tuple[bool, bool, int]]] = {name: [] for name in files}
     with progress_bar(str(folder), len(left), " chats") as bar:
         while left:
-            width = len(left[0][0])
+            width = len(left[0].ids)
             new = min(max_answer_tokens, context - width)
             rows = max(1, _BATCH_TOKENS // (width + new))
             batch, left = left[:rows], left[rows:]
-            answers = _answers(model, [ids for ids, _, _ in batch], ends, new)
-            for (_, reference, name), ids in zip(batch, answers, strict=True):
+            for prompt, ids in zip(batch, _answers(model, [prompt.ids for prompt in batch], ends, new), strict=True):
                 length = next((at for at, id_ in enumerate(ids) if id_ in ends), None)
                 has_ended, answer = length is not None, ids[:length]
-                is_right = has_ended and tokenizer.decode(answer).strip() == reference.strip()
-                found[name].append((is_right, has_ended, len(answer)))
+                is_right = has_ended and tokenizer.decode(answer).strip() == prompt.reference.strip()
+                found[prompt.name].append((is_right, has_ended, len(answer)))
             bar.update(len(batch))
     return {name: ChatScore(len(own), *map(fmean, zip(*own, strict=True))) for name, own in found.items()}
 
@@ -165,7 +172,14 @@ def _answers(model: Any, prompts: Sequence[list[int]], ends: list[int], new: int
 def chat_rows(scores: Mapping[str, Mapping[str, ChatScore]]) -> tuple[list[str], list[list[str]]]:
     """The head of a table and its rows, one per model and file. `scores` is by the model's name, then the file's."""
     rows = [
-        [name, f"{score.chats:,}", f"{score.exact_match:.1%}", f"{score.ended:.1%}", f"{score.answer_tokens:.1f}"]
-        for name, score in in_rows(scores)
+        [
+            name if len(scores) == 1 else f"{model}: {name}",
+            f"{score.chats:,}",
+            f"{score.exact_match:.1%}",
+            f"{score.ended:.1%}",
+            f"{score.answer_tokens:.1f}",
+        ]
+        for model, files in scores.items()
+        for name, score in files.items()
     ]
     return ["", "chats", "exact match", "answers that end", "tokens"], rows

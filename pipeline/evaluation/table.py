@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.evaluation.perplexity import Score
 from pipeline.run_folder.metrics import mean, spread
-
-_Score = TypeVar("_Score")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -20,13 +17,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join([first, *(figure.strip().rjust(len(figure)) for figure in figures)]).rstrip()
 
     return "\n".join([line(header), "  ".join("-" * width for width in widths).rstrip(), *map(line, rows)])
-
-
-def in_rows(scores: Mapping[str, Mapping[str, _Score]]) -> Iterator[tuple[str, _Score]]:
-    """Each score, by model and then by file, with its name: the file's, after the model's if there are several."""
-    for model, files in scores.items():
-        for name, score in files.items():
-            yield (name if len(scores) == 1 else f"{model}: {name}"), score
 
 
 def readable(perplexity: float) -> str:
@@ -53,8 +43,10 @@ def limit_note(scores: Mapping[str, Mapping[str, Score]]) -> str:
 
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
     """One row per model and corpus. `scores` is by the model's name, then the corpus's."""
-    rows = [
-        [name, f"{score.documents:,}", f"{score.tokens:,}", readable(score.perplexity), f"{score.bits_per_byte:.4f}"]
-        for name, score in in_rows(scores)
-    ]
+    rows = []
+    for model, corpora in scores.items():
+        for corpus, score in corpora.items():
+            name = corpus if len(scores) == 1 else f"{model}: {corpus}"
+            sizes = [f"{score.documents:,}", f"{score.tokens:,}"]
+            rows.append([name, *sizes, readable(score.perplexity), f"{score.bits_per_byte:.4f}"])
     return "\n".join([table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), limit_note(scores)])

@@ -156,8 +156,53 @@ def _run(
 
 # --- Memory of tensors without data -----------------------------------------------------------------------------------
 
+_sizes_of_results: dict[object, tuple[Any, ...] | None] = {}
 
-class LiveMemory(TorchDispatchMode):
+
+class KnownSizes(TorchDispatchMode):
+    """While entered, a new meta tensor that an equal call made before is made again from its sizes.
+
+    torch derives the sizes of most results on the meta device in Python, which takes longer than all the rest.
+    """
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
+        sizes = _sizes_of_results.get(key)
+        if sizes is not None:
+            shape, stride, dtype = sizes
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = operation(*args, **kwargs)
+        if key not in _sizes_of_results:
+            _sizes_of_results[key] = _sizes(result) if _is_new_meta_tensor(result, (args, kwargs)) else None
+        return result
+
+
+def _key(value: Any) -> object:  # noqa: ANN401
+    """What the sizes of a result depend on. The type belongs to it, because 1 and 1.0 are equal."""
+    if isinstance(value, Tensor):
+        return value.device, *_sizes(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _sizes(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_new_meta_tensor(result: Any, given: Any) -> bool:  # noqa: ANN401
+    """Whether `result` is one tensor with a storage of its own, as large as its elements."""
+    if not isinstance(result, Tensor) or not result.is_meta:
+        return False
+    storage = result.untyped_storage()
+    tensors = (tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor))
+    return storage.nbytes() == result.nbytes and all(
+        tensor.untyped_storage()._cdata != storage._cdata for tensor in tensors
+    )
+
+
+class LiveMemory(KnownSizes):
     """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
 
     A storage counts once, however many views it has, from the operation that creates it until its last tensor is freed.
@@ -172,7 +217,7 @@ class LiveMemory(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        result = operation(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(operation, types, args, kwargs)
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())

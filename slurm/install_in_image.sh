@@ -14,9 +14,9 @@ case "${1:-}" in
         ;;
 esac
 
-# A compiler for torch.compile and DeepSpeed's own code, MPI for tokenization with --mpi.
+# A compiler for torch.compile and DeepSpeed's own code.
 apt-get update
-DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends build-essential openmpi-bin
+DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends build-essential
 rm -rf /var/lib/apt/lists/*
 
 pip install --no-cache-dir --constraint constraints.txt "${torch_index[@]}" torch

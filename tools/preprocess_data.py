@@ -10,34 +10,35 @@ Give the input, or a run configuration: then every corpus that it names is made,
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+from pipeline import log
 from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
 from pipeline.config.data import Corpus, Data
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized, tokens_in
+from pipeline.data.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import DocumentUnit
+from pipeline.data.token_corpus import load_manifest
 from pipeline.data.units import TOKENS, named_files
-from pipeline.data.workers import Workers, local_workers, mpi_workers
+from pipeline.data.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
 from pipeline.run_folder.attempts import begin_run, stage_of
 
 
 def main(options: argparse.Namespace) -> None:
-    pool: AbstractContextManager[Workers | None] = (
-        mpi_workers() if options.mpi else local_workers(options.workers, isolated=True)
-    )
-    with pool as workers:
-        if workers is None:  # an MPI rank that has done its tasks
-            return
+    work = mpi_share() if options.mpi else options.share
+    is_first = not options.mpi or work[0] == 0
+    if not is_first:
+        log.configure(logging.WARNING)
+    with local_workers(1 if options.mpi else options.workers, isolated=not options.mpi) as workers:
         config = load_config(options.run, options.set) if options.run else None
-        with stage_of(config, "tokenize"):
+        with stage_of(config if is_first else None, "tokenize"):
             jobs = [_given(options)] if config is None else _of_run(config)
             for job in jobs:  # a missing file is found before hours of work
                 named_files(job.corpus.input)
@@ -46,18 +47,20 @@ def main(options: argparse.Namespace) -> None:
             unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
             for job in jobs:
                 job = replace(job, unit_bytes=unit_bytes, reference_only=options.reference_only)
-                manifest = preprocess(job, workers, max_bad_fraction=options.max_bad_fraction, share=options.share)
+                manifest = preprocess(job, workers, max_bad_fraction=options.max_bad_fraction, share=work)
                 rejected = sum(manifest.rejected.values())
                 made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {rejected:,} records rejected"
-                print(f"{job.output}: {made}")
-            if config is not None:
+                if is_first:
+                    print(f"{job.output}: {made}")
+            if config is not None and is_first:
                 _compare_estimates(config.data)
 
 
 def _compare_estimates(data: Data) -> None:
     for name, corpus in data.corpora.items():
         if corpus.estimated_tokens is not None:
-            tokens = tokens_in(data, name)
+            parts = [data.folder / name, *([data.folder / f"{name}.heldout"] if corpus.heldout_fraction else [])]
+            tokens = sum(load_manifest(part).tokens for part in parts)
             off = tokens / corpus.estimated_tokens - 1
             print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
 
@@ -114,7 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--share", type=share, default=(0, 1), metavar="K/N", help="this is the K-th of N jobs, as in a Slurm array")
     add("--reference-only", action="store_true", help="do not use gigatoken: encode with the reference library")
-    add("--mpi", action="store_true", help="the workers are the ranks of an MPI job (srun --mpi=pmix, mpirun)")
+    add("--mpi", action="store_true", help="this is a rank of an MPI job (srun, mpirun), and does its share")
     add("--unit-mib", type=float, help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)")
 
 

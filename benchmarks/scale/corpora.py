@@ -23,7 +23,7 @@ from benchmarks.scale.growth import Row, in_own_process, measured, report
 from pipeline.config.data import Corpus, Data
 from pipeline.data.corpora import Job
 from pipeline.data.jobs import STATE, Plan, UnitPart, check_finished, manifest_of
-from pipeline.data.preprocess import _File, _split, plan_of, preprocess, tokenize_unit
+from pipeline.data.preprocess import File, plan_of, preprocess, split_units, tokenize_unit
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import MANIFEST, InputFile, TokenCorpus, TokenizerRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
@@ -86,7 +86,7 @@ def make_state(folder: Path, files: int) -> None:
         (last := texts / f"{number:06d}.txt").write_text("Once upon a time there was a cat.\n" * 30)
     job = job_of(str(texts / "*.txt"), folder / "tokens")
     (state := job.output / STATE).mkdir(parents=True)
-    done = _split(job.keys, UNIT_BYTES, _File("", 0, str(last), 0))
+    done = split_units(job.keys, UNIT_BYTES, File("", 0, str(last)))
     ranges, record = done.model_dump_json(), tokenize_unit(job, done.units[0]).model_dump_json()
     write_record(state / "plan.json", plan_of(job, load_tokenizer(job.tokenizer)))
     for number in range(files):
@@ -114,7 +114,7 @@ def plan(path: Path, size: int) -> Row:
     with path.open("wb") as file:
         file.truncate(size)
     with measured(row := Row(), "plan_"):
-        record = _split(job_of(str(path), path).keys, UNIT_BYTES, _File("00000.ranges", size, str(path), 0))
+        record = split_units(job_of(str(path), path).keys, UNIT_BYTES, File("00000.ranges", size, str(path)))
     return row | {"units": len(record.units)}
 
 

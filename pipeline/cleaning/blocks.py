@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +92,19 @@ class LanguageModel(FastTextLID):
     def __init__(self, path: Path, labels: Sequence[str]) -> None:
         super().__init__([*labels])
         self.path = path
-        self._model: Any = None
 
-    @property
+    @cached_property
     def model(self) -> Any:  # noqa: ANN401  # fastText has no types
-        if self._model is None:
-            from fasttext.FastText import _FastText
+        from fasttext.FastText import _FastText
 
-            with faults_of_library(f"{self.path}: not a whole model of fastText", DataError):
-                self._check_length()
-                self._model = _FastText(str(self.path))
-            known = {label.removeprefix("__label__") for label in self._model.labels}
-            if known.isdisjoint(self.languages):
-                some = ", ".join(sorted(known)[:10])
-                raise DataError(f"{self.path}: expected one of the labels {', '.join(self.languages)}, found {some}")
-        return self._model
+        with faults_of_library(f"{self.path}: not a whole model of fastText", DataError):
+            self._check_length()
+            model = _FastText(str(self.path))
+        known = {label.removeprefix("__label__") for label in model.labels}
+        if known.isdisjoint(self.languages):
+            some = ", ".join(sorted(known)[:10])
+            raise DataError(f"{self.path}: expected one of the labels {', '.join(self.languages)}, found {some}")
+        return model
 
     def _check_length(self) -> None:
         """fastText itself reads a file that was cut as zeros, or for ever."""

@@ -44,7 +44,6 @@ _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
 _PLAN = "plan.json"
 _LEAST_SAMPLE = 2**20
 _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
-_logger = log.get_logger(__name__)
 
 
 class Plan(BaseModel):
@@ -164,25 +163,21 @@ def _plan_of(job: CleaningJob) -> Plan:
 
 
 def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
-    """Runs the tasks of a stage that are not done yet; those that fail, once more."""
+    """Runs the tasks of a stage that are not done yet. One that fails does not stop the others."""
     logs = job.work / "logs" / stage.name
     datatrove_logger.remove()  # each task has a file of its lines
     executor = LocalPipelineExecutor(stage.blocks, stage.tasks, logging_dir=str(logs))
+    left = [f"{stage.name}, task {rank}" for rank in executor.get_incomplete_ranks()]
+    if not left:
+        return
     title, faults = f"{job.output.name}: {stage.name}", list[str]()
-    for _ in range(2):
-        left = [f"{stage.name}, task {rank}" for rank in executor.get_incomplete_ranks()]
-        if not left:
-            return
-        if faults:
-            _logger.warning("%s: %s; trying again", job.output, "; ".join(faults[:3]))
-        with (
-            local_workers(min(workers, len(left)), preload="pipeline.cleaning.stages") as pool,
-            log.progress_bar(title, stage.tasks, " tasks", done=stage.tasks - len(left)) as progress,
-        ):
-            faults = []
-            for fault in pool.run(partial(_fault_of, dill.dumps(executor)), left):
-                progress.update(not fault)
-                faults += filter(None, [fault])
+    with (
+        local_workers(min(workers, len(left)), preload="pipeline.cleaning.stages") as pool,
+        log.progress_bar(title, stage.tasks, " tasks", done=stage.tasks - len(left)) as progress,
+    ):
+        for fault in pool.run(partial(_fault_of, dill.dumps(executor)), left):
+            progress.update(not fault)
+            faults += filter(None, [fault])
     if faults:
         raise DataError(f"{job.output}: {'; '.join(faults[:3])}; {logs} says more; start again to continue")
 

@@ -66,11 +66,7 @@ class Blend:
         self.total = self._segments[-1].stop
 
     def __getitem__(self, index: int) -> Draw:
-        """The draw at the global `index`.
-
-        Raises:
-            DataError: the blend ends before it.
-        """
+        """The draw at the global `index`. Raises DataError where the blend ends before it."""
         if index < 0:
             raise IndexError(f"global index {index} is below 0")
         if self.total is not None and index >= self.total:
@@ -155,11 +151,7 @@ class Permutation:
         self._round_keys = [mix(*key, number) for number in range(_ROUNDS)]
 
     def __getitem__(self, index: int) -> int:
-        """The image of `index`.
-
-        Raises:
-            IndexError: it is not in range(size).
-        """
+        """The image of `index`. Raises IndexError where it is not in range(size)."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside range({self.size})")
         value = self._once(index)

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.data.records import EXCERPT_BYTES, Document, Reason, Record, Rejected, checked_text, with_prompt
+from pipeline.data.records import EXCERPT_BYTES, Document, Reason, Record, Rejected, record_of
 from pipeline.data.tokenizer import json_beside, load_tokenizer, tokenizer_file
 from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.files import json_hash, read_text
@@ -31,8 +31,7 @@ class ChatTemplate:
 
     `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
 
-    Raises:
-        DataError: it has none, or no `enable_thinking`, or its library does not see special tokens in a text.
+    Raises DataError where it has none, or no `enable_thinking`, or its library does not see special tokens in a text.
     """
 
     def __init__(self, path: Path, thinking: bool | None = None) -> None:
@@ -84,8 +83,8 @@ class ChatTemplate:
                 yield Rejected(offset, "messages_not_usable", b"the template changes what precedes an answer")
                 return
             start, end = self._frame
-            answer = checked_text(offset, whole[len(prompt) :].rstrip().removesuffix(end))
-            document = with_prompt(offset, answer, prompt.removeprefix(start))
+            answer = whole[len(prompt) :].rstrip().removesuffix(end)
+            document = record_of(offset, answer, prompt.removeprefix(start))
             yield document._replace(group=conversation) if isinstance(document, Document) else document
 
     def opened(self, messages: list[dict[str, str]]) -> str:
@@ -113,8 +112,7 @@ def chat_template(path: Path, thinking: bool | None = None) -> ChatTemplate:
 def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
     """The chat template of a tokenizer whose tokenizer_config.json says `described`: of several, the default one.
 
-    Raises:
-        DataError: its file cannot be read.
+    Raises DataError where its file cannot be read.
     """
     try:
         return read_text(folder / TEMPLATE, DataError)

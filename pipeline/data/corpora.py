@@ -11,7 +11,7 @@ from pipeline.config.data import Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.chats import chat_template
 from pipeline.data.records import Document, Keys
-from pipeline.data.token_corpus import MANIFEST, load_manifest
+from pipeline.data.token_corpus import MANIFEST
 from pipeline.data.units import good_documents, is_text
 from pipeline.errors import DataError
 
@@ -21,12 +21,9 @@ class Job:
     """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it.
 
     Attributes:
-        corpus: its documents: those of `input`, of which a share may be held out.
-        tokenizer: a file or folder.
         output: its folder; one whose name ends in .heldout is a held-out part.
         end_of_document: the token that ends a document, where that is not the tokenizer's own.
         unit_bytes: the size of a unit of work; None derives it from the size of the input.
-        reference_only: the fast encoder is not used.
         apart_from: the held-out parts of which no document may be in it; of a held-out part the training parts.
     """
 
@@ -50,11 +47,7 @@ class Job:
 
 
 def keys_of(corpus: Corpus, tokenizer: Path) -> Keys:
-    """Where documents are in the inputs of a corpus.
-
-    Raises:
-        DataError: they are chats, and the tokenizer has no chat template.
-    """
+    """Where documents are in the inputs of a corpus; raises DataError for chats without a chat template."""
     if (key := corpus.messages_key) is not None:
         return Keys(key, key, corpus.document, chat_template(tokenizer), corpus.encoding)
     return Keys(corpus.text_key, corpus.prompt_key, corpus.document, encoding=corpus.encoding)
@@ -116,12 +109,6 @@ def is_tokenized(data: Data) -> bool:
     return not unfinished_corpora(data)
 
 
-def tokens_in(data: Data, name: str) -> int:
-    """How many tokens the inputs of a finished corpus gave, those held out of them included."""
-    folders = [train_folder(data, name), *([heldout_folder(data, name)] if data.corpora[name].heldout_fraction else [])]
-    return sum(load_manifest(folder).tokens for folder in folders)
-
-
 def named_inputs(data: Data) -> Iterator[Sequence[str]]:
     """The files and patterns that each part of each corpus is made from; of text that the base writes, its openings.
 
@@ -161,30 +148,23 @@ def _is_to_be_memorised(corpus: Corpus) -> bool:
 
 def check_heldout(config: RunConfig) -> None:
     """Raises DataError where no corpus has held-out text, without which a run can be neither gated nor evaluated."""
-    if not any(map(_has_heldout_text, config.data.corpora.values())):
+    if not _heldout_texts(config.data):
         raise DataError(
             f"data.corpora of {config.name}: none has held-out text to score; name other files as heldout_input, or "
             "set heldout_fraction, such as 0.005, before the corpus is tokenized"
         )
 
 
-def _has_heldout_text(corpus: Corpus) -> bool:
-    heldout = corpus.heldout_input or (corpus.input if corpus.heldout_fraction else [])
-    return bool(heldout) and is_text(heldout)
+def _heldout_texts(data: Data) -> dict[str, Corpus]:
+    """The corpora that have held-out documents as text, each with the files that hold them as input."""
+    named = {name: heldout_source(data, name) for name in data.corpora if has_heldout(data, name)}
+    return {name: corpus for name, corpus in named.items() if is_text(corpus.input)}
 
 
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
-    """The held-out documents of every corpus that has any as text, by the corpus's name.
-
-    Raises:
-        DataError: no corpus has any.
-    """
+    """The held-out documents of every corpus that has any as text, by its name; raises DataError where none has."""
     check_heldout(config)
-    return {
-        name: _heldout_documents(heldout_source(config.data, name), config.tokenizer)
-        for name, corpus in config.data.corpora.items()
-        if _has_heldout_text(corpus)
-    }
+    return {name: _heldout_documents(corpus, config.tokenizer) for name, corpus in _heldout_texts(config.data).items()}
 
 
 def _heldout_documents(corpus: Corpus, tokenizer: Path) -> Iterator[Document]:

@@ -26,6 +26,14 @@ def shards_of(folder: Path) -> dict[Path, str]:
     return _shards_of(folder, manifest.stat().st_mtime_ns if manifest.exists() else 0)
 
 
+@lru_cache
+def _shards_of(folder: Path, changed: int) -> dict[Path, str]:
+    """`changed`: when its manifest was; that of a large corpus is too long to be read for every shard."""
+    manifest = load_manifest(folder)
+    # A unit's name begins with its file's number.
+    return {folder / shard.name: manifest.inputs[int(shard.name.partition("-")[0])].path for shard in manifest.shards}
+
+
 def check_apart(shard: Path, source: str, heldout: Iterable[Path], tokenizer: Tokenizer) -> None:
     """Raises DataError where a document of a training `shard`, from `source`, is in one of the shards `heldout`."""
     heldout = tuple(heldout)
@@ -41,14 +49,6 @@ def check_apart(shard: Path, source: str, heldout: Iterable[Path], tokenizer: To
             f"{source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the two, as "
             "scale-cpt clean does, remove the folder of that one, and start again"
         )
-
-
-@lru_cache
-def _shards_of(folder: Path, changed: int) -> dict[Path, str]:
-    """`changed`: when its manifest was; that of a large corpus is too long to be read for every shard."""
-    manifest = load_manifest(folder)
-    # A unit's name begins with its file's number.
-    return {folder / shard.name: manifest.inputs[int(shard.name.partition("-")[0])].path for shard in manifest.shards}
 
 
 @lru_cache

@@ -70,6 +70,17 @@ class _Named(NamedTuple):
         local = f"-{json_hash(str(Path(self.repo).resolve()))[:8]}" if Path(self.repo).is_dir() else ""
         return home / "scale-cpt" / (re.sub(r"[/?]", "--", self.name.removeprefix(PREFIX)) + local)
 
+    def shard(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.jsonl.zst"
+
+    def record(self) -> Source | None:
+        """What has been streamed; None where nothing has, or a shard was removed."""
+        try:
+            found = read_record(self.folder / SOURCE, Source, DataError, f"remove {self.folder} to stream it again")
+        except FileNotFoundError:
+            return None
+        return found if all(self.shard(number).exists() for number in range(found.shards)) else None
+
 
 def streamed_files(name: str) -> list[Path]:
     """The shards of the dataset `name`, which are streamed first where that has not been done.
@@ -78,20 +89,20 @@ def streamed_files(name: str) -> list[Path]:
         DataError: it does not exist, is of a format that is not read, holds no text, or cannot be reached.
     """
     named = _parsed(name)
-    if (found := _finished(named)) is not None:
-        return found
-    from filelock import FileLock  # of huggingface_hub
+    record = named.record()
+    if record is None or not record.finished:
+        from filelock import FileLock  # of huggingface_hub
 
-    named.folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(named.folder / ".lock"):  # jobs that share the work start at the same time
-        if (found := _finished(named)) is None:
-            _stream(named)
-    return _finished(named) or []
+        named.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(named.folder / ".lock"):  # jobs that share the work start at the same time
+            record = _streamed(named, named.record())
+    return [named.shard(number) for number in range(record.shards)]
 
 
 def is_streamed(name: str) -> bool:
     """Whether the dataset `name` is on this machine. Raises DataError where that is no name of one."""
-    return _finished(_parsed(name)) is not None
+    record = _parsed(name).record()
+    return record is not None and record.finished
 
 
 def _parsed(name: str) -> _Named:
@@ -105,30 +116,12 @@ def _parsed(name: str) -> _Named:
     return _Named(name, found["repo"], found["config"], found["revision"], found["split"] or "train", documents)
 
 
-def _finished(named: _Named) -> list[Path] | None:
-    record = _record(named)
-    if record is None or not record.finished:
-        return None
-    files = [named.folder / _shard_name(number) for number in range(record.shards)]
-    return files if all(file.exists() for file in files) else None
-
-
-def _record(named: _Named) -> Source | None:
-    try:
-        return read_record(named.folder / SOURCE, Source, DataError, f"remove {named.folder} to stream it again")
-    except FileNotFoundError:
-        return None
-
-
-def _shard_name(number: int) -> str:
-    return f"part-{number:05d}.jsonl.zst"
-
-
-def _stream(named: _Named) -> None:
+def _streamed(named: _Named, record: Source | None) -> Source:
     """Streams the rest of a dataset; a shard and the record of it are published together with where it ended."""
-    record = _record(named)
+    if record is not None and record.finished:  # by another job
+        return record
     with _faults(named):
-        if record is None or record.finished:  # or its shards were removed
+        if record is None:
             record = Source(name=named.name, revision=_commit(named))
         dataset = _opened(named, record.revision)
         if record.state is not None:
@@ -139,7 +132,7 @@ def _stream(named: _Named) -> None:
         while not record.finished:
             documents, size, is_last = record.documents, 0, True
             with (
-                published_file(named.folder / _shard_name(record.shards)) as file,
+                published_file(named.shard(record.shards)) as file,
                 zstandard.ZstdCompressor().stream_writer(file, closefd=False) as text,
             ):
                 for row in rows:
@@ -158,6 +151,7 @@ def _stream(named: _Named) -> None:
             changes = {"documents": documents, "shards": record.shards + 1, "state": state, "finished": is_last}
             record = record.model_copy(update=changes)
             write_record(named.folder / SOURCE, record)
+    return record
 
 
 def _rows(named: _Named, dataset: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401  # an IterableDataset

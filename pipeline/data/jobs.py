@@ -12,9 +12,10 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, NonNegativeInt
 
@@ -30,7 +31,7 @@ from pipeline.data.token_corpus import (
     TokenCorpus,
     load_manifest,
 )
-from pipeline.data.token_shards import FileContent, ShardFile, check_file, token_dtype
+from pipeline.data.token_shards import FileContent, ShardFile, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, OutputError
 from pipeline.files import check_replaceable, in_threads, read_record, rename_aside, write_record
@@ -59,10 +60,7 @@ class Plan(Description):
 
 
 class UnitPart(BaseModel):
-    """What one unit contributed to the train or to the held-out part.
-
-    `files` is what the files of its shard hold, by the ends of their names; none without documents.
-    """
+    """What one unit contributed to the train or to the held-out part. `files` is of its shard, if it has documents."""
 
     documents: NonNegativeInt = 0
     tokens: NonNegativeInt = 0
@@ -81,40 +79,34 @@ class UnitRecord(BaseModel):
     rejected: dict[str, NonNegativeInt] = {}
 
 
-class _Named(Protocol):
+@dataclass(frozen=True)
+class Work:
     """A unit: its name, and its size in what the progress bar counts. As text it is what a message calls it."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
+    name: str
+    size: int
 
 
-_Unit = TypeVar("_Unit", bound=_Named)
+_Unit = TypeVar("_Unit", bound=Work)
 _Record = TypeVar("_Record", bound=BaseModel)
 
 
 def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
-    """Makes the corpus of `plan`, or continues it; a finished one is left as it is.
+    """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as it is.
 
-    Args:
-        output: its folder.
-        plan: what it is.
-        make: fills the folder, with the folder of unfinished work as argument.
+    `make` fills the folder, with the folder of unfinished work as argument.
 
     Raises:
         OutputError: one of the folders holds something else.
         DataError: the folder holds or was begun for another corpus.
     """
-    state = output / STATE
     if (manifest := finished(output, plan)) is not None:
         _logger.info("%s: already complete, %d documents, %d tokens", output, manifest.documents, manifest.tokens)
     else:
         try:
             _begin(output, plan)
             # Another job may have begun another corpus here, or finished this one, since the first look.
-            manifest = finished(output, plan) or make(state)
+            manifest = finished(output, plan) or make(output / STATE)
             manifest.save(output)
         except (FileNotFoundError, DataError) as error:
             # Another job that shares the work may have finished, and removed the state.
@@ -154,8 +146,7 @@ def _begin(output: Path, plan: Plan) -> None:
 def finished(output: Path, plan: Plan) -> Manifest | None:
     """The manifest of the corpus in `output`, if it is complete.
 
-    Raises:
-        DataError: it is another corpus than that of `plan`, was begun as another one, or is damaged.
+    Raises DataError where it is another corpus than that of `plan`, was begun as another one, or is damaged.
     """
     if not (output / MANIFEST).exists():
         if (begun := read_plan(output)) is not None:
@@ -173,11 +164,7 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
 
 
 def read_plan(output: Path) -> Plan | None:
-    """The plan that the unfinished corpus in `output` was begun for; None where none was.
-
-    Raises:
-        DataError: it is damaged, or of an earlier version.
-    """
+    """The plan that the unfinished corpus in `output` was begun for; None where none was."""
     if not (output / STATE).is_dir():
         return None
     try:
@@ -211,17 +198,9 @@ def _terms(made: Plan | Manifest) -> dict[str, Any]:
 
 
 def check_finished(folder: Path, *, blocks: int | None = SAMPLED_BLOCKS) -> None:
-    """Compares the corpus in `folder` with its manifest, with as many blocks of tokens; see TokenCorpus.check.
-
-    Raises:
-        DataError: it is damaged.
-    """
-    manifest = load_manifest(folder)
-    if manifest.tokens:  # a held-out part may be empty
+    """Compares the corpus in `folder`, or an empty held-out part, with its manifest: see TokenCorpus.check."""
+    if load_manifest(folder).tokens:
         TokenCorpus(folder).check(blocks=blocks)
-    # One that the user has removed is not missed.
-    if manifest.quarantine is not None and (folder / QUARANTINE).exists():
-        check_file(folder / QUARANTINE, manifest.quarantine, "remove it, or restore it")
 
 
 def heldout_of(output: Path) -> Path:
@@ -238,18 +217,15 @@ def run_units(
     share: Share = (0, 1),
     *,
     what: str,
-    measured_in: str = "B",
+    unit: str = "B",
 ) -> Iterator[tuple[str, _Record]]:
     """The name and the record of every unit; those that are done first, then the others as they are finished.
 
     Args:
-        state: the folder of the records.
-        schema: their type.
+        state: the folder of the records, which are of type `schema`.
         work: does a unit, and returns its record.
-        units: all of them.
-        workers: the processes that do the work.
         share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
-        what, measured_in: what is done, and the unit of the units' sizes, for the progress bar.
+        what, unit: what is done, and of which the sizes are, for the progress bar.
     """
     sizes = {unit.name: unit.size for unit in units}
     found = zip(sizes, in_threads(partial(_record_of, state, schema), sizes), strict=True)
@@ -258,7 +234,7 @@ def run_units(
     left = [unit for unit in units if unit.name not in done]
     k, n = share
     left = left[k::n] + [unit for at, unit in enumerate(left) if at % n != k][::-1]
-    with progress_bar(what, sum(sizes.values()), measured_in, done=sum(sizes[name] for name in done)) as progress:
+    with progress_bar(what, sum(sizes.values()), unit, done=sum(sizes[name] for name in done)) as progress:
         for name, record in workers.run(partial(_do, state, schema, work), left):
             progress.update(sizes[name])
             yield name, record
@@ -280,13 +256,7 @@ def _record_of(state: Path, schema: type[_Record], name: str) -> _Record | None:
 
 
 def manifest_of(
-    plan: Plan,
-    part: str,
-    shards: Mapping[str, UnitPart],
-    inputs: list[InputFile],
-    *,
-    rejected: Mapping[str, int] | None = None,
-    quarantine: FileContent | None = None,
+    plan: Plan, part: str, shards: Mapping[str, UnitPart], inputs: list[InputFile], rejected: Mapping[str, int] = {}
 ) -> Manifest:
     """The manifest of a part of the corpus of `plan`; `shards` are its units, by their names."""
     counted = UnitPart.model_fields.keys() - {"files"}
@@ -298,12 +268,11 @@ def manifest_of(
         token_dtype=token_dtype(plan.tokenizer.vocab_size).name,
         tokens_per_character=round(counts["tokens"] / max(counts["characters"], 1), 6),
         tokens_per_byte=round(counts["tokens"] / max(counts["bytes"], 1), 6),
-        rejected=dict(sorted((rejected or {}).items())),
+        rejected=dict(sorted(rejected.items())),
         inputs=inputs,
         shards=[
             ShardRecord(name=name, documents=unit.documents, tokens=unit.tokens, files=unit.files)
             for name, unit in shards.items()
             if unit.documents
         ],
-        quarantine=quarantine,
     )

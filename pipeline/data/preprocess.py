@@ -7,16 +7,15 @@ are listed in a quarantine, and too many of them stop the job.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 from pydantic import BaseModel
 
@@ -29,6 +28,7 @@ from pipeline.data.jobs import (
     Share,
     UnitPart,
     UnitRecord,
+    Work,
     complete,
     heldout_of,
     manifest_of,
@@ -37,8 +37,8 @@ from pipeline.data.jobs import (
 from pipeline.data.records import Document, Keys, Rejected
 from pipeline.data.text_streams import encoding_advice
 from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest
-from pipeline.data.token_shards import Shard, ShardWriter, content_of, token_dtype, writing_shard
-from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, load_tokenizer
+from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
+from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, joined, load_tokenizer
 from pipeline.data.units import Unit, default_unit_bytes, input_files, is_text, split_file, unit_records
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
@@ -55,19 +55,18 @@ _MOST_LISTED = 10_000
 _RECORDS_BEFORE_CHECK = 10_000
 
 
-class _File(NamedTuple):
-    """The unit of the first pass over the inputs."""
+@dataclass(frozen=True)
+class File(Work):
+    """An input file, of which the first pass finds the units; or a shard to compare with held-out documents."""
 
-    name: str
-    size: int
     path: str
-    number: int
+    number: int = 0
 
     def __str__(self) -> str:
         return self.path
 
 
-class _FileRecord(BaseModel):
+class FileRecord(BaseModel):
     """The hash of an input file and its units, which are known once a compressed one has been read."""
 
     sha256: str
@@ -77,21 +76,16 @@ class _FileRecord(BaseModel):
 def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, share: Share = (0, 1)) -> Manifest:
     """Makes the token corpus of `job`, or continues it; a finished one is left as it is.
 
-    Args:
-        job: what to make.
-        workers: the processes that do the work.
-        max_bad_fraction: the largest accepted fraction of bad records.
-        share: this job's, of the jobs that make the same corpus at the same time. Any of them can finish it alone.
+    `share`: this job's, of the jobs that make the same corpus at the same time. Any of them can finish it alone.
 
-    Raises:
-        DataError: the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
+    Raises DataError where the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
     """
     plan = plan_of(job, load_tokenizer(job.tokenizer, end_of_document=job.end_of_document))
 
     def make(state: Path) -> Manifest:
-        files = [_File(f"{at:05d}.ranges", size, path, at) for at, (path, size) in enumerate(plan.inputs)]
-        split = partial(_split, job.keys, plan.unit_size)
-        found = dict(run_units(state, _FileRecord, split, files, workers, share, what="finding units"))
+        files = [File(f"{at:05d}.ranges", size, path, at) for at, (path, size) in enumerate(plan.inputs)]
+        split = partial(split_units, job.keys, plan.unit_size)
+        found = dict(run_units(state, FileRecord, split, files, workers, share, what="finding units"))
         units = [unit for file in files for unit in found[file.name].units]
         records: dict[str, UnitRecord] = {}
         rejected: Counter[str] = Counter()
@@ -112,17 +106,13 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
         check_rejected()
         if not any(record.train.documents for record in records.values()):
             raise DataError(f"{', '.join(job.corpus.input)}: no usable document in {total} records: {dict(rejected)}")
-        if job.part == "heldout":  # of a training part that was made before it
-            made = [path for path in job.apart_from if (path / MANIFEST).exists()]
+        if job.part == "heldout":  # of training parts that were made before it
             own = tuple(job.output / name for name, record in records.items() if record.train.documents)
-            shards = [
-                _File(f"{path.name}.{shard.name}", 1, str(shard), 0) for path in made for shard in shards_of(path)
-            ]
+            made = [folder for folder in job.apart_from if (folder / MANIFEST).exists()]
+            shards = [File(f"{path.parent.name}.{path.name}", 1, str(path)) for path in chain(*map(shards_of, made))]
             compare = partial(_compare, job, own)
-            for _ in run_units(
-                state, UnitPart, compare, shards, workers, share, what="comparing", measured_in=" shards"
-            ):
-                pass
+            compared = run_units(state, UnitPart, compare, shards, workers, share, what="comparing", unit=" shards")
+            deque(compared, maxlen=0)
         if rejected:
             with published_file(job.output / QUARANTINE, state) as joined:
                 for unit in units:
@@ -131,10 +121,8 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
         inputs = [InputFile(path=file.path, bytes=file.size, sha256=found[file.name].sha256) for file in files]
         if plan.heldout_fraction > 0:
             heldout = {unit.name: records[unit.name].heldout for unit in units}
-            manifest_of(plan, "heldout", heldout, inputs, rejected=rejected).save(heldout_of(job.output))
-        train = {unit.name: records[unit.name].train for unit in units}
-        quarantine = content_of(job.output / QUARANTINE) if rejected else None
-        return manifest_of(plan, job.part, train, inputs, rejected=rejected, quarantine=quarantine)
+            manifest_of(plan, "heldout", heldout, inputs, rejected).save(heldout_of(job.output))
+        return manifest_of(plan, job.part, {unit.name: records[unit.name].train for unit in units}, inputs, rejected)
 
     return complete(job.output, plan, make)
 
@@ -142,8 +130,7 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
 def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
     """Looks for the input files of `job`, and describes what it makes with its `tokenizer`.
 
-    Raises:
-        DataError: one of them cannot be used.
+    Raises DataError where one of them cannot be used.
     """
     files, keys = input_files(job.corpus.input), job.keys
     return Plan(
@@ -160,13 +147,14 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
     )
 
 
-def _split(keys: Keys, unit_bytes: int, file: _File) -> _FileRecord:
+def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
+    """The work of the first pass."""
     path = Path(file.path)
     digest = file_hash(path) if file.size <= _HASHED_BYTES else f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
-    return _FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
+    return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
 
 
-def _compare(job: Job, heldout: tuple[Path, ...], shard: _File) -> UnitPart:
+def _compare(job: Job, heldout: tuple[Path, ...], shard: File) -> UnitPart:
     path, tokenizer = Path(shard.path), cached_tokenizer(job.tokenizer, job.end_of_document)
     check_apart(path, shards_of(path.parent)[path], heldout, tokenizer)
     return UnitPart()
@@ -201,8 +189,8 @@ def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: 
 def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
     """Tokenizes `unit` and publishes its shards.
 
-    Raises:
-        DataError: there is an id outside the tokenizer's vocabulary, the encoders differ, or the file cannot be read.
+    Raises DataError where there is an id outside the tokenizer's vocabulary, the encoders differ, or the file cannot be
+    read.
     """
     tokenizer, state = cached_tokenizer(job.tokenizer, job.end_of_document), job.output / STATE
     fraction = job.corpus.heldout_fraction
@@ -214,8 +202,7 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
             dtype = token_dtype(tokenizer.vocab_size)
             return _Part(files.enter_context(writing_shard(folder / unit.name, dtype, state)), tokenizer, job)
 
-        train = part(job.output)
-        heldout = part(heldout_of(job.output)) if fraction else train
+        train, heldout = part(job.output), part(heldout_of(job.output))
         for record in _imported(unit, tokenizer) if unit.kind == "tokens" else unit_records(unit, job.keys):
             if isinstance(record, Rejected):
                 rejected[record.reason] += 1
@@ -226,13 +213,12 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 (heldout if fraction and is_heldout(record.held_out_by, fraction) else train).add(record)
         train.write_batch()
         heldout.write_batch()
-    if job.part == "train" and train.outcome.documents and job.apart_from:
+    if job.part == "train" and train.writer.documents and job.apart_from:
         check_apart(job.output / unit.name, str(unit), chain.from_iterable(map(shards_of, job.apart_from)), tokenizer)
     if listed:
         with published_file(state / f"{unit.name}.{QUARANTINE}") as file:
             file.writelines(listed)
-    counts = dict(sorted(rejected.items()))
-    return UnitRecord(train=train.outcome, heldout=heldout.outcome if fraction else UnitPart(), rejected=counts)
+    return UnitRecord(train=train.counted(), heldout=heldout.counted(), rejected=dict(sorted(rejected.items())))
 
 
 @lru_cache(maxsize=1)
@@ -270,12 +256,15 @@ class _Part:
     """
 
     def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, job: Job) -> None:
-        self._writer = writer
-        self._tokenizer = tokenizer
-        self._job = job
+        self.writer, self._tokenizer, self._job = writer, tokenizer, job
         self._counts = UnitPart()
         self._batch: list[Document] = []
         self._batch_bytes = 0
+
+    def counted(self) -> UnitPart:
+        """The counts of everything written, and what the published files hold."""
+        written = {"documents": self.writer.documents, "tokens": self.writer.tokens, "files": self.writer.files}
+        return self._counts.model_copy(update=written)
 
     def add(self, document: Document) -> None:
         self._batch.append(document)
@@ -283,43 +272,36 @@ class _Part:
         if self._batch_bytes >= _BATCH_BYTES:
             self.write_batch()
 
-    @property
-    def outcome(self) -> UnitPart:
-        """The counts of everything written, and what the files hold, once they are published."""
-        return self._counts.model_copy(update={"files": self._writer.files})
-
     def write_batch(self) -> None:
         """Encodes and writes the documents collected since the last batch."""
-        batch, counts, tokenizer = self._batch, self._counts, self._tokenizer
+        batch, counts = self._batch, self._counts
         if not batch:
             return
-        if batch[0].ids is not None:
-            lists = [document.ids or [] for document in batch]
-            ids, lengths = np.concatenate(lists), np.array([len(own) for own in lists])
-        else:
-            ids, lengths = self._encoded()
+        start, end = self._tokenizer.document_start, self._tokenizer.document_end
+        ids, lengths = self._encoded()
         prompt_lengths = None
         if batch[0].prompt is not None:
             prompts, answers = lengths.reshape(-1, 2).T
             lengths = prompts + answers
-            prompt_lengths = len(tokenizer.document_start) + prompts
+            prompt_lengths = len(start) + prompts
             counts.prompt_tokens += int(prompt_lengths.sum())
             counts.prompt_bytes += sum(len((document.prompt or "").encode()) for document in batch)
-        start, end = tokenizer.document_start, tokenizer.document_end
-        framed = _framed(ids, lengths, start, end)
-        self._writer.add(framed, lengths + len(start) + len(end), prompt_lengths)
-        counts.documents += len(batch)
-        counts.tokens += len(framed)
+        stops = np.cumsum(lengths)
+        places = np.column_stack([*[stops - lengths] * len(start), *[stops] * len(end)])
+        framed = np.insert(ids, places.ravel(), np.tile([*start, *end], len(lengths)))
+        self.writer.add(framed, lengths + len(start) + len(end), prompt_lengths)
         counts.characters += sum(len(document.whole_text) for document in batch)
         counts.bytes += self._batch_bytes
         self._batch, self._batch_bytes = [], 0
 
     def _encoded(self) -> Encoded:
         """The ids of the batch's texts, of a document with a prompt two."""
+        if self._batch[0].ids is not None:
+            return joined([document.ids or [] for document in self._batch])
         tokenizer, reference = self._tokenizer, self._tokenizer.reference
         texts = [text for document in self._batch for text in (document.prompt, document.text) if text is not None]
         encoder = _encoder(self._job, tokenizer)
-        checked = texts[self._writer.documents % len(texts)][:_CHECKED_CHARACTERS]
+        checked = texts[self.writer.documents % len(texts)][:_CHECKED_CHARACTERS]
         if encoder is not reference and not agree(encoder, reference, [checked]):
             raise DataError(
                 f"{encoder.name} and {reference.name} differ on {checked[:60]!r}; remove {self._job.output} and start "
@@ -331,12 +313,3 @@ class _Part:
                 f"{tokenizer.path}: produced the id {encoded.ids.max()}, but has a vocabulary of {tokenizer.vocab_size}"
             )
         return encoded
-
-
-def _framed(
-    ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], start: Sequence[int], end: Sequence[int]
-) -> npt.NDArray[Any]:
-    """The joined documents `ids: [T]`, of `lengths: [documents]`, each with `start` before and `end` after it."""
-    stops = np.cumsum(lengths)
-    places = np.column_stack([*[stops - lengths] * len(start), *[stops] * len(end)])
-    return np.insert(ids, places.ravel(), np.tile([*start, *end], len(lengths)))

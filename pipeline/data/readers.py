@@ -11,18 +11,7 @@ from typing import NamedTuple
 
 import orjson
 
-from pipeline.data.records import (
-    EXCERPT_BYTES,
-    MAX_RECORD_BYTES,
-    Keys,
-    Record,
-    Rejected,
-    checked_text,
-    missing_column,
-    row_record,
-    text_of_bytes,
-    with_prompt,
-)
+from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Keys, Record, Rejected, missing_column, record_of
 from pipeline.data.text_streams import Stream, encoding_advice
 from pipeline.data.web_archives import archive_records
 from pipeline.errors import DataError
@@ -51,14 +40,15 @@ def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -
     Where the stream is damaged, the incomplete last record is rejected with the fault as reason.
     """
     if kind == "json_array":
-        yield from _array_records(stream, keys)
-        return
+        return _array_records(stream, keys)
     if kind == "warc":
-        yield from archive_records(stream)
-        return
+        return archive_records(stream)
     if kind in ("csv", "tsv"):
-        yield from _csv_records(stream, keys, "," if kind == "csv" else "\t")
-        return
+        return _csv_records(stream, keys, "," if kind == "csv" else "\t")
+    return _line_records(stream, start, stop, keys, is_json=kind == "jsonl")
+
+
+def _line_records(stream: Stream, start: int, stop: int, keys: Keys, *, is_json: bool) -> Iterator[Record]:
     documents = {"line": lines, "blank_line": _paragraphs, "file": _whole_file}[keys.document]
     incomplete: Line | None = None
     for line in documents(stream, start, stop):
@@ -67,8 +57,10 @@ def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -
             continue
         # A file that others were appended to has a byte-order mark in its middle, too.
         content = line.content.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r")
-        if content and not content.isspace():
-            yield from _records_of(Line(line.offset, content, line.size), keys if kind == "jsonl" else None)
+        if line.size > MAX_RECORD_BYTES:
+            yield Rejected(line.offset, "too_large", content[:EXCERPT_BYTES])
+        elif content and not content.isspace():
+            yield from _json_records(line.offset, content, keys) if is_json else [record_of(line.offset, content)]
     if not stream.read_at(stop, 1) and stream.fault:
         offset, excerpt = (stop, b"") if incomplete is None else (incomplete.offset, incomplete.content[:EXCERPT_BYTES])
         yield Rejected(offset, stream.fault, excerpt)
@@ -154,26 +146,16 @@ def _beginning(stream: Stream, most: int) -> bytes:
     return bytes(content)
 
 
-# --- Records ---------------------------------------------------------------------------------------------------------
-
-
-def _records_of(line: Line, keys: Keys | None) -> Iterator[Record]:
-    """The records in a line: its text (None), a JSON object with `keys`, or of a chat one for each answer."""
-    excerpt = line.content[:EXCERPT_BYTES]
-    if line.size > MAX_RECORD_BYTES:
-        yield Rejected(line.offset, "too_large", excerpt)
-        return
-    if keys is None:
-        yield text_of_bytes(line.offset, line.content)
-        return
+def _json_records(offset: int, content: bytes, keys: Keys) -> Iterator[Record]:
+    """The record in a line of JSON; of a chat one for each answer."""
     try:
-        value = orjson.loads(line.content)
+        value = orjson.loads(content)
     except orjson.JSONDecodeError:
-        text = text_of_bytes(line.offset, line.content)
-        is_utf8 = not isinstance(text, Rejected) or text.reason != "invalid_utf8"
-        yield Rejected(line.offset, "malformed_json" if is_utf8 else "invalid_utf8", excerpt)
-        return
-    yield from _records_in(line.offset, value, keys, excerpt)
+        found = record_of(offset, content)
+        is_utf8 = not isinstance(found, Rejected) or found.reason != "invalid_utf8"
+        yield Rejected(offset, "malformed_json" if is_utf8 else "invalid_utf8", content[:EXCERPT_BYTES])
+    else:
+        yield from _records_in(offset, value, keys, content[:EXCERPT_BYTES])
 
 
 def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") -> Iterator[Record]:
@@ -186,8 +168,7 @@ def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") ->
     elif keys.chat is not None:
         yield from keys.chat.records(offset, value[keys.text])
     else:
-        document = checked_text(offset, value[keys.text])
-        yield document if keys.prompt is None else with_prompt(offset, document, value[keys.prompt])
+        yield record_of(offset, *map(value.__getitem__, keys.all))
 
 
 # --- Files that only make sense from their beginning -----------------------------------------------------------------
@@ -238,7 +219,7 @@ def _csv_records(stream: Stream, keys: Keys, delimiter: str) -> Iterator[Record]
             if not values:  # an empty line
                 continue
             if len(values) == len(names):
-                yield row_record(number, [values[place].encode(errors="surrogateescape") for place in places])
+                yield record_of(number, *(values[place].encode(errors="surrogateescape") for place in places))
             else:
                 yield Rejected(number, "malformed_csv", f"{len(values)} columns, not {len(names)}".encode())
         number += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union
 
 if TYPE_CHECKING:  # it makes documents
@@ -22,11 +22,10 @@ MAX_RECORD_BYTES = 32 * 2**20
 
 
 class Keys(NamedTuple):
-    """Where documents are in the inputs.
+    """Where documents are in the inputs: the keys, or columns, of a record's text and of the prompt before it, if any.
 
-    The keys, or columns, of a record's text and of the prompt before it; None: records have no prompt. With `chat` both
-    are the key of a chat's messages. `document` is what a document is in a text file, `encoding` that of a file that is
-    not UTF-8, as Python names it.
+    With `chat` both are the key of a chat's messages. `document` is what a document is in a text file, `encoding` that
+    of a file that is not UTF-8, as Python names it.
     """
 
     text: str = "text"
@@ -81,37 +80,31 @@ class Rejected(NamedTuple):
 Record = Union[Document, Rejected]
 
 
-def text_of_bytes(offset: int, content: bytes) -> Record:
-    """The document whose text is `content` in UTF-8, or why it cannot be one."""
-    try:
-        return checked_text(offset, content.decode())
-    except UnicodeDecodeError:
-        return Rejected(offset, "invalid_utf8", content[:EXCERPT_BYTES])
-
-
-def checked_text(offset: int, text: object) -> Record:
-    """`text` as a document, or why it cannot be one."""
+def record_of(offset: int, text: object, *prompt: object) -> Record:
+    """The document of `text`, a string or UTF-8, with a `prompt` before it if one is given; or why it cannot be one."""
+    if isinstance(text, bytes):
+        content = text
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            return Rejected(offset, "invalid_utf8", content[:EXCERPT_BYTES])
     if not isinstance(text, str):
         # A container's own text may be long, or too deep for Python to write.
         shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
         return Rejected(offset, "text_not_string", shown[:EXCERPT_BYTES].encode(errors="backslashreplace"))
+    excerpt = text[:EXCERPT_BYTES].encode(errors="backslashreplace")
     if not text or text.isspace():
-        return Rejected(offset, "empty_text", text[:EXCERPT_BYTES].encode())
+        return Rejected(offset, "empty_text", excerpt)
     if "\0" in text:
-        return Rejected(offset, "nul_character", text[:EXCERPT_BYTES].encode())
+        return Rejected(offset, "nul_character", excerpt)
     if len(text.encode()) > MAX_RECORD_BYTES:
-        return Rejected(offset, "too_large", text[:EXCERPT_BYTES].encode())
-    return Document(text)
-
-
-def with_prompt(offset: int, answer: Record, prompt: object) -> Record:
-    """The document `answer` with `prompt` before it, or why that is not possible."""
-    if isinstance(answer, Rejected):
-        return answer
-    checked = checked_text(offset, prompt)
-    if isinstance(checked, Rejected):
-        return checked._replace(reason="prompt_not_usable")
-    return answer._replace(prompt=checked.text)
+        return Rejected(offset, "too_large", excerpt)
+    if not prompt:
+        return Document(text)
+    before = record_of(offset, *prompt)
+    if isinstance(before, Rejected):
+        return before._replace(reason="prompt_not_usable")
+    return Document(text, before.text)
 
 
 def missing_column(names: Iterable[str], keys: Keys) -> str | None:
@@ -120,13 +113,3 @@ def missing_column(names: Iterable[str], keys: Keys) -> str | None:
         if key not in names:
             return f"has no column {key!r}; set {option} to one of: {', '.join(names)[:500]}"
     return None
-
-
-def row_record(row: int, values: Sequence[bytes | None]) -> Record:
-    """The record in a row of a table: the values in the columns of `Keys.all`, in UTF-8; None is null."""
-    text, *prompt = (
-        Rejected(row, "text_not_string", b"null") if value is None else text_of_bytes(row, value) for value in values
-    )
-    if not prompt:
-        return text
-    return with_prompt(row, text, prompt[0].text if isinstance(prompt[0], Document) else None)

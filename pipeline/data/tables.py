@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.records import Keys, Record, missing_column, row_record
+from pipeline.data.records import Keys, Record, missing_column, record_of
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import read_object
 
@@ -30,8 +30,7 @@ Range = tuple[int, int, int]
 def table_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[Range]:
     """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
 
-    Raises:
-        DataError: the file is damaged, or lacks a column of `keys`.
+    Raises DataError where the file is damaged, or lacks a column of `keys`.
     """
     ranges: list[Range] = []
     start = total = 0
@@ -60,20 +59,18 @@ def table_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Rec
         else:
             file = _parquet(path, keys)
             first = sum(file.metadata.row_group(group).num_rows for group in range(start))
-            groups = list(range(start, stop))
-            batches = file.iter_batches(_ROWS, row_groups=groups, columns=keys.all, use_threads=False)
+            batches = file.iter_batches(_ROWS, row_groups=range(start, stop), columns=keys.all, use_threads=False)
         for batch in batches:
             columns = [_checked_bytes(batch.column(key)).to_pylist() for key in keys.all]
             for row, values in enumerate(zip(*columns, strict=True), first):
-                yield row_record(row, values)
+                yield record_of(row, *values)
             first += batch.num_rows
 
 
 def saved_dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a folder saved by `datasets`, in its order; with several splits, those of all.
 
-    Raises:
-        DataError: the folder was not saved by `datasets`, is damaged, or names a file outside of it.
+    Raises DataError where the folder was not saved by `datasets`, is damaged, or names a file outside of it.
     """
     with faults_of_library(f"{folder}: not a folder as `datasets` saves it; save it again", DataError):
         several = folder / "dataset_dict.json"
@@ -103,9 +100,8 @@ def _parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no t
 
 def _arrow(path: Path, keys: Keys) -> Any:  # noqa: ANN401
     """The table in a file, which stays on disk."""
-    reader = pa.ipc.open_stream(pa.memory_map(str(path)))
-    _require_columns(path, reader.schema, keys)
-    table = reader.read_all()
+    table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    _require_columns(path, table.schema, keys)
     table.validate()
     return table
 

@@ -63,16 +63,11 @@ class DecodedStream(Stream):
     def __init__(self, path: Path, encoding: str | None) -> None:
         super().__init__(path)
         self._encoding = encoding
-        self._restart()
-
-    def _restart(self) -> None:
-        self._pieces = self.pieces()
-        self._window = b""
-        self._window_start = 0
+        self._pieces, self._window, self._window_start = self.pieces(), b"", 0
 
     def read_at(self, offset: int, size: int) -> bytes:
         if offset < self._window_start:
-            self._restart()
+            self._pieces, self._window, self._window_start = self.pieces(), b"", 0
         while offset >= self._window_start + len(self._window):
             pieces = list(islice(self._pieces, _SLICES))
             if not pieces:
@@ -118,11 +113,7 @@ class DecodedStream(Stream):
 
 
 def open_stream(path: Path, encoding: str | None = None) -> Stream:
-    """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
-
-    Raises:
-        DataError: Python does not know the encoding.
-    """
+    """The text of `path`, decompressed if its name ends in .gz, .zst or .xz."""
     try:
         is_plain = encoding is None or codecs.lookup(encoding).name == "utf-8"
     except LookupError:

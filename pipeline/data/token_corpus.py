@@ -88,16 +88,14 @@ class SamplingRecord(_Strict):
 
 
 class Description(_Strict):
-    """What a corpus is made of, but for its inputs. In one that a base model wrote (`sampling`), these are openings.
-
-    `chat_template` is the hash of the template that framed chats.
-    """
+    """What a corpus is made of, but for its inputs. In one that a base model wrote (`sampling`), these are openings."""
 
     tokenizer: TokenizerRecord
     text_key: str
     prompt_key: str | None = None
     document: DocumentUnit = "line"
     chat_template: str | None = None
+    """the hash of the template that framed chats"""
     encoding: str | None = None
     heldout_fraction: float = 0.0
     sampling: SamplingRecord | None = None
@@ -108,7 +106,6 @@ class Manifest(Description):
 
     `characters` and `bytes` (UTF-8) count the accepted text of this part, openings included. In a corpus with prompts
     (`prompt_key` is not None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
-    `quarantine` is the file of the rejected records, if there is one.
     """
 
     format: Literal["scale-cpt token corpus 2", "scale-cpt token corpus 3"] = "scale-cpt token corpus 3"
@@ -126,6 +123,7 @@ class Manifest(Description):
     inputs: list[InputFile]
     shards: list[ShardRecord]
     quarantine: FileContent | None = None
+    """of earlier versions"""
 
     def save(self, folder: Path) -> None:
         """Publishes the manifest in `folder`, which completes the corpus."""
@@ -133,11 +131,7 @@ class Manifest(Description):
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of the corpus in `folder`.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
+    """Reads the manifest of the corpus in `folder`. Raises DataError where it is missing or damaged."""
     path = folder / MANIFEST
     try:
         return read_record(path, Manifest, DataError, _advice_for(folder))
@@ -182,11 +176,7 @@ class TokenCorpus:
         return lru_cache(_MAX_OPEN_SHARDS)(self._opened)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The ids [start, stop).
-
-        Raises:
-            DataError: an id is beyond the vocabulary, or a file cannot be read.
-        """
+        """The ids [start, stop). Raises DataError where an id is beyond the vocabulary, or a file cannot be read."""
         pieces = []
         vocab_size = self.manifest.tokenizer.vocab_size
         for shard, low, high, _ in self._pieces(start, stop):

@@ -179,60 +179,40 @@ class Shard:
         try:
             bin_bytes = self.bin_path.stat().st_size
             # mmap refuses an empty file.
-            self._index = np.memmap(self.idx_path, np.uint8, "r") if self.idx_path.stat().st_size else np.zeros(0)
+            index = np.memmap(self.idx_path, np.uint8, "r") if self.idx_path.stat().st_size else np.zeros(0, np.uint8)
         except FileNotFoundError as error:
             raise DataError(f"{error.filename}: no such file; a token shard is a .bin and an .idx") from None
-        self.dtype, self._sequences, self._ends = self._read_header()
-        self.documents = self._ends - 1
-        self.tokens = self._tokens_in_index()
+        header = index[: _HEADER.size].tobytes()
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise DataError(f"{self.idx_path}: not an index in Megatron's format; {_ADVICE}")
+        _, version, code, sequences, ends = _HEADER.unpack(header)
+        expected = _HEADER.size + sequences * 12 + ends * 8
+        if version != _VERSION or code not in _DTYPES or ends < 1 or len(index) < expected:
+            found = f"expected {expected} bytes of integer ids, found {len(index)}"
+            raise DataError(f"{self.idx_path}: damaged index: {found}; {_ADVICE}")
+        self.dtype: np.dtype[Any] = np.dtype(_DTYPES[code])
+        # Of each sequence its length and the byte where it begins; the first sequence of each document.
+        self._lengths = np.frombuffer(index, np.int32, sequences, _HEADER.size)
+        self._pointers = np.frombuffer(index, np.int64, sequences, _HEADER.size + sequences * 4)
+        self._first_sequences = np.frombuffer(index, np.int64, ends, _HEADER.size + sequences * 12)
+        self.documents = int(ends) - 1
+        self.tokens = 0 if not sequences else int(self._pointers[-1]) // self.dtype.itemsize + int(self._lengths[-1])
         if bin_bytes != self.tokens * self.dtype.itemsize:
             raise DataError(
                 f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found {bin_bytes} bytes; {_ADVICE}"
             )
 
-    def _read_header(self) -> tuple[np.dtype[Any], int, int]:
-        header = self._index[: _HEADER.size].tobytes()
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise DataError(f"{self.idx_path}: not an index in Megatron's format; {_ADVICE}")
-        _, version, code, sequences, ends = _HEADER.unpack(header)
-        expected = _HEADER.size + sequences * 12 + ends * 8
-        if version != _VERSION or code not in _DTYPES or ends < 1 or len(self._index) < expected:
-            raise DataError(
-                f"{self.idx_path}: damaged index: expected {expected} bytes of integer ids, found {len(self._index)}; "
-                f"{_ADVICE}"
-            )
-        return np.dtype(_DTYPES[code]), int(sequences), int(ends)
-
-    def _array(self, offset: int, count: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        return np.frombuffer(self._index, dtype=dtype, count=count, offset=offset)
-
     def check_index(self) -> None:
         """Raises DataError where a sequence does not begin at the end of the one before it, or a document goes back."""
-        ends = np.cumsum(self._array(_HEADER.size, self._sequences, np.int32), dtype=np.int64) * self.dtype.itemsize
-        starts, firsts = self._pointers, self._first_sequences
-        follow = np.array_equal(starts, np.concatenate([[0], ends[:-1]])[: len(starts)]) and (np.diff(ends) >= 0).all()
-        if not follow or firsts[0] != 0 or firsts[-1] != self._sequences or (np.diff(firsts) < 0).any():
+        ends, firsts = np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize, self._first_sequences
+        follow = np.array_equal(self._pointers, np.append(0, ends)[:-1]) and (self._lengths >= 0).all()
+        if not follow or firsts[0] != 0 or firsts[-1] != len(self._lengths) or (np.diff(firsts) < 0).any():
             raise DataError(f"{self.idx_path}: damaged index: its documents do not follow each other; {_ADVICE}")
-
-    @cached_property
-    def _pointers(self) -> npt.NDArray[np.int64]:
-        return self._array(_HEADER.size + self._sequences * 4, self._sequences, np.int64)
-
-    @cached_property
-    def _first_sequences(self) -> npt.NDArray[np.int64]:
-        """The first sequence of each document, and the number of sequences."""
-        return self._array(_HEADER.size + self._sequences * 12, self._ends, np.int64)
-
-    def _tokens_in_index(self) -> int:
-        if self._sequences == 0:
-            return 0
-        last_length = int(self._array(_HEADER.size + (self._sequences - 1) * 4, 1, np.int32)[0])
-        return int(self._pointers[-1]) // self.dtype.itemsize + last_length
 
     def document_start(self, document: int) -> int:
         """The position at which `document` begins; for `document == documents`, the number of tokens."""
         sequence = int(self._first_sequences[document])
-        if sequence == self._sequences:
+        if sequence == len(self._pointers):
             return self.tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 

@@ -61,7 +61,7 @@ class HuggingFaceEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         with faults_of_library("the tokenizer cannot encode a text", DataError):
             encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _joined([encoding.ids for encoding in encodings])
+        return joined([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(ids, skip_special_tokens=False))
@@ -77,7 +77,7 @@ class SentencePieceEncoder:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         with faults_of_library("the tokenizer cannot encode a text", DataError):
-            return _joined(self._library.encode(list(texts), out_type=int, num_threads=1))
+            return joined(self._library.encode(list(texts), out_type=int, num_threads=1))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(ids))
@@ -117,7 +117,8 @@ def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
     return np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids)
 
 
-def _joined(ids: Sequence[Sequence[int]]) -> Encoded:
+def joined(ids: Sequence[Sequence[int]]) -> Encoded:
+    """The ids of several texts as Encoded."""
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
     return Encoded(np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(lengths.sum())), lengths)
 
@@ -130,8 +131,7 @@ class Tokenizer:
         path: the file it was read from.
         fingerprint: equal for tokenizers that produce equal ids, also in different folders.
         vocab_size: the largest id plus one.
-        document_start: the ids before every document, often none.
-        document_end: the ids after every document.
+        document_start, document_end: the ids before every document, often none, and after it.
         reference: the library that defines the ids.
         fast: the fast encoder, or None if it does not support this tokenizer.
     """
@@ -167,9 +167,7 @@ class Tokenizer:
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
     """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a SentencePiece `.model`.
 
-    Args:
-        path: the file or folder.
-        end_of_document: the token that ends a document, if the tokenizer's own files do not say or are wrong.
+    `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong.
 
     Raises:
         DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
@@ -180,11 +178,7 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file of the tokenizer at `path`.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The file of the tokenizer at `path`. Raises DataError where there is none."""
     if path.is_file():
         return path
     if found := next((path / name for name in _FILE_NAMES if (path / name).is_file()), None):

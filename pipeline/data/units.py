@@ -7,15 +7,18 @@ the unit size alone, never from the workers.
 from __future__ import annotations
 
 import glob
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 from pipeline.data import hub_datasets, tables
+from pipeline.data.jobs import Work
 from pipeline.data.readers import begins_array, text_records
 from pipeline.data.records import Document, Keys, Record, Rejected
 from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, input_size, open_stream, text_length
@@ -39,15 +42,13 @@ _SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
 
 
 @dataclass(frozen=True)
-class Unit:
+class Unit(Work):
     """A range [start, stop) of a file: bytes of text, row groups, rows or documents. `size` in bytes is approximate."""
 
-    name: str
     path: str
     kind: Kind
     start: int
     stop: int
-    size: int
 
     def __str__(self) -> str:
         return f"{self.path} [{self.start}, {self.stop})"
@@ -59,8 +60,7 @@ def input_files(inputs: Sequence[str]) -> dict[Path, int]:
     Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders saved by `datasets`, and datasets on the hub
     (`hf://org/name`), which are streamed first where they are not on this machine.
 
-    Raises:
-        DataError: a file is missing, empty, named twice, or of an unknown format.
+    Raises DataError where a file is missing, empty, named twice, or of an unknown format.
     """
     files = named_files(inputs)
     sizes = dict(zip(files, in_threads(input_size, files), strict=True))
@@ -109,8 +109,7 @@ def default_unit_bytes(total: int) -> int:
 def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list[Unit]:
     """The units of one file, in order. A compressed file is read once for its length.
 
-    Raises:
-        DataError: a Parquet or Arrow file or an index is damaged, or `keys` ask for what such a file does not have.
+    Raises DataError where a table or an index is damaged, or `keys` ask for what such a file does not have.
     """
     kind = _kind(path)
     is_table = kind in ("parquet", "arrow")
@@ -137,7 +136,10 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
             unit_bytes = max(length, 1)
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
-    return [Unit(f"{file_index:05d}-{number:06d}", str(path), kind, *found) for number, found in enumerate(ranges)]
+    return [
+        Unit(f"{file_index:05d}-{number:06d}", size, str(path), kind, start, stop)
+        for number, (start, stop, size) in enumerate(ranges)
+    ]
 
 
 def _token_ranges(path: Path, unit_bytes: int) -> list[tables.Range]:
@@ -164,23 +166,23 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
 def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
     """Streams the usable documents of the inputs; with `max_bytes`, about equally much of the beginning of each file.
 
-    Raises:
-        DataError: there is none, or an input cannot be read.
+    Raises DataError where there is none, or an input cannot be read.
     """
     files = input_files(inputs)
+    most = math.inf if max_bytes is None else max_bytes // len(files)
     is_empty, first_bad = True, ""
     for file, size in files.items():
         taken = 0
         units = split_file(file, 0, keys, default_unit_bytes(size))
-        for record in (record for unit in units for record in unit_records(unit, keys)):
+        for record in chain.from_iterable(unit_records(unit, keys) for unit in units):
             if isinstance(record, Rejected):
                 first_bad = first_bad or f": {record.reason} {record.excerpt.decode(errors='backslashreplace')!r}"
-            else:
-                is_empty = False
-                yield record
-                taken += record.utf8_bytes
-                if max_bytes is not None and taken >= max_bytes // len(files):
-                    break
+                continue
+            is_empty = False
+            yield record
+            taken += record.utf8_bytes
+            if taken >= most:
+                break
     if is_empty:
         raise _no_document(inputs, keys, first_bad)
 
@@ -190,8 +192,7 @@ def sampled_documents(
 ) -> tuple[list[Document], float]:
     """Usable documents from random places all over the inputs, and how many times as much the inputs hold.
 
-    Raises:
-        DataError: there is none, or an input cannot be read.
+    Raises DataError where there is none, or an input cannot be read.
     """
     files = input_files(inputs)
     draw = random.Random(seed)
@@ -204,27 +205,25 @@ def sampled_documents(
     places: list[Unit] = []
     wanted = max_bytes
     for unit in draw.sample(units, len(units)):
-        place = unit
-        if unit.kind in ("jsonl", "text") and keys.document != "file":  # where a document is shorter than the file
-            size = min(unit.size, _SAMPLED_BYTES)
-            place = replace(unit, stop=unit.start + size, size=size)
-        if wanted > 0:
-            places.append(place)
-            wanted -= place.size
+        if wanted <= 0:
+            break
+        has_lines = unit.kind in ("jsonl", "text") and keys.document != "file"  # a document is shorter than the file
+        size = min(unit.size, _SAMPLED_BYTES) if has_lines else unit.size
+        places.append(replace(unit, stop=unit.start + size, size=size) if has_lines else unit)
+        wanted -= size
     documents: list[Document] = []
     read = 0
     for place in sorted(places, key=lambda unit: (unit.path, unit.start)):  # a compressed file is read forwards
-        taken, is_table = 0, place.kind not in ("jsonl", "text")
-        most = max_bytes if place.kind == "warc" else _SAMPLED_BYTES
+        taken, most = 0, max_bytes if place.kind == "warc" else _SAMPLED_BYTES
         for record in unit_records(place, keys):
             if isinstance(record, Document):
                 documents.append(record)
                 taken = record.offset if place.kind == "warc" else taken + record.utf8_bytes
-                if is_table and taken >= most:
-                    read += min(taken, place.size)
+                if taken >= most and place.kind not in ("jsonl", "text"):
                     break
         else:
-            read += place.size
+            taken = place.size
+        read += min(taken, place.size)
     if not documents:
         raise _no_document(inputs, keys)
     scale = sum(files.values()) / sum(files[file] for file in opened)

@@ -28,8 +28,8 @@ from pipeline.log import progress_bar
 RECORD = "vocabulary.json"
 EXPORTED = "extended_vocabulary.json"
 """The same record beside a model that was trained with the tokenizer: that folder is no extended tokenizer."""
-FORMAT: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
-VOCABULARY = FolderKind("an extended tokenizer", RECORD, FORMAT)
+_FORMAT: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
+VOCABULARY = FolderKind("an extended tokenizer", RECORD, _FORMAT)
 _TOKENIZER_FILES = (
     "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json",
@@ -53,8 +53,7 @@ class Vocabulary(BaseModel):
 
     Attributes:
         kind: how the tokenizer cuts.
-        base_tokenizer: the fingerprint of the base's own.
-        tokenizer: the fingerprint of the extended one.
+        base_tokenizer, tokenizer: the fingerprints of the base's own and of the extended one.
         base_rows: the rows of the base's embedding: the id of the first new piece.
         new_rows: the rows of characters (code points without their last 6 bits) of which every new piece holds one.
         pieces: the new pieces, in the order of their ids.
@@ -62,7 +61,7 @@ class Vocabulary(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["scale-cpt vocabulary 1"] = FORMAT
+    format: Literal["scale-cpt vocabulary 1"] = _FORMAT
     kind: str
     base_tokenizer: str
     tokenizer: str
@@ -238,14 +237,10 @@ class Comparison:
         self._before, self._after = load_tokenizer(extension.base), load_tokenizer(extended)
         self._pieces = read_pieces(tokenizer_file(extension.base))
         self._is_new = row_pattern(record.new_rows)
-        self._replaced = {number: piece.replaces for number, piece in enumerate(record.pieces, record.base_rows)}
+        self._replaced = record.spelling
 
     def of(self, texts: Iterable[str]) -> Cuts:
-        """Cuts `texts` with both.
-
-        Raises:
-            DataError: a text is cut in a way that the guarantee rules out.
-        """
+        """Cuts `texts` with both. Raises DataError where a text is cut in a way that the guarantee rules out."""
         cuts = Cuts()
         for batch in _batches(texts):
             for text, old, new in zip(batch, _cut(self._before, batch), _cut(self._after, batch), strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Record, Rejected, checked_text, text_of_bytes
+from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Record, Rejected, record_of
 from pipeline.data.text_streams import Stream
 from pipeline.errors import DataError, MissingPackageError, faults_of_library
 
@@ -60,11 +60,11 @@ def archive_records(stream: Stream) -> Iterator[Record]:
             elif is_cut := bool(found.raw_stream.limit):
                 break
             elif "html" not in kind:
-                yield text_of_bytes(offset, content)._replace(offset=offset)
+                yield record_of(offset, content)._replace(offset=offset)
             else:
                 # deduplicate would leave out what this process has read in other files.
                 text = extract(_page(content, kind), favor_precision=True, include_comments=False, deduplicate=False)
-                yield checked_text(offset, text or "")._replace(offset=offset)
+                yield record_of(offset, text or "")._replace(offset=offset)
         if is_cut or stream.fault:
             yield Rejected(archive.offset, stream.fault or "truncated_file", b"")
 

@@ -1,4 +1,4 @@
-"""Pools of workers, each of which takes the next task when it is free: processes of this machine, or MPI ranks."""
+"""A pool of processes, each of which takes the next task when it is free; and the share of an MPI rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
@@ -17,31 +17,33 @@ from pipeline.errors import DataError, LayoutError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _number = 0
+# As in training.launch: mpirun of Open MPI starts its own daemons with srun, whose variables reach the ranks, too.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
 
 
 class Workers:
-    """Runs functions over tasks, on `count` workers of an Executor of concurrent.futures or mpi4py, or in this process.
+    """Runs functions over tasks, on the `count` processes of a pool, or without one in this process."""
 
-    `executor`: None for this process.
-    """
-
-    def __init__(self, executor: Any, count: int = 1) -> None:  # noqa: ANN401
-        self._executor = executor
+    def __init__(self, pool: ProcessPoolExecutor | None, count: int = 1) -> None:
+        self._pool = pool
         self._count = count
 
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """Yields `function(task)` for every task, in the order in which they finish.
 
-        Raises:
-            DataError: a worker died; the message names the tasks that may have been its own.
+        Raises DataError where a worker died; the message names the tasks that may have been its own.
         """
-        if self._executor is None:
+        if self._pool is None:
             yield from map(function, tasks)
             return
-        futures: dict[Any, Task] = {}
+        futures: dict[Future[Result], Task] = {}
         try:
             for task in tasks:
-                futures[self._executor.submit(function, task)] = task
+                futures[self._pool.submit(function, task)] = task
             for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool:
@@ -72,33 +74,25 @@ def local_workers(
     context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(
         count, mp_context=context, initializer=_begin_work, initargs=(context.Value("i", 0),)
-    ) as executor:
-        executor.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
-        yield Workers(executor, count)
+    ) as pool:
+        pool.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
+        yield Workers(pool, count)
 
 
-@contextlib.contextmanager
-def mpi_workers() -> Iterator[Workers | None]:
-    """The ranks of an MPI job: rank 0 distributes the tasks; the others do them and get None when all are done.
+def mpi_share() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the launcher of an MPI job says in the environment.
 
-    Raises:
-        LayoutError: the world is smaller than Slurm's allocation, as it is without an MPI launcher.
+    Raises LayoutError where there are fewer than Slurm allocated, as without a launcher.
     """
-    from mpi4py import MPI  # the import starts MPI
-    from mpi4py.futures import MPICommExecutor
-
-    world = MPI.COMM_WORLD
+    named = next((names for names in _LAUNCHERS if names[1] in os.environ), None)
+    rank, size = (0, 1) if named is None else (int(os.environ[name]) for name in named)
     expected = int(os.environ.get("SLURM_NTASKS", "1"))
-    if world.size < expected:
+    if size < expected:
         raise LayoutError(
-            f"--mpi: expected {expected} ranks, as Slurm allocated, found {world.size}; "
+            f"--mpi: expected {expected} ranks, as Slurm allocated, found {size}; "
             "start it with `srun --mpi=pmix` or `mpirun`"
         )
-    if world.size == 1:
-        yield Workers(None)
-        return
-    with MPICommExecutor(world, root=0) as executor:
-        yield None if executor is None else Workers(executor)
+    return rank, size
 
 
 def worker_number() -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,11 @@ import torch
 
 from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
+from pipeline.data import jobs
 from pipeline.data.blend import mix
 from pipeline.data.chats import chat_template
 from pipeline.data.corpora import train_folder
-from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, complete, manifest_of, read_plan, run_units
+from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
 from pipeline.data.token_corpus import MANIFEST, Description, InputFile, Manifest, SamplingRecord, load_manifest
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
@@ -52,11 +53,10 @@ _MAX_BATCH_SIZE = 128
 _BACKEND = "transformers"
 
 
-class _Unit(NamedTuple):
+@dataclass(frozen=True)
+class _Unit(Work):
     """The `number`-th of so many units, which has to write at least `size` tokens."""
 
-    name: str
-    size: int
     number: int
     units: int
 
@@ -156,8 +156,7 @@ def sample_corpus(
     """Makes the corpus of `job`, or continues it; a finished one is left as it is.
 
     Args:
-        job: what to make.
-        plan: `plan_of(job)`.
+        job, plan: what to make, and `plan_of(job)`.
         workers: the processes that do the work; each loads the base. On GPUs they take one each, in turn.
         device: where the base runs; auto is the GPUs if there are any.
         share: this job's, of the jobs that make the same corpus at the same time.
@@ -174,19 +173,15 @@ def sample_corpus(
         tokens = math.ceil(job.sampling.tokens / count)
         units = [_Unit(f"00000-{number:06d}", tokens, number, count) for number in range(count)]
         write = partial(_write_unit, job, plan, device_kind(device))
-        found = run_units(state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens")
+        found = jobs.run_units(state, UnitRecord, write, units, workers, share, what="sampling", unit=" tokens")
         inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]
         return manifest_of(plan, "train", {name: record.train for name, record in sorted(found)}, inputs)
 
-    return complete(job.output, plan, make)
+    return jobs.complete(job.output, plan, make)
 
 
 def device_kind(device: Device) -> Literal["cpu", "cuda"]:
-    """Where the base runs.
-
-    Raises:
-        ConfigError: on a GPU, and there is none.
-    """
+    """Where the base runs; raises ConfigError for a GPU where there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here; use --device cpu, or a node that has one")
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
@@ -256,7 +251,7 @@ def _loaded(base: Path, hashes: tuple[tuple[str, str], ...], device: str) -> tup
 
 def _begun_batch_size(job: SamplingJob) -> int | None:
     """The batch size of the corpus in the job's folder, if there is one."""
-    begun: Description | None = read_plan(job.output)
+    begun: Description | None = jobs.read_plan(job.output)
     if begun is None and (job.output / MANIFEST).exists():
         begun = load_manifest(job.output)
     return begun.sampling.batch_size if begun is not None and begun.sampling is not None else None

@@ -10,24 +10,19 @@ from pathlib import Path
 from tests.data.helpers import PROJECT
 
 
+def check(*options: str | Path) -> str:
+    command = [sys.executable, "-m", "tests.cleaning", "--copies", "2", *map(str, options)]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+
+
 def test_the_check_prints_every_kind_and_step() -> None:
-    command = [sys.executable, "-m", "tests.cleaning", "--copies", "2"]
-    printed = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    printed = check()
     assert "one line, repeated" in printed
     assert printed.splitlines()[-1].startswith("contamination")
 
 
 def test_the_crawl_is_written_for_the_study(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.cleaning",
-        "--copies",
-        "2",
-        "--write",
-        str(tmp_path / "texts" / "crawl.jsonl"),
-    ]
-    subprocess.run(command, cwd=PROJECT, check=True)
+    check("--write", tmp_path / "texts" / "crawl.jsonl")
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts" / "crawl.jsonl").read_text().splitlines()]
     assert len(texts) == 2 * (10 + 19)
     assert sum("최저가 할인 쿠폰" in text for text in texts) == 2

@@ -42,7 +42,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_finished_corpus_is_not_complete(finished: Path, tmp_path: Path, damage: str):
     """Neither for the job that made it nor for inspection and training."""
     tried = 0
-    kinds = ("quarantine.jsonl", "*.bin", "*.idx", "manifest.json")
+    kinds = ("*.bin", "*.idx", "manifest.json")
     for path in (path for kind in kinds for path in finished.rglob(kind)):
         content = path.read_bytes()
         made = DAMAGE[damage](content)
@@ -54,9 +54,8 @@ def test_a_damaged_finished_corpus_is_not_complete(finished: Path, tmp_path: Pat
         with pytest.raises(DataError, match=victim.name) as error:
             tokenize(tmp_path / "copy" / "corpus", finished.parent / "x.jsonl", **SETTINGS)
         assert "\n" not in str(error.value)
-        if victim.name != "quarantine.jsonl":
-            with pytest.raises(DataError, match=victim.name):
-                TokenCorpus(victim.parent).check(blocks=None)
+        with pytest.raises(DataError, match=victim.name):
+            TokenCorpus(victim.parent).check(blocks=None)
         tried += 1
     assert tried > 3
 

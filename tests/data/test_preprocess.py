@@ -165,10 +165,9 @@ def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str])
     assert corpus_contents(tmp_path / "corpus") == undisturbed
 
 
-def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path):
-    command = [*TOOL, *map(str, ARGUMENTS), "--output", str(tmp_path / "out"), "--mpi"]
-    environment = {**os.environ, "SLURM_NTASKS": "4"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROJECT, check=False)
+def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
     assert done.returncode == 1
     assert "error: --mpi: expected 4 ranks, as Slurm allocated, found 1" in done.stderr
 
@@ -200,7 +199,7 @@ class _Disturbed(Workers):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("task", ["_split", "tokenize_unit"])
+@pytest.mark.parametrize("task", ["split_units", "tokenize_unit"])
 def test_another_job_finishes_the_same_corpus_first(tmp_path: Path, task: str, when: str):
     """Another job may finish and remove the state at any point of this job: this job returns the complete manifest."""
     source = write_jsonl(tmp_path / "x.jsonl", documents(200))

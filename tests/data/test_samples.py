@@ -51,31 +51,6 @@ def training(data: Data, seed: int = 1) -> TrainingSamples:
     return TrainingSamples(data, seed=seed, tokenizer_fingerprint=stories_tokenizer().fingerprint)
 
 
-def pass_of(samples: TrainingSamples, corpus: str, count: int) -> list[np.ndarray]:
-    """The tokens of the first `count` samples that come from `corpus`."""
-    found = []
-    index = 0
-    while len(found) < count:
-        if samples.corpus_of(index) == corpus:
-            found.append(samples[index].tokens)
-        index += 1
-    return found
-
-
-def test_a_pass_reads_each_token_of_the_corpus_once(data: Data):
-    for name in ("korean", "english"):
-        corpus = TokenCorpus(data.folder / name)
-        assert len(corpus.manifest.shards) > 3
-        stored = corpus.read(0, corpus.tokens)
-        count = -(-corpus.tokens // LENGTH)
-        windows = Counter(tuple(stored[at : at + LENGTH]) for at in range(0, corpus.tokens, LENGTH))
-        read = Counter(tuple(tokens) for tokens in pass_of(training(data), name, count))
-        last = tuple(stored[(count - 1) * LENGTH :])
-        padded = last + (2,) * (LENGTH - len(last))
-        assert windows - read == Counter({last: 1} if last != padded else {})
-        assert read - windows == Counter({padded: 1} if last != padded else {})
-
-
 def test_a_sample_is_a_pure_function_of_its_index(data: Data):
     ours, again = training(data), training(data)
     forward = [ours[index] for index in range(60)]

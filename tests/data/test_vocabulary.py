@@ -170,20 +170,14 @@ def learned(words: dict[str, int], *, limit: int = 100, min_uses: int = 1, taken
     return [tuple(merge) for merge in learn_merges(counts, may_join, limit=limit, min_uses=min_uses)]
 
 
-def test_merges_hold_new_characters_and_come_by_frequency():
+def test_merges_hold_new_characters_come_by_frequency_and_are_kept_where_they_save():
     assert learned({"b가": 5, "ab": 100, "나다": 3}) == [("b", "가", 5), ("나", "다", 3)]
-
-
-def test_pieces_that_hardly_save_are_dropped_unless_others_are_built_of_them():
+    assert learned({"가나": 9}, taken={"가나"}) == [], "a spelling that exists is not added again"
     # "가나" is left alone twice, but "가나다" is made of it.
     words = {"가나다": 50, "가나": 2}
     assert learned(words, min_uses=3) == [("가", "나", 2), ("가나", "다", 50)]
     # "나라" is merged first, and then ends up in "가나라" but for two times.
     assert learned({**words, "다라": 60}, limit=2, min_uses=53) == [("다", "라", 60)]
-
-
-def test_a_spelling_that_exists_is_not_added_again():
-    assert learned({"가나": 9}, taken={"가나"}) == []
 
 
 def test_the_tool_reports_and_publishes(tmp_path: Path):

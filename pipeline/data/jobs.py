@@ -217,7 +217,7 @@ def run_units(
     share: Share = (0, 1),
     *,
     what: str,
-    unit: str = "B",
+    measured_in: str = "B",
 ) -> Iterator[tuple[str, _Record]]:
     """The name and the record of every unit; those that are done first, then the others as they are finished.
 
@@ -225,7 +225,7 @@ def run_units(
         state: the folder of the records, which are of type `schema`.
         work: does a unit, and returns its record.
         share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
-        what, unit: what is done, and of which the sizes are, for the progress bar.
+        what, measured_in: what is done, and the unit of the sizes, for the progress bar.
     """
     sizes = {unit.name: unit.size for unit in units}
     found = zip(sizes, in_threads(partial(_record_of, state, schema), sizes), strict=True)
@@ -234,7 +234,7 @@ def run_units(
     left = [unit for unit in units if unit.name not in done]
     k, n = share
     left = left[k::n] + [unit for at, unit in enumerate(left) if at % n != k][::-1]
-    with progress_bar(what, sum(sizes.values()), unit, done=sum(sizes[name] for name in done)) as progress:
+    with progress_bar(what, sum(sizes.values()), measured_in, done=sum(sizes[name] for name in done)) as progress:
         for name, record in workers.run(partial(_do, state, schema, work), left):
             progress.update(sizes[name])
             yield name, record

@@ -111,13 +111,15 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
             made = [folder for folder in job.apart_from if (folder / MANIFEST).exists()]
             shards = [File(f"{path.parent.name}.{path.name}", 1, str(path)) for path in chain(*map(shards_of, made))]
             compare = partial(_compare, job, own)
-            compared = run_units(state, UnitPart, compare, shards, workers, share, what="comparing", unit=" shards")
+            compared = run_units(
+                state, UnitPart, compare, shards, workers, share, what="comparing", measured_in=" shards"
+            )
             deque(compared, maxlen=0)
         if rejected:
-            with published_file(job.output / QUARANTINE, state) as joined:
+            with published_file(job.output / QUARANTINE, state) as whole:
                 for unit in units:
                     if records[unit.name].rejected:
-                        joined.write((state / f"{unit.name}.{QUARANTINE}").read_bytes())
+                        whole.write((state / f"{unit.name}.{QUARANTINE}").read_bytes())
         inputs = [InputFile(path=file.path, bytes=file.size, sha256=found[file.name].sha256) for file in files]
         if plan.heldout_fraction > 0:
             heldout = {unit.name: records[unit.name].heldout for unit in units}

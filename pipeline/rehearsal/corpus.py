@@ -173,7 +173,7 @@ def sample_corpus(
         tokens = math.ceil(job.sampling.tokens / count)
         units = [_Unit(f"00000-{number:06d}", tokens, number, count) for number in range(count)]
         write = partial(_write_unit, job, plan, device_kind(device))
-        found = jobs.run_units(state, UnitRecord, write, units, workers, share, what="sampling", unit=" tokens")
+        found = jobs.run_units(state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens")
         inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]
         return manifest_of(plan, "train", {name: record.train for name, record in sorted(found)}, inputs)
 

@@ -167,7 +167,7 @@ def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str])
 
 def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    done = run_main("tokenize.py", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
+    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
     assert done.returncode == 1
     assert "error: --mpi: expected 4 ranks, as Slurm allocated, found 1" in done.stderr
 

@@ -9,7 +9,7 @@ becomes: a wider Llama, as stock exports are, and the scale format's two streams
 opens and with one that opens at once; and four expansions by an eighth beside each other, none or one of which opens.
 They take turns in one process, and the fastest turn of each counts, so that load on the machine changes little. The
 scale format's models have the base's own matrices, in one memory: the same product takes up to a fifth longer where the
-weights lie on other pages. A turn generates --new-tokens tokens after a prompt, without a batch.
+weights lie on other pages. A turn generates --new-tokens tokens after --prompt-tokens, without a batch.
 
 --loading measures instead how long the base and the four expansions beside it take from their files until every weight
 has been read once, each in a process of its own and in turns, and what memory that process then has needed.
@@ -33,8 +33,11 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.conversion.combine import base_entries
-from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM, ScaleGate
-from pipeline.conversion.modeling_scale_combined import EXPANSIONS, CombinedConfig, CombinedForCausalLM, is_of_base
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.remote_code.configuration_scale_combined import CombinedConfig
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.conversion.remote_code.modeling_scale_combined import EXPANSIONS, CombinedForCausalLM, is_of_base
+from pipeline.conversion.remote_code.scale_gate import ScaleGate
 
 SHARES = (8, 2)
 """An expansion is one such part of each width."""
@@ -55,7 +58,13 @@ MATRICES = {
 
 
 def models(
-    hidden_size: int, layers: int, vocab_size: int, dtype: torch.dtype, *, loading: bool = False
+    hidden_size: int,
+    layers: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    loading: bool = False,
+    features: str = "token",
 ) -> dict[str, PreTrainedModel]:
     """The base and its exports by name, with random weights. Half as many key/value heads as heads.
 
@@ -85,6 +94,7 @@ def models(
             "norm_statistics": "base",
             "rotary": [rotary],
             "layer_rotary": [0] * layers,
+            "gate_features": features,
         }
         if not loading:
             made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
@@ -116,27 +126,27 @@ def models(
 
 
 @torch.no_grad()
-def seconds(name: str, model: PreTrainedModel, new_tokens: int) -> float:
+def seconds(name: str, model: PreTrainedModel, new_tokens: int, prompt_tokens: int) -> float:
     """The time that one turn takes."""
     if (threshold := THRESHOLDS.get(name.partition(", ")[2])) is not None:
         # Of several expansions the first one's opens.
         for index, gate in enumerate(part for part in model.modules() if isinstance(part, ScaleGate)):
             gate.threshold = gate.lower = threshold if index == 0 else THRESHOLDS["gate shut"]
-    prompt, start = torch.arange(1, 17).unsqueeze(0), time.perf_counter()
+    prompt, start = torch.arange(prompt_tokens).remainder(32).unsqueeze(0), time.perf_counter()
     limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits)
     assert found.shape[1] == prompt.shape[1] + new_tokens
     return time.perf_counter() - start
 
 
-def measure(made: dict[str, PreTrainedModel], new_tokens: int, turns: int) -> list[Row]:
+def measure(made: dict[str, PreTrainedModel], new_tokens: int, turns: int, prompt_tokens: int = 16) -> list[Row]:
     """A row for each model: its fastest turn, tokens a second, and its time over the base's."""
     for name, model in made.items():
-        seconds(name, model, 2)  # warms up: memory, threads
+        seconds(name, model, 2, prompt_tokens)  # warms up: memory, threads
     taken: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(turns):
         for name, model in made.items():
-            taken[name].append(seconds(name, model, new_tokens))
+            taken[name].append(seconds(name, model, new_tokens, prompt_tokens))
     return [
         {
             "model": name,
@@ -211,6 +221,8 @@ def main() -> None:
     add("--vocab-size", type=positive, default=32000, help="of each model (default: 32,000)")
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     add("--new-tokens", type=positive, default=32, help="of a turn (default: 32)")
+    add("--prompt-tokens", type=positive, default=16, help="before them (default: 16)")
+    add("--gate-features", choices=["token", "token+running_mean"], default="token", help="what gates read")
     add("--turns", type=positive, default=5, help="of each model (default: 5)")
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
     add("--loading", action="store_true", help="measure loading instead")
@@ -222,14 +234,15 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     torch.set_default_dtype(dtype)
-    made = models(options.hidden_size, options.layers, options.vocab_size, dtype, loading=options.loading)
+    sizes = (options.hidden_size, options.layers, options.vocab_size)
+    made = models(*sizes, dtype, loading=options.loading, features=options.gate_features)
     if options.loading:
         with tempfile.TemporaryDirectory() as folder:
             folders = write(made, Path(folder))
             del made
             rows = measure_loading(folders, options.turns)
     else:
-        rows = measure(made, options.new_tokens, options.turns)
+        rows = measure(made, options.new_tokens, options.turns, options.prompt_tokens)
     print_rows(rows)
     write_rows(options, rows)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.setting import Row, Setting
-from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 
 _ROTARY = {
     "frequencies": [1.0, 0.1, 0.01, 0.001],

@@ -6,36 +6,38 @@ replaced as a whole; files of the base and of expansions that stay are linked in
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from pipeline import log
 from pipeline.config.sources import RUN_FILE
-from pipeline.conversion import modeling_scale, modeling_scale_combined
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
-from pipeline.conversion.hf_folder import PlannedTensor, copy_base_files, load_hf_model, write_tensors
-from pipeline.conversion.modeling_scale import ScaleConfig
-from pipeline.conversion.modeling_scale_combined import (
+from pipeline.conversion.hf_folder import (
+    PlannedTensor,
+    code_files,
+    copy_base_files,
+    load_hf_model,
+    stored_tensors,
+    write_tensors,
+)
+from pipeline.conversion.publish import CARD, markdown_table
+from pipeline.conversion.remote_code.configuration_scale import NEEDED, ScaleConfig
+from pipeline.conversion.remote_code.configuration_scale_combined import NAME, CombinedConfig
+from pipeline.conversion.remote_code.modeling_scale_combined import (
     EXPANSIONS,
-    NAME,
     NEW_ROWS,
-    CombinedConfig,
     CombinedForCausalLM,
     is_of_base,
 )
-from pipeline.conversion.publish import CARD, markdown_table
-from pipeline.conversion.verify import BUILT_IN, TOKENS
+from pipeline.conversion.verify import BUILT_IN, windows_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.vocabulary import join_extensions, read_vocabulary
@@ -60,10 +62,10 @@ EMBEDDING, OUTPUT = "embedding.base.weight", "output.base"
 _WITH_NEW_ROWS = dict(zip((EMBEDDING, OUTPUT), NEW_ROWS, strict=True))
 # A ScaleConfig without an expansion. Heads are the base's: what is left of all.
 _NO_EXPANSION: dict[str, Any] = {
-    **{
-        f"expansion_{of}": 0
-        for of in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    },
+    "expansion_hidden_size": 0,
+    "expansion_intermediate_size": 0,
+    "expansion_num_attention_heads": 0,
+    "expansion_num_key_value_heads": 0,
     "collaborative_modules": [],
     "norm_statistics": "separate",
     "base_vocab_size": None,
@@ -80,20 +82,6 @@ class Export:
     config: Mapping[str, Any]
     record: Mapping[str, Any]
 
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        """The file of each tensor."""
-        found = dict[str, Path]()
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
-        return found
-
-    @property
-    def base_rows(self) -> int:
-        """How many tokens the base has; those of an extended vocabulary follow."""
-        return int(self.config["base_vocab_size"])
-
     @property
     def dtype(self) -> torch.dtype:
         """Of its weights, but for its gate's."""
@@ -101,42 +89,35 @@ class Export:
         return dtype
 
     @property
+    def base_rows(self) -> int:
+        """How many tokens the base has; those of an extended vocabulary follow."""
+        return int(self.config["base_vocab_size"])
+
+    @property
     def new_rows(self) -> int:
         """How many it has not."""
         return int(self.config["vocab_size"]) - self.base_rows
 
     @cached_property
-    def base_is_tied(self) -> bool:
-        """Whether the base's output is its embedding; that of an extended vocabulary is not."""
-        own = {tensor.name: tensor for tensor in self.tensors_of_base()}
-        return torch.equal(*(own[name].make() for name in _WITH_NEW_ROWS))
+    def base(self) -> dict[str, PlannedTensor]:
+        """The base's tensors by name, without rows of new tokens; its output too where that is its embedding."""
+        own = {name: tensor for name, tensor in stored_tensors(self.folder).items() if is_of_base(name)}
+        own = {OUTPUT: replace(own[EMBEDDING], name=OUTPUT)} | own
+        return own | {name: _rows(own[name], slice(self.base_rows)) for name in _WITH_NEW_ROWS}
 
-    def tensors_of_base(self) -> list[PlannedTensor]:
-        """The base's own, without rows of new tokens; its output too where that is its embedding."""
-        names = [name for name in self.files if is_of_base(name)]
-        return [self._planned(name, rows=slice(self.base_rows)) for name in sorted({*names, OUTPUT})]
-
-    def tensors_of_expansion(self) -> list[PlannedTensor]:
-        """All others; rows of new tokens have names of their own."""
-        tensors = [self._planned(name) for name in self.files if not is_of_base(name)]
+    def expansion(self) -> list[PlannedTensor]:
+        """All other tensors; rows of new tokens have names of their own."""
+        stored = stored_tensors(self.folder)
+        tensors = [tensor for name, tensor in stored.items() if not is_of_base(name)]
         if self.new_rows:
             new = slice(self.base_rows, None)
-            tensors += [self._planned(name, written, new) for name, written in _WITH_NEW_ROWS.items()]
+            tensors += [replace(_rows(stored[name], new), name=written) for name, written in _WITH_NEW_ROWS.items()]
         return tensors
 
-    def _planned(self, name: str, written: str | None = None, rows: slice = slice(None)) -> PlannedTensor:
-        stored = name if name in self.files else EMBEDDING  # the output of a tied base
-        path, rows = self.files[stored], rows if name in _WITH_NEW_ROWS else slice(None)
-        with safe_open(path, framework="pt") as file:
-            count, *rest = file.get_slice(stored).get_shape()
 
-        def read() -> Tensor:
-            with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_slice(stored)[rows]
-                return tensor
-
-        dtype = torch.float32 if name.startswith("token_gate.") else None
-        return PlannedTensor(written or name, (len(range(*rows.indices(count))), *rest), read, dtype)
+def _rows(tensor: PlannedTensor, rows: slice) -> PlannedTensor:
+    count, *rest = tensor.shape
+    return replace(tensor, shape=(len(range(count)[rows]), *rest), make=lambda: tensor.make()[rows])
 
 
 def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,22 +140,19 @@ def open_export(path: Path) -> Export:
     if not holds(EXPORT, folder):
         raise ConversionError(f"{folder}: holds no export; convert the run first: scale-cpt convert")
     config = read_object(folder / "config.json", ConversionError, "convert the run again")
-    reasons = {
-        "it is no export in the format scale; convert the run again with --format scale": (
-            config.get("model_type") != ScaleConfig.model_type
-        ),
-        "it has no gate, which would say where it applies; fit one (scale-cpt gate), and convert the run again": (
-            config.get("gate_layer") is None
-        ),
-        "a Route model computes two paths by itself; train Preserve or Adapt": bool(config.get("routed")),
-        "its gate has undecided tokens; fit one with undecided: closed": config.get("gate_lower") is not None,
-        "its rotary frequencies change with the text's length": any(
-            rotary["context"] is not None for rotary in config.get("rotary", ())
-        ),
-    }
-    for reason, holds_here in reasons.items():
-        if holds_here:
-            raise ConversionError(f"{folder}: cannot be combined: {reason}")
+    fault = None
+    if config.get("model_type") != ScaleConfig.model_type:
+        fault = "it is no export in the format scale; convert the run again with --format scale"
+    elif config.get("gate_layer") is None:
+        fault = "it has no gate, which would say where it applies; fit one (scale-cpt gate), and convert the run again"
+    elif config.get("routed"):
+        fault = "a Route model computes two paths by itself; train Preserve or Adapt"
+    elif config.get("gate_lower") is not None:
+        fault = "its gate has undecided tokens; fit one with undecided: closed"
+    elif any(rotary["context"] is not None for rotary in config.get("rotary", ())):
+        fault = "its rotary frequencies change with the text's length"
+    if fault is not None:
+        raise ConversionError(f"{folder}: cannot be combined: {fault}")
     return Export(folder, config, read_object(folder / RECORD, ConversionError))
 
 
@@ -200,11 +178,10 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
             raise ConversionError(f"--remove {name}: {folder} has no such expansion, but {', '.join(records)}")
     kept = {name: record for name, record in records.items() if name not in removed}
     for name in exports:
-        if name in kept or not NAME.fullmatch(name):
-            found = (
-                "is taken: remove it, or choose another" if name in kept else "expected ASCII letters, digits, - or _"
-            )
-            raise ConversionError(f"--add {name}: {found}")
+        if name in kept:
+            raise ConversionError(f"--add {name}: is taken: remove it, or choose another")
+        if not NAME.fullmatch(name):
+            raise ConversionError(f"--add {name}: expected ASCII letters, digits, - or _")
     if not kept and not exports:
         raise ConversionError(f"--remove: {folder} would hold no expansion; remove the folder instead")
     with published_folder(folder, COMBINATION) as partial:
@@ -215,8 +192,10 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
             base = base_entries(before)
         else:
             first = next(iter(exports.values()))
-            tensors = [one for one in first.tensors_of_base() if one.name != OUTPUT or not first.base_is_tied]
-            base = base_entries(first.config) | {"tie_word_embeddings": first.base_is_tied}
+            # The output of an extended vocabulary is not its embedding; that of its base may be.
+            tied = torch.equal(first.base[EMBEDDING].make(), first.base[OUTPUT].make())
+            base = base_entries(first.config) | {"tie_word_embeddings": tied}
+            tensors = [tensor for name, tensor in first.base.items() if name != OUTPUT or not tied]
             write_tensors(partial, tensors, first.dtype)
         entries = {name: before["expansions"][name] for name in kept}
         for name, export in exports.items():
@@ -262,7 +241,7 @@ def _link(folder: Path, target: Path, name: str) -> None:
 def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
     """Writes what the export has beside its base; returns its record."""
     folder.mkdir(parents=True)
-    tensors = export.tensors_of_expansion()
+    tensors = export.expansion()
     write_tensors(folder, tensors, export.dtype)
     _copy_tokenizer(export.folder, folder)
     record = {
@@ -302,16 +281,12 @@ def _check_base(folder: Path, base: Mapping[str, Any], export: Export) -> None:
         if base.get(key) != value and key != "tie_word_embeddings" and not key.endswith("_token_id"):
             advice = "convert the run again with --dtype" if key == "dtype" else "combine expansions of one base"
             raise ConversionError(f"{export.folder}: its base has {key} {value}, the others {base.get(key)}: {advice}")
-    with faults_of_library(f"{folder}: damaged", ConversionError):
-        files = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]
-        held = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # it is no dictionary
-    for tensor in export.tensors_of_base():
-        found = held.get(tensor.name, held.get(EMBEDDING))
-        if found is None or not torch.equal(
-            found.get_tensor(tensor.name if tensor.name in held else EMBEDDING), tensor.make()
-        ):
+    held = stored_tensors(folder)
+    held = {OUTPUT: held[EMBEDDING]} | held
+    for name, tensor in export.base.items():
+        if name not in held or not torch.equal(held[name].make(), tensor.make()):
             raise ConversionError(
-                f"{export.folder}: {tensor.name} differs from that of the others: combine expansions of one base"
+                f"{export.folder}: {name} differs from that of the others: combine expansions of one base"
             )
 
 
@@ -319,8 +294,8 @@ def _write_model(
     folder: Path, base: Mapping[str, Any], expansions: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Writes what is shared beside the base's weights: code, tokenizer, model card. Returns the config.json."""
-    for module in (modeling_scale, modeling_scale_combined):
-        write_text(folder / Path(str(module.__file__)).name, inspect.getsource(module))
+    for file in code_files(CombinedForCausalLM):
+        shutil.copy(file, folder)
     # In the order in which the model counts their pieces.
     first, *extended = sorted(name for name, record in records.items() if record["new_tokens"]) or list(records)[:1]
     _copy_tokenizer(folder / EXPANSIONS / first, folder)
@@ -328,16 +303,15 @@ def _write_model(
         join_extensions(folder, folder / EXPANSIONS / name)
     write_text(folder / CARD, _card(records))
     write_json(folder / COMBINATION.record, {"format": COMBINATION.format})
-    code = Path(str(modeling_scale_combined.__file__)).stem
     config = {
         **base,
         "architectures": [CombinedForCausalLM.__name__],
         "auto_map": {
-            "AutoConfig": f"{code}.{CombinedConfig.__name__}",
-            "AutoModelForCausalLM": f"{code}.{CombinedForCausalLM.__name__}",
+            "AutoConfig": "configuration_scale_combined.CombinedConfig",
+            "AutoModelForCausalLM": "modeling_scale_combined.CombinedForCausalLM",
         },
         "model_type": CombinedConfig.model_type,
-        "transformers_version": modeling_scale.NEEDED,
+        "transformers_version": NEEDED,
         "expansions": dict(expansions),
     }
     write_json(folder / "config.json", dict(sorted(config.items())))
@@ -390,11 +364,10 @@ def _verify(folder: Path, config: Mapping[str, Any], name: str, export: Export) 
     Raises:
         ConversionError: they differ.
     """
-    alone, tokenizer = load_hf_model(export.folder), load_tokenizer(export.folder)
+    alone = load_hf_model(export.folder)
     model = CombinedForCausalLM.from_pretrained(folder, active=[name], dtype=export.dtype)
-    for text in BUILT_IN.values():
-        ids = [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()]
-        tokens = torch.tensor([ids[: min(TOKENS, int(config["max_position_embeddings"]))]])
+    for window in windows_of(BUILT_IN.values(), export.folder, int(config["max_position_embeddings"])):
+        tokens = window.unsqueeze(0)
         expected = alone(tokens, use_cache=False).logits
         columns = torch.arange(expected.shape[-1])
         # Its pieces may have other ids here, and those of other expansions come before or behind.

@@ -14,10 +14,11 @@ from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, ServedPrecision, modeling_scale, precisions
+from pipeline.conversion import Format, ServedPrecision, precisions
 from pipeline.conversion.formats import check_format, choose_export
-from pipeline.conversion.hf_folder import dtype_name, write_hf_folder
+from pipeline.conversion.hf_folder import code_files, dtype_name, write_hf_folder
 from pipeline.conversion.publish import CARD, model_card
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, probe_maker, verify
 from pipeline.data.corpora import heldout_source, keys_of
@@ -132,7 +133,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": None if conversion.gate is None else file_hash(conversion.gate / GATE_RECORD),
         **{f"asked_{name}": str(getattr(conversion, name)) for name in _ASKED},
-        "code": file_hash(Path(modeling_scale.__file__)),
+        "code": {file.name: file_hash(file) for file in code_files(ScaleForCausalLM)},
     }
     kind = EXPANSION if is_expansion else EXPORT
     made = read_object(output / kind.record, ConversionError) if holds(kind, output) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor
 
 from pipeline.config.method import Lora, Method
-from pipeline.conversion import Exported, Format, modeling_scale
-from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
+from pipeline.conversion import Exported, Format
+from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, code_files, dtype_name
+from pipeline.conversion.remote_code.configuration_scale import NEEDED, ScaleConfig
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.stock import stock_export
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
@@ -102,10 +103,10 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     config: dict[str, Any] = {
         "architectures": ["ScaleForCausalLM"],
         "auto_map": {
-            "AutoConfig": "modeling_scale.ScaleConfig",
+            "AutoConfig": "configuration_scale.ScaleConfig",
             "AutoModelForCausalLM": "modeling_scale.ScaleForCausalLM",
         },
-        "model_type": modeling_scale.ScaleConfig.model_type,
+        "model_type": ScaleConfig.model_type,
         **{key: value for key, value in asdict(spec).items() if key not in renamed_or_unused},
         **asdict(spec.widths),
         "hidden_act": spec.activation,
@@ -129,7 +130,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "norm_statistics": plan.norm,
         **{key: base[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in base},
         "dtype": dtype_name(dtype),
-        "transformers_version": modeling_scale.NEEDED,
+        "transformers_version": NEEDED,
     }
     tensors = [PlannedTensor(name, shape, partial(model.read, name)) for name, shape in model.shapes.items()]
     if gate is not None:
@@ -140,7 +141,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
             PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), partial(torch.clone, tensor), torch.float32)
             for name, tensor in gate.tensors.items()
         ]
-    return Export("scale", config, tensors, dtype, code={"modeling_scale.py": inspect.getsource(modeling_scale)})
+    return Export("scale", config, tensors, dtype, code_files(ScaleForCausalLM))
 
 
 def peft_export(model: TrainedModel, dtype: torch.dtype, base_name: str | None = None) -> Export:

@@ -6,11 +6,14 @@ pattern, and no link leads out of the folder.
 
 from __future__ import annotations
 
+import inspect
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,17 +21,21 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipeline.conversion import Exported
-from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
-from pipeline.conversion.modeling_scale_combined import CombinedConfig, CombinedForCausalLM
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.remote_code.configuration_scale_combined import CombinedConfig
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.data.chats import TEMPLATE, template_in
 from pipeline.data.vocabulary import EXPORTED, RECORD
-from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_inside, read_object, write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
@@ -67,14 +74,14 @@ class Export:
     """A Hugging Face folder to be written.
 
     `config` is the contents of config.json, or of adapter_config.json; `tensors` are written in this order and in
-    `dtype`; `code` is the text of the Python files that the folder carries, by name.
+    `dtype`; `code` are the Python files that the folder carries.
     """
 
     format: Exported
     config: Mapping[str, Any]
     tensors: Sequence[PlannedTensor]
     dtype: torch.dtype
-    code: Mapping[str, str] = field(default_factory=dict)
+    code: Sequence[Path] = ()
 
 
 def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None) -> None:
@@ -87,8 +94,8 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path
     """
     adapters = export.format == "peft"
     write_tensors(folder, export.tensors, export.dtype, "adapter_model.safetensors" if adapters else None)
-    for name, text in export.code.items():
-        write_text(folder / name, text)
+    for file in export.code:
+        shutil.copy(file, folder)
     copy_base_files(folder, base, tokenizer or base)
     write_json(folder / (ADAPTER_CONFIG if adapters else "config.json"), export.config)
 
@@ -119,6 +126,28 @@ def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.d
         write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": split.tensor_to_filename})
 
 
+def stored_tensors(folder: Path) -> dict[str, PlannedTensor]:
+    """The tensors of the files of weights in `folder`, by name, each read when it is made.
+
+    Raises:
+        ConversionError: a file is damaged; so does `make`.
+    """
+
+    def read(path: Path, name: str) -> Tensor:
+        with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    found = dict[str, PlannedTensor]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dictionary
+                dtype = torch.float32 if name.startswith("token_gate.") else None
+                shape = tuple(file.get_slice(name).get_shape())
+                found[name] = PlannedTensor(name, shape, partial(read, path, name), dtype)
+    return found
+
+
 def terms_in(folder: Path) -> list[str]:
     """The names of the licence, notice and policy files in `folder`."""
     return _matching(folder, _TERMS)
@@ -132,7 +161,7 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the folder `tokenizer`.
 
     The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
-    latter names is not kept: the only code of an export is `modeling_scale.py`.
+    latter names is not kept: the only code of an export is that of `remote_code`.
 
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
@@ -178,6 +207,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def code_files(model: type) -> list[Path]:
+    """The file of a model's class and those that it imports, which its folder carries beside the weights."""
+    file = Path(inspect.getfile(model))
+    return [file, *map(Path, sorted(set(get_relative_import_files(file))))]
+
+
 # Folders of the scale format are loaded with the package's own copy of the code that they carry.
 OWN_MODELS = {ScaleConfig: ScaleForCausalLM, CombinedConfig: CombinedForCausalLM}
 for _config, _model in OWN_MODELS.items():
@@ -187,7 +222,7 @@ for _config, _model in OWN_MODELS.items():
 
 def load_hf_model(
     folder: Path, dtype: torch.dtype | None = None, *, device: str = "cpu", trust_remote_code: bool = False
-) -> Any:  # noqa: ANN401
+) -> Any:
     """The causal language model in `folder`, ready for inference; `dtype` None: in the type of its files.
 
     Raises:
@@ -213,7 +248,7 @@ def load_hf_model(
     return model.to(device).eval()
 
 
-def taken_ends(model: Any) -> list[int]:  # noqa: ANN401
+def taken_ends(model: Any) -> list[int]:
     """Every `eos_token_id` of the model's generation_config.json, as chat models have several; the rest is forgotten.
 
     `generate` fills what a given configuration leaves open from the model's own: Llama's, for one, lowers the
@@ -224,7 +259,7 @@ def taken_ends(model: Any) -> list[int]:  # noqa: ANN401
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
-def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
+def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:
     """A folder that `write_hf_folder` wrote: loaded by transformers, or, if it holds adapters, by PEFT on `base`."""
     if not (folder / ADAPTER_CONFIG).exists():
         return load_hf_model(folder, dtype)

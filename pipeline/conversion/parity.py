@@ -16,8 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline import log
 from pipeline.conversion.hf_folder import base_config
-from pipeline.conversion.verify import BUILT_IN, TOKENS
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.conversion.verify import BUILT_IN, windows_of
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
@@ -56,9 +55,7 @@ def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BY
         fewer = {"num_hidden_layers": layers, **family_of(spec).layer_entries(spec)}
         with torch.device("meta"):
             decoder = Decoder(spec)
-    tokenizer, length = load_tokenizer(base.path), min(TOKENS, spec.max_position_embeddings)
-    encoded = (tokenizer.reference.encode([text]).ids.tolist() for text in BUILT_IN.values())
-    windows = [torch.tensor([*tokenizer.before_document, *ids][:length]).unsqueeze(0) for ids in encoded]
+    windows = [one.unsqueeze(0) for one in windows_of(BUILT_IN.values(), base.path, spec.max_position_embeddings)]
     expected = _their_logits(base, windows, fewer)
     fill_output = stream_weights(decoder, base.read, torch.float32)
     hidden = [decoder.hidden_states(window) for window in windows]

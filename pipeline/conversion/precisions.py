@@ -60,7 +60,7 @@ class _Stored(nn.Module):
 
 
 @torch.no_grad()
-def nll_in(model: Any, precision: ServedPrecision, probe: Probe) -> dict[str, float]:  # noqa: ANN401
+def nll_in(model: Any, precision: ServedPrecision, probe: Probe) -> dict[str, float]:
     """The nll a token of each text (a list of windows [S]), by a model of transformers or PEFT in that precision.
 
     A gate and PEFT's adapters keep their type, as servers keep it. Afterwards the model is as it was.

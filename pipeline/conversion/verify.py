@@ -106,21 +106,22 @@ def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] |
     """
 
     def make(model: TrainedModel) -> Probe:
-        tokenizer = load_tokenizer(model.tokenizer)
         length = min(TOKENS, model.spec.max_position_embeddings)
         count = max(1, min(DOCUMENTS, LOGITS // (length * model.spec.vocab_size)))
         texts: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}
         if sources:
             documents = {name: good_documents(files, (keys or {}).get(name, Keys())) for name, files in sources.items()}
             texts = {name: (one.whole_text for one in islice(found, count)) for name, found in documents.items()}
-
-        def window(text: str) -> Tensor:
-            ids = tokenizer.reference.encode([text]).ids.tolist()
-            return torch.tensor([*tokenizer.before_document, *ids][:length])
-
-        return {name: list(map(window, of_source)) for name, of_source in texts.items()}
+        return {name: windows_of(of_source, model.tokenizer, length) for name, of_source in texts.items()}
 
     return make
+
+
+def windows_of(texts: Iterable[str], tokenizer: Path, length: int) -> list[Tensor]:
+    """The first tokens of each text [S], at most `length` and TOKENS, by the tokenizer in a folder."""
+    loaded = load_tokenizer(tokenizer)
+    encoded = (loaded.reference.encode([text]).ids.tolist() for text in texts)
+    return [torch.tensor([*loaded.before_document, *ids][: min(TOKENS, length)]) for ids in encoded]
 
 
 @torch.no_grad()
@@ -196,7 +197,7 @@ class _FixedGate(Gate):
         limits = [limit for limit in (self.threshold, self.lower) if limit is not None]
         turns = iter(scores[: len(window)] for scores, window in zip(first, windows, strict=True))
 
-        def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:  # noqa: ANN401
+        def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
             scores = next(turns)
             levels = self.levels_of(scores)
             far = torch.stack([(scores - limit).abs() for limit in limits]).amin(0) > rounding

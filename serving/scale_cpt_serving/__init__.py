@@ -1,15 +1,16 @@
 """Registers models of scale-cpt's format `scale`: with transformers when it is imported, with vLLM when vLLM asks.
 
-`modeling_scale.py` and `modeling_scale_combined.py` are the files that exported folders carry: here links to them, in
-the built package the files themselves.
+`remote_code` holds the files that exported folders carry: here it is a link to them, in the built package a copy.
 """
 
 from __future__ import annotations
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scale_cpt_serving.modeling_scale import ScaleConfig, ScaleForCausalLM
-from scale_cpt_serving.modeling_scale_combined import CombinedConfig, CombinedForCausalLM
+from scale_cpt_serving.remote_code.configuration_scale import ScaleConfig
+from scale_cpt_serving.remote_code.configuration_scale_combined import CombinedConfig
+from scale_cpt_serving.remote_code.modeling_scale import ScaleForCausalLM
+from scale_cpt_serving.remote_code.modeling_scale_combined import CombinedForCausalLM
 
 __all__ = ["CombinedConfig", "CombinedForCausalLM", "ScaleConfig", "ScaleForCausalLM", "register"]
 

@@ -1,4 +1,4 @@
-"""The model in vLLM: the layers of `modeling_scale.py`, whose attention vLLM computes over its own paged cache.
+"""The model in vLLM: the layers of `remote_code`, whose attention vLLM computes over its own paged cache.
 
 One rank and one stage; no quantisation, LoRA or speculative decoding. Above `l_fp` a routed model has two sets of heads
 in the cache; below, both paths are one.
@@ -16,7 +16,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from scale_cpt_serving.modeling_scale import ScaleConfig, ScaleForCausalLM, StreamPath
+from scale_cpt_serving.remote_code.configuration_scale import ScaleConfig
+from scale_cpt_serving.remote_code.modeling_scale import ScaleForCausalLM
+from scale_cpt_serving.remote_code.scale_streams import StreamPath
 
 _ATTENTION = "scale_vllm"
 

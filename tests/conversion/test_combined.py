@@ -19,8 +19,15 @@ from safetensors.torch import load_file
 from pipeline.conversion.combine import combine, expansions_in
 from pipeline.conversion.convert import EXPORT
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.modeling_scale import NEVER, ScaleConfig, ScaleForCausalLM
-from pipeline.conversion.modeling_scale_combined import LARGEST_MARGIN, RECENT, CombinedForCausalLM, is_of_base
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.conversion.remote_code.modeling_scale_combined import (
+    LARGEST_MARGIN,
+    RECENT,
+    CombinedForCausalLM,
+    is_of_base,
+)
+from pipeline.conversion.remote_code.scale_vocabulary import NEVER
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.vocabulary import learn_extension
@@ -221,7 +228,7 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
     tokens, mask = prompts()
     for options, error in (
         ({"attention_mask": mask[:, None, None].bool()}, r"expected a tensor \[B, T\]"),
-        ({"active": ["ko"]}, "that model.allowed"),
+        ({"active": ["ko"]}, "what model.allowed"),
         ({"position_ids": torch.arange(12).remainder(6)[None], "use_cache": False}, "one text in a row"),
         ({"inputs_embeds": torch.zeros(4, 12, 64)}, "takes input_ids"),
         ({"past_key_values": load_hf_model(exports["ko"])(tokens).past_key_values}, "expected the cache of this model"),

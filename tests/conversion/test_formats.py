@@ -10,7 +10,7 @@ import torch
 from pipeline.conversion import formats, hf_folder
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
-from pipeline.conversion.modeling_scale import ScaleForCausalLM
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.errors import ConversionError
 from tests.conversion.exports import (
     METHODS,

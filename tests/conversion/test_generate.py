@@ -1,4 +1,4 @@
-"""The shipped modelling file, with and without a gate: caches, padding, packed documents, several devices."""
+"""The shipped model code, with and without a gate: caches, padding, packed documents, several devices."""
 
 from __future__ import annotations
 

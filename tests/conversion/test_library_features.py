@@ -203,7 +203,7 @@ def test_a_forward_pass_makes_no_tensor_from_python_values(name, load, monkeypat
     expected = model(tokens, use_cache=False).logits
 
     def refused(*values, **options):
-        assert "modeling_scale" not in sys._getframe(1).f_code.co_filename
+        assert "remote_code" not in sys._getframe(1).f_code.co_filename
         return made(*values, **options)
 
     monkeypatch.setattr(torch, "tensor", refused)

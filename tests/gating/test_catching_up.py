@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from pipeline.conversion.modeling_scale import ScaleConfig, ScaleForCausalLM
+from pipeline.conversion.remote_code import scale_gate
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.conversion.remote_code.scale_gate import WINDOW
 from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of
 
 NEW_TOKENS = 12
+BIASES = [-30.0, -3.0, -2.0, -1.0, 0.0]
 BOTH = ["attention", "ffn"]
 MODELS = {
     "preserve": {"gate_layer": 4, "l_fp": 4},
@@ -66,7 +71,7 @@ def expanded_tokens(model: ScaleForCausalLM) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bias", [-2.0, -1.0, 0.0])
+@pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_is_that_of_the_full_computation(name, bias):
     model, (tokens, mask) = gated(name, bias), prompts()
@@ -82,21 +87,24 @@ def test_generation_is_that_of_the_full_computation(name, bias):
 
 
 @torch.no_grad()
-def test_some_sequences_open_late_and_alone():
-    """The test above compares no lucky case: prompts open apart from each other, some while generating."""
-    cases = set()
-    start = ScaleForCausalLM._from_the_start
+def test_batches_open_in_the_prompt_and_while_generating():
+    """The test above compares no lucky case."""
+    first = set()
+    for bias in BIASES:
+        model, (tokens, mask) = gated("adapt", bias), prompts()
+        with expanded_tokens(model) as computed:
+            generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
+        first.add(computed[0] > tokens.numel() if computed else None)
+    assert first == {False, True, None}
 
-    def noted(model, rows, text, *others):
-        cases.add((len(rows) < len(text), text.shape[2] > 9))
-        return start(model, rows, text, *others)
 
-    with patch.object(ScaleForCausalLM, "_from_the_start", noted):
-        for name in MODELS:
-            for bias in (-2.0, -1.0, 0.0):
-                tokens, mask = prompts()
-                generate_greedily(gated(name, bias), tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
-    assert {(True, False), (False, False), (True, True)} <= cases
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_guessed_ahead_while_the_gate_opens(name):
+    for bias in BIASES:
+        model, tokens = gated(name, bias), prompts()[0][1:2].repeat(1, 2)
+        found = generate_greedily(model, tokens, new_tokens=NEW_TOKENS, prompt_lookup_num_tokens=3)
+        assert torch.equal(found, generate_greedily(model, tokens, new_tokens=NEW_TOKENS))
 
 
 @torch.no_grad()
@@ -127,3 +135,33 @@ def test_with_gradients_or_hidden_states_everything_is_computed():
             model(tokens, output_hidden_states=True)
             model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     assert computed == [tokens.numel()] * 3 + [len(tokens)]
+
+
+@torch.no_grad()
+def test_a_cache_of_the_base_alone_is_not_read_with_the_expansion():
+    model, (tokens, _) = gated("adapt", -30.0), prompts()
+    cache = model(tokens[:, :5]).past_key_values
+    with pytest.raises(ValueError, match="give the text from its start"):
+        model(tokens[:, 5:], past_key_values=cache, output_hidden_states=True)
+
+
+@torch.no_grad()
+def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
+    """Its decisions are those of a cache that keeps everything, to the bit; so are those after tokens are cropped."""
+    model, random = gated("running mean", 0.0), torch.Generator().manual_seed(2)
+    stream = torch.randn(2, 700, model.config.hidden_size, generator=random)
+
+    def scores(cache: SimpleNamespace, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([model.token_gate.scores(part, None, None, cache) for part in parts], dim=1)
+
+    parts = stream.tensor_split([300, *range(301, 700)], dim=1)
+    with patch.object(scale_gate, "WINDOW", 10**6):
+        expected = scores(SimpleNamespace(layers=[]), parts)
+    cache = SimpleNamespace(layers=[])
+    assert torch.equal(scores(cache, parts), expected)
+    [layer] = cache.layers
+    assert layer.keys.shape[2] == layer.values.shape[2] == 2 * WINDOW - 1
+    layer.crop(-WINDOW)
+    assert torch.equal(scores(cache, parts[-WINDOW:]), expected[:, -WINDOW:])
+    with pytest.raises(RuntimeError, match="cropped by 128 tokens"):
+        layer.crop(-WINDOW - 1)

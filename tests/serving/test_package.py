@@ -1,4 +1,4 @@
-"""The package in serving/: it holds the modelling files, and loads exports without the code in their folder."""
+"""The package in serving/: it holds the model code, and loads exports without the code in their folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.conversion import modeling_scale
-from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.hf_folder import code_files, load_hf_model
+from pipeline.conversion.remote_code.configuration_scale import NEEDED
+from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from tests.widened import some_tokens
 
 ROOT = Path(__file__).parents[2]
-CODE = Path(modeling_scale.__file__)
 LOAD = """
 import sys, torch, scale_cpt_serving
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,12 +49,11 @@ def installed(tmp_path_factory) -> Path:
 
 
 def test_the_package_holds_the_modelling_files(installed):
-    for code in (CODE, CODE.with_stem("modeling_scale_combined")):
-        assert (ROOT / "serving" / "scale_cpt_serving" / code.name).resolve() == code
-        copied = installed / "scale_cpt_serving" / code.name
-        assert not copied.is_symlink() and copied.read_bytes() == code.read_bytes()
+    for code in code_files(CombinedForCausalLM):
+        copied = installed / "scale_cpt_serving" / "remote_code" / code.name
+        assert copied.read_bytes() == code.read_bytes() and not copied.parent.is_symlink()
     (metadata,) = installed.glob("*.dist-info")
-    assert f"transformers<6,>={modeling_scale.NEEDED[:3]}" in (metadata / "METADATA").read_text().replace(" ", "")
+    assert f"transformers<6,>={NEEDED[:3]}" in (metadata / "METADATA").read_text().replace(" ", "")
     assert "[vllm.general_plugins]\nscale = scale_cpt_serving:register" in (metadata / "entry_points.txt").read_text()
 
 

@@ -64,11 +64,11 @@ def vllm_model(monkeypatch):
         module = ModuleType(name)
         module.__dict__.update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("modeling_scale", "vllm_model"):
-        monkeypatch.delitem(sys.modules, f"scale_cpt_serving.{name}", raising=False)
+    for name in [name for name in sys.modules if name.startswith("scale_cpt_serving.")]:
+        monkeypatch.delitem(sys.modules, name)
     yield importlib.import_module("scale_cpt_serving.vllm_model")
-    for name in ("modeling_scale", "vllm_model"):
-        sys.modules.pop(f"scale_cpt_serving.{name}", None)
+    for name in [name for name in sys.modules if name.startswith("scale_cpt_serving.")]:
+        del sys.modules[name]
 
 
 def built(vllm_model, folder, loaded):

@@ -33,7 +33,9 @@ from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.modeling_scale import ScaleConfig, ScaleOutput, StreamPath
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.remote_code.scale_streams import StreamPath
+from pipeline.conversion.remote_code.scale_vocabulary import ScaleOutput
 from pipeline.conversion.trained_model import describe_checkpoint, open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.corpora import corpus_jobs

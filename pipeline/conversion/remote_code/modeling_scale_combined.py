@@ -1,6 +1,4 @@
-"""One base with several expansions beside each other, for `transformers`. This file is shipped with the weights.
-
-It needs `modeling_scale.py` beside it, torch and transformers:
+"""One base with several expansions beside each other, for `transformers`. It is shipped with the weights:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)                      # all expansions
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["korean"])   # only this one
@@ -21,12 +19,11 @@ E expansions, P = 1 + E paths.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -34,148 +31,26 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .modeling_scale import NEVER, GateCache, ScaleConfig, ScaleForCausalLM, StreamPath, TextCache, texts_of
+from .configuration_scale import ScaleConfig
+from .configuration_scale_combined import CombinedConfig, chosen
+from .modeling_scale import Inputs, ScaleForCausalLM
+from .scale_gate import texts_of
+from .scale_path_cache import BASE, State
+from .scale_streams import StreamPath
+from .scale_vocabulary import NEVER
 
 EXPANSIONS = "expansions"
 """The folder of expansions, each in a folder with its name."""
 NEW_ROWS = ("new_rows.embedding", "new_rows.output")
 """Tensors of an expansion with an extended vocabulary: rows that follow the base's in two of its matrices."""
-NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
-"""What an expansion may be called: its name is that of a folder."""
-BASE = 0
-"""The index of the base among the paths; expansions follow, from 1 on."""
 RECENT = 128
 """How many tokens' margins are compared where several gates are open."""
 LARGEST_MARGIN = 64.0
 """What a larger margin counts as for the tokens after it, such as a new piece's."""
-
-
-class CombinedConfig(ScaleConfig):
-    """The base's sizes, an expansion of none, and the entries of a ScaleConfig for each of `expansions`.
-
-    `active` are the names of those that may open; None: all.
-    """
-
-    model_type = "scale_combined"
-
-    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401
-        self.expansions: dict[str, dict[str, Any]] = kwargs.pop("expansions", {})
-        self.active: list[str] | None = kwargs.pop("active", None)
-        super().__init__(**kwargs)
-
-    def names(self) -> list[str]:
-        """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer has.
-
-        Sorted, as a config that was saved again is, so that every piece keeps its id.
-
-        Raises:
-            ValueError: a name that is not there, or that names no folder.
-        """
-        if bad := [name for name in self.expansions if not NAME.fullmatch(name)]:
-            raise ValueError(f"expansions: expected names of ASCII letters, digits, - and _, found {bad[0]!r}")
-        active = list(self.expansions) if self.active is None else chosen(self.active, self.expansions)
-        owners = [name for name, own in self.expansions.items() if own["vocab_size"] > own["base_vocab_size"]]
-        return [name for name in sorted(self.expansions) if name in (*active, *owners)]
-
-
-def chosen(names: Iterable[str], among: Iterable[str]) -> list[str]:
-    """`names` as a list. Raises ValueError where one is not `among` those there are."""
-    listed, there = [names] if isinstance(names, str) else list(names), list(among)
-    for name in listed:
-        if name not in there:
-            raise ValueError(f"active: expected some of {', '.join(there) or 'no expansion'}, found {name}")
-    return listed
-
-
-class PathCache(DynamicLayer):  # type: ignore[misc]
-    """The keys and values of one path, in all its layers, for the sequences of a batch on which it runs.
-
-    To the cache of the batch it is one layer more, so that it is reordered and cropped with the others.
-    """
-
-    record_past = False
-    """Whether sliding windows keep what they no longer read, so that the cache can be cropped."""
-
-    def __init__(self, config: ScaleConfig, runs_on: Tensor) -> None:
-        """`runs_on` [B]: the sequences on which the path runs."""
-        super().__init__()
-        self.config, self.runs_on = config, runs_on
-        self.inner = DynamicCache(config=config)
-
-    def get_seq_length(self) -> int:
-        length: int = self.inner.get_seq_length()
-        return length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if self.inner.get_seq_length():  # a layer that has seen nothing cannot be cropped
-            self.inner.crop(tokens_to_remove)
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-        self.inner.activate_past_recording()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """The batch becomes the sequences `indices` of this one."""
-        place = self.runs_on.cumsum(0) - 1
-        self.inner.batch_select_indices(place[indices[self.runs_on[indices]]])
-        self.runs_on = self.runs_on[indices]
-
-    reorder_cache = batch_select_indices
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        batch = torch.arange(len(self.runs_on), device=self.runs_on.device)
-        self.batch_select_indices(batch.repeat_interleave(repeats))
-
-    def leave(self, rows: Tensor) -> None:
-        """The path no longer runs on the sequences `rows` [B]."""
-        self.inner.batch_select_indices((~rows[self.runs_on]).nonzero()[:, 0])
-        self.runs_on = self.runs_on & ~rows
-
-    def for_joining(self) -> DynamicCache:
-        """An empty cache, for sequences that `join`."""
-        cache = DynamicCache(config=self.config)
-        if self.record_past:
-            cache.activate_past_recording()
-        return cache
-
-    def join(self, rows: Tensor, joining: DynamicCache) -> None:
-        """The path runs on the sequences `rows` [B] too, whose keys and values are `joining`."""
-        if self.runs_on.any():
-            order = torch.cat([part.nonzero()[:, 0] for part in (self.runs_on, rows)]).argsort()
-            for layer, other in zip(self.inner.layers, joining.layers, strict=True):
-                layer.keys = torch.cat([layer.keys, other.keys])[order]
-                layer.values = torch.cat([layer.values, other.values])[order]
-        else:
-            self.inner = joining
-        self.runs_on = self.runs_on | rows
-
-
-class State(NamedTuple):
-    """What a text has left behind: its tokens and positions with the gates' decisions, and a cache for each path.
-
-    Where nothing is cached (`kept` is false), the paths hold no keys and values.
-    """
-
-    text: TextCache
-    gates: list[GateCache]
-    paths: list[PathCache]
-    kept: bool
-
-
-class Inputs(NamedTuple):
-    """tokens, positions: [B, S]; attention_mask: [B, T], or None."""
-
-    tokens: Tensor
-    positions: Tensor
-    attention_mask: Tensor | None
-
-    def of(self, rows: Tensor) -> Inputs:
-        return Inputs(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 
 class CombinedForCausalLM(ScaleForCausalLM):
@@ -197,7 +72,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         self.active: list[str] = []
 
     @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
         """The library's, which loads the base; then its expansions, or those that the argument `active` names.
 
         The model is for inference.
@@ -211,9 +86,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
             raise ValueError("a model with several expansions runs on one device, with its weights as they are stored")
         folder, part = Path(name), Path(kwargs.get("subfolder") or "")
         if not folder.is_dir():
-            of_hub = {
-                key: kwargs[key] for key in ("revision", "cache_dir", "token", "local_files_only") if key in kwargs
-            }
+            asked = ("revision", "cache_dir", "token", "local_files_only")
+            of_hub = {key: kwargs[key] for key in asked if key in kwargs}
             wanted = [f"{part / EXPANSIONS / expansion}/*" for expansion in model.config.names()]
             folder = Path(snapshot_download(name, allow_patterns=wanted, **of_hub))
         for expansion in model.config.names():
@@ -247,20 +121,16 @@ class CombinedForCausalLM(ScaleForCausalLM):
             old, own = model.embedding.expansion.weight.split([config.base_vocab_size, len(new_rows[0])])
             others = old.new_zeros(first - len(old), old.shape[1])
             model.embedding.expansion.weight = nn.Parameter(torch.cat([old, others, own]), requires_grad=False)
-            self._add_pieces(*new_rows)
+            self.config.base_vocab_size = self.config.base_vocab_size or first
+            self.config.vocab_size += len(own)
+            self.config.tie_word_embeddings = False
+            self.embedding.base.weight, self.output.base = (
+                nn.Parameter(torch.cat([rows, added]), requires_grad=False)
+                for rows, added in zip((self.embedding.base.weight, self.output.base), new_rows, strict=True)
+            )
+            self.output.set_vocabulary(self.config)
         self.names.append(name)
         self.expansions.append(model)
-
-    def _add_pieces(self, embedding: Tensor, output: Tensor) -> None:
-        """Adds rows of new pieces to the base's embedding and output."""
-        self.config.base_vocab_size = self.config.base_vocab_size or self.config.vocab_size
-        self.config.vocab_size += len(embedding)
-        self.config.tie_word_embeddings = False
-        self.embedding.base.weight, self.output.base = (
-            nn.Parameter(torch.cat(rows), requires_grad=False)
-            for rows in ((self.embedding.base.weight, embedding), (self.output.base, output))
-        )
-        self.output.set_vocabulary(self.config)
 
     def share_base(self) -> None:
         """Gives the expansions the base's parameters.
@@ -310,12 +180,12 @@ class CombinedForCausalLM(ScaleForCausalLM):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,  # noqa: ANN401
+        past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         active: Tensor | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """input_ids, position_ids, labels: [B, S]; attention_mask: [B, T]; active: [B, E], as `allowed` makes it.
 
@@ -330,80 +200,48 @@ class CombinedForCausalLM(ScaleForCausalLM):
         if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2):
             raise ValueError("attention_mask: expected a tensor [B, T]: a text may be computed again from its start")
         if active is not None and (not isinstance(active, Tensor) or active.shape != (len(input_ids), len(self.names))):
-            raise ValueError(
-                "active: expected the tensor that model.allowed([[NAME, …], …]) makes, a row for each text"
-            )
+            raise ValueError("active: expected what model.allowed([[NAME, …], …]) makes, a row for each text")
         if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        state = self._state(past_key_values, input_ids)
+        state = State.of(past_key_values, input_ids, [self.config, *(model.config for model in self._models)])
         if position_ids is None:
             seen = state.text.get_seq_length()
             position_ids = torch.arange(seen, seen + input_ids.shape[1], device=input_ids.device).unsqueeze(0)
         if active is None:
             active = self.allowed([self.active]).expand(len(input_ids), -1)
-        inputs = Inputs(input_ids, position_ids.expand_as(input_ids), attention_mask)
-        logits = self._logits(inputs, state, active, logits_to_keep, kwargs)
+        inputs = Inputs(input_ids, attention_mask, position_ids.expand_as(input_ids), past_key_values, kwargs)
+        logits = self._logits(inputs, state, active, logits_to_keep)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
-    def _state(self, cache: Any, tokens: Tensor) -> State:  # noqa: ANN401
-        """The state of the text that `tokens` [B, S] continue: what `cache` holds of it, or a new one."""
-        count = len(self.expansions)
-        if cache is not None and cache.get_seq_length() > 0:
-            text, *others = cache.layers
-            if type(text) is not TextCache or len(others) != 2 * count + 1:
-                raise ValueError("past_key_values: expected the cache of this model, with the same expansions loaded")
-            return State(text, others[:count], others[count:], kept=True)
-        if cache is not None and (type(cache) is not DynamicCache or cache.offloading):
-            raise ValueError("a model with several expansions takes a DynamicCache, or use_cache=False")
-        nowhere = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        paths = [PathCache(model.config, nowhere) for model in (self, *self._models)]
-        paths[BASE].runs_on = ~nowhere
-        state = State(TextCache(), [GateCache() for _ in self.expansions], paths, cache is not None)
-        if cache is not None:
-            if any(getattr(layer, "record_past", False) for layer in cache.layers):
-                for path in paths:
-                    path.activate_past_recording()
-            cache.layers = [state.text, *state.gates, *state.paths]
-        return state
-
-    def _logits(
-        self,
-        inputs: Inputs,
-        state: State,
-        active: Tensor,
-        logits_to_keep: int | Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def _logits(self, inputs: Inputs, state: State, active: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         """The logits [B, S', V] of the tokens to keep. Brings `state` up to date."""
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         length = inputs.tokens.shape[1]
-        read, streams = self._base_stream(inputs, state, options)
+        read, streams = self._base_stream(inputs, state)
         margins = self._margins(read, inputs, state)
         totals = self._totals(margins, state)
         winner, used = self._choice(margins, totals, F.pad(active, (1, 0), value=True).unsqueeze(1), state)
         # Gates and totals are stored as if alone: a later token's request may allow another expansion.
         decided = torch.cat([used.unsqueeze(-1), 2 * (margins[..., 1:] > 0), totals[:, RECENT:]], dim=-1)
-        new = (torch.stack(inputs[:2], dim=-1), decided)
+        new = (torch.stack([inputs.tokens, inputs.positions], dim=-1), decided)
         text, stored = (part[:, 0] for part in state.text.update(*(part.unsqueeze(1) for part in new)))
-        whole, opens = Inputs(text[..., 0], text[..., 1], inputs.attention_mask), stored.long()
+        whole, opens = inputs._replace(tokens=text[..., 0], positions=text[..., 1]), stored.long()
         winner_kept, used_kept = winner[:, kept], used[:, kept]
         x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
         added = list[tuple[Tensor, range, Tensor]]()
         for index, model in enumerate(self._models, start=1):
             path, levels, parts = state.paths[index], opens[..., index : index + 1], []
             if index not in streams and path.runs_on.any():
-                streams[index] = self._run_on(
-                    index, path.runs_on, inputs, path.inner, levels[:, -length:], state, options
-                )
+                streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, levels[:, -length:])
             if index in streams:
                 parts.append((path.runs_on, streams[index]))
             joining = (winner == index).any(1) & ~path.runs_on
             if joining.any():
                 cache = path.for_joining()
-                parts.append((joining, self._run_on(index, joining, whole, cache, levels, state, options)))
+                parts.append((joining, self._run_on(index, joining, whole, cache, levels)))
                 path.join(joining, cache)
                 if is_preserve(model):
                     state.paths[BASE].leave(joining & state.paths[BASE].runs_on)
@@ -433,7 +271,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         """
         past = margins.new_zeros(len(margins), RECENT, len(self.names), dtype=torch.double)
         if state.text.get_seq_length() > 0:
-            past = torch.cat([past, state.text.values[:, 0, :, -len(self.names) :]], dim=1)[:, -RECENT:]
+            past = torch.cat([past, state.text.values[:, 0, -RECENT:, -len(self.names) :]], dim=1)[:, -RECENT:]
         own = margins[..., 1:].clamp(0, LARGEST_MARGIN).double()
         return torch.cat([past, torch.cat([past[:, -1:], own], dim=1).cumsum(1)[:, 1:]], dim=1)
 
@@ -457,9 +295,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         used = torch.cat([before, winner], dim=1).gather(1, last)
         return winner, used.masked_fill(~allowed.expand(*used.shape, -1).gather(-1, used.unsqueeze(-1))[..., 0], BASE)
 
-    def _base_stream(
-        self, inputs: Inputs, state: State, options: dict[str, Any]
-    ) -> tuple[dict[int, Tensor], dict[int, StreamPath]]:
+    def _base_stream(self, inputs: Inputs, state: State) -> tuple[dict[int, Tensor], dict[int, StreamPath]]:
         """The base's stream [B, S, D] before each layer that a gate reads, and under their number after the last.
 
         It is that of the base's path and of all paths that leave it as it is. The second are the latter's streams.
@@ -474,7 +310,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 continue
             recorded: dict[int, Any] = dict.fromkeys(layers - {last})
             closed = torch.zeros_like(inputs.tokens).unsqueeze(-1)
-            streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, closed, state, options, recorded)
+            streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, closed, recorded)
             for layer, stream in {**recorded, last: streams[index]}.items():
                 read[layer][path.runs_on] = stream.x
         streams.pop(BASE, None)
@@ -482,20 +318,18 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
     def _margins(self, read: dict[int, Tensor], inputs: Inputs, state: State) -> Tensor:
         """By how much each gate's score is above its threshold: [B, S, P]; the base's is 0."""
-        shape = inputs.tokens.shape
-        margins = [torch.zeros(*shape, 1, device=inputs.tokens.device)]
-        texts = texts_of(
-            read[self.config.num_hidden_layers], inputs.attention_mask, inputs.positions, state.kept or None
-        )
-        if texts[1] is not None and texts[1].any():
+        tokens, attention_mask, positions, cache, _ = inputs
+        margins = [torch.zeros(*tokens.shape, 1, device=tokens.device)]
+        is_text, documents = texts_of(read[self.config.num_hidden_layers], attention_mask, positions, cache)
+        if documents is not None and documents.any():
             raise ValueError("position_ids: a model with several expansions takes one text in a row, found several")
         for model, stored, pieces in zip(self._models, state.gates, self.pieces, strict=True):
-            gate, cache = model.token_gate, SimpleNamespace(layers=[stored])
+            gate, own = model.token_gate, None if cache is None else SimpleNamespace(layers=[stored])
             assert gate is not None  # an expansion without one is not added
-            margin = gate.scores(read[model.config.gate_layer], *texts, cache if state.kept else None) - gate.threshold
-            if texts[0] is not None:
-                margin = margin.masked_fill(~texts[0].unsqueeze(-1), -torch.inf)
-            is_own = (inputs.tokens >= pieces.start) & (inputs.tokens < pieces.stop)
+            margin = gate.scores(read[model.config.gate_layer], is_text, documents, own) - gate.threshold
+            if is_text is not None:
+                margin = margin.masked_fill(~is_text.unsqueeze(-1), -torch.inf)
+            is_own = (tokens >= pieces.start) & (tokens < pieces.stop)
             margin = margin.masked_fill(is_own.unsqueeze(-1), torch.inf)
             margins.append(margin)
         return torch.cat(margins, dim=-1)
@@ -507,33 +341,25 @@ class CombinedForCausalLM(ScaleForCausalLM):
         inputs: Inputs,
         cache: DynamicCache,
         levels: Tensor,
-        state: State,
-        options: dict[str, Any],
         recorded: dict[int, Any] | None = None,
     ) -> StreamPath:
         """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. levels: [B, S, 1]."""
-        model = (self, *self._models)[index]
-        part = inputs.of(rows)
-        embedded = model.embedding(part.tokens)
-        start = StreamPath(*embedded.split([model.config.hidden_size, model.config.expansion_hidden_size], dim=-1))
+        model, part = (self, *self._models)[index], inputs.of(rows, cache)
+        start = model._start(model.embedding(part.tokens))
         if index == BASE:
-            none = torch.empty(0, dtype=torch.long, device=rows.device)
-            start = start._replace(x_up=start.x_up[:0], rows=none)
-        seen = (part.tokens, part.attention_mask, part.positions, cache if state.kept else None)
-        [path], _ = model._run([start], seen, options, recorded, levels[rows])
+            start = start._replace(x_up=start.x_up[:0])
+        [path], _ = model._run([start], part, recorded, levels[rows])
         return path
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError."""
         raise ValueError("a model with several expansions keeps its vocabulary; resize each before it is added")
 
-    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError."""
-        raise ValueError(
-            "a model with several expansions is not saved: copy its folder, which scale-cpt combine changes"
-        )
+        raise ValueError("a model with several expansions is not saved: copy the folder that scale-cpt combine wrote")
 
-    def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+    def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError."""
         raise ValueError("continuous batching cannot run this model: it has a cache for each expansion")
 

@@ -1,0 +1,339 @@
+"""A language model widened by SCALE, for `transformers`. It is shipped with the weights:
+
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+A frozen base of width D has an expansion of width U: the residual stream is two tensors, `x` and `x_up`
+(`scale_streams.py`). A routed model runs the layers above `l_fp` twice, with and without expansion_to_base blocks, and
+takes per token the path that the router chooses (the paper's Eq. 5).
+
+With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
+closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
+without those blocks, and an open one the other. Tokens that the base does not have (from `base_vocab_size` on) are
+open, and none follows a closed token. With `gate_lower` some tokens are neither: they get the mean of both
+probabilities, for which the layers from `gate_layer` on run twice, with these tokens closed and with them open.
+
+In inference a text pays for the expansion from where the gate first opens. Until then the base runs alone; then the
+whole text so far is computed anew, with the expansion. See `ScaleForCausalLM._from_open_on`.
+
+Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from .configuration_scale import ScaleConfig
+from .scale_attention import ScaleRotary
+from .scale_gate import GateCache, ScaleGate, TextCache, lacks_expansion, layer_of, texts_of
+from .scale_layer import ScaleLayer
+from .scale_streams import StreamPath, WidenedNorm
+from .scale_vocabulary import ScaleEmbedding, ScaleOutput
+
+
+class Inputs(NamedTuple):
+    """Beside the embedded text, its tokens [B, S] if they are known, and what `forward` has been given."""
+
+    tokens: Any
+    attention_mask: Any
+    positions: Tensor
+    cache: Any
+    options: dict[str, Any]
+    """For the attention function, such as a server's own cache."""
+
+    def of(self, rows: Tensor, cache: Any) -> Inputs:
+        """Those of the sequences `rows`, with a `cache` of their own if there is one."""
+        tokens, mask, positions = (None if part is None else part[rows] for part in self[:3])
+        return Inputs(tokens, mask, positions, None if self.cache is None else cache, self.options)  # type: ignore[arg-type]
+
+
+class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """A decoder-only language model widened by SCALE."""
+
+    config_class = ScaleConfig
+    base_model_prefix = ""
+    _no_split_modules = ("ScaleLayer",)
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement = ("past_key_values",)
+    supports_gradient_checkpointing = True
+    _keep_in_fp32_modules_strict = ("token_gate",)
+    _tied_weights_keys = {"output.base": "embedding.base.weight"}  # noqa: RUF012  # where the config ties them
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__(config)
+        self.rotary = nn.ModuleList(ScaleRotary(spec) for spec in config.rotary)
+        self.embedding = ScaleEmbedding(config)
+        self.layers = nn.ModuleList(ScaleLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.final_norm = WidenedNorm(config)
+        self.output = ScaleOutput(config)
+        self.token_gate = None if config.gate_layer is None else ScaleGate(config)
+        self.post_init()
+
+    @property
+    def _supports_sdpa(self) -> bool:
+        return self.config.attention_softcap is None
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ScaleRotary):
+            module.fill()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """It gives `inputs_embeds`: both streams [B, S, D + U]."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> None:
+        """None: the output projection is two matrices, and a tied one is read from the embedding."""
+
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Adds rows, such as padding: the mean of the others, or zeros. To the gate and the router they are new pieces.
+
+        Raises:
+            ValueError: fewer rows than there are.
+        """
+        count = self.config.vocab_size
+        size = new_num_tokens or count
+        size += -size % (pad_to_multiple_of or 1)
+        if size < count:
+            raise ValueError(f"resize_token_embeddings: expected at least the model's {count} rows, found {size}")
+        if size == count:
+            return self.embedding
+        embeddings = [(part, "weight") for part in (self.embedding.base, self.embedding.expansion)]
+        for owner, name in (*embeddings, (self.output, "base"), (self.output, "expansion")):
+            rows = getattr(owner, name)
+            row = rows.float().mean(0).to(rows.dtype) if mean_resizing else torch.zeros_like(rows[0])
+            wider = torch.cat([rows, row.expand(size - count, -1)])
+            setattr(owner, name, nn.Parameter(wider, requires_grad=rows.requires_grad))
+        self.embedding.base.num_embeddings = self.embedding.expansion.num_embeddings = size
+        self.config.base_vocab_size = self.config.base_vocab_size or count
+        self.config.vocab_size = size
+        self.output.set_vocabulary(self.config)
+        self.tie_weights()
+        return self.embedding
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """The library's, whose paged cache has the same heads in every layer."""
+        doubled = self.config.routed or self.config.gate_lower is not None
+        reason = "some layers have two sets of heads" if doubled else self.config.why_not_packed()
+        if reason is not None:
+            raise ValueError(f"continuous batching cannot run this model: {reason}")
+        return super().init_continuous_batching(*args, **kwargs)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all), or those.
+
+        inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its score. Hidden states
+        are such streams of the adapted path: before each layer, and after the last norm.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds")
+        embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        layers = range(self.config.num_hidden_layers)
+        recorded: dict[int, Any] | None = dict.fromkeys(layers) if output_hidden_states else None
+        paths, undecided = self.streams(
+            embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, input_ids, **kwargs
+        )
+        logits = self.output(paths, undecided)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        states = None if recorded is None else tuple(torch.cat(path[:2], dim=-1) for path in recorded.values())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=states)
+
+    def streams(
+        self,
+        embedded: Tensor,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int | Tensor = 0,
+        recorded: dict[int, Any] | None = None,
+        tokens: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[list[StreamPath], Tensor | None]:
+        """What `output` reads: one path or two, after the last norm and the gate, and the undecided tokens [B, S, 1].
+
+        Arguments: `forward`. `recorded` receives the streams before the layers that it names, and the last; `tokens`
+        [B, S] are those embedded, if known.
+        """
+        config = self.config
+        start = self._start(embedded)
+        if position_ids is None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = torch.arange(seen, seen + embedded.shape[1], device=embedded.device).unsqueeze(0)
+        inputs = Inputs(tokens, attention_mask, position_ids, past_key_values, options)
+        if tokens is not None and recorded is None and self._waits_for_open(attention_mask, past_key_values):
+            paths, levels = self._from_open_on(start, inputs)
+        elif lacks_expansion(past_key_values):
+            raise ValueError("past_key_values: of the base alone, as its gate was shut; give the text from its start")
+        else:
+            paths, levels = self._run([start], inputs, recorded)
+        if recorded is not None:
+            recorded[config.num_hidden_layers] = paths[-1].normed(self.final_norm)
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        paths = [path._replace(x=path.x[:, kept], x_up=path.x_up[:, kept]).normed(self.final_norm) for path in paths]
+        if levels is None:
+            return paths, None
+        # Zeros in x_up add exactly nothing to the logits. One path is both.
+        preserved, adapted, levels = paths[0], paths[-1], levels[:, kept].to(paths[0].x.device)
+        closed, up = levels == 0, adapted.x_up
+        chosen = StreamPath(torch.where(closed, preserved.x, adapted.x), up.masked_fill(closed, 0) if len(up) else up)
+        return ([chosen], None) if config.gate_lower is None else ([preserved, chosen], levels == 1)
+
+    def _run(
+        self,
+        paths: list[StreamPath],
+        inputs: Inputs,
+        recorded: dict[int, Any] | None = None,
+        decided: Tensor | None = None,
+    ) -> tuple[list[StreamPath], Tensor | None]:
+        """The paths after the last layer, and the gate's decisions [B, S, 1] if there is one, or those `decided`.
+
+        Ends at the gate where the base ran alone and it opens.
+        """
+        config = self.config
+        _, masks, positions, cache, options = inputs
+        if not isinstance(masks, dict):  # a server's batches have their own
+            masks = create_masks_for_generate(config, paths[0].x, masks, cache, positions)
+        tables = [make(positions, paths[0].x.dtype) for make in self.rotary]
+        levels = None
+        for index, layer in enumerate(self.layers):
+            if recorded is not None and index in recorded:
+                recorded[index] = paths[-1]
+            if self.token_gate is not None and index == config.gate_layer:
+                levels = self._levels(paths, inputs) if decided is None else decided
+                if len(paths[0].x_up) == 0 and (levels == 2).any():
+                    return paths, levels
+                if not config.routed:
+                    shut = [levels < 2] if config.gate_lower is None else [levels < 2, levels == 0]
+                    paths = [paths[0]._replace(masked=masked) for masked in shut]
+            if config.routed and index == config.l_fp:
+                paths = [paths[0]._replace(masked=True), paths[0]]
+            rotary = config.layer_rotary[index]
+            table = None if rotary is None else tables[rotary]
+            streams = layer(
+                *(stream for path in paths for stream in path[:2]),
+                masked=[path.masked for path in paths],
+                rotary=table,
+                mask=masks[config.layer_types[index]],
+                past_key_values=cache,
+                **options,
+            )
+            pairs = zip(paths, streams[::2], streams[1::2], strict=True)
+            paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
+        if self.token_gate is not None and levels is None:
+            levels = self._levels(paths, inputs) if decided is None else decided
+        return paths, levels
+
+    def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
+        """Whether a batch may do without the expansion until the gate opens: where its text can be run again."""
+        config = self.config
+        if (
+            config.gate_layer is None
+            or config.routed
+            or config.gate_lower is not None
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or config._attn_implementation == "flex_attention"
+            or len({part.base.weight.device for part in (self.embedding, self.final_norm)}) > 1
+            or len(set(getattr(self, "hf_device_map", {}).values())) > 1
+            or any(spec["context"] is not None for spec in config.rotary)
+            or not (attention_mask is None or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2))
+        ):
+            return False
+        if cache is None:
+            return True
+        kinds = {type(layer) for layer in cache.layers}
+        if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache} or cache.offloading:
+            return False
+        has_expansion = any(getattr(layer, "has_expansion", False) for layer in cache.layers)
+        return lacks_expansion(cache) or (cache.get_seq_length() == 0 and not has_expansion)
+
+    def _from_open_on(self, start: StreamPath, inputs: Inputs) -> tuple[list[StreamPath], Tensor | None]:
+        """`_run` of the base alone; where the gate opens for a sequence, of the text so far with the expansion.
+
+        There all is closed but the end. The cache becomes that of the second run.
+        """
+        tokens, mask, positions, cache, options = inputs
+        text = [part.expand_as(tokens)[:, None, :, None] for part in (tokens, positions)]
+        if cache is not None:
+            text = layer_of(TextCache, cache).update(*text)
+        alone, levels = self._run([start._replace(x_up=start.x_up[:0])], inputs)
+        assert levels is not None, "`_waits_for_open` has seen a gate"
+        if not (levels == 2).any():
+            return alone, levels
+        tokens, positions = (part[:, 0, :, 0] for part in text)
+        whole = Inputs(tokens, mask, positions, None if cache is None else DynamicCache(config=self.config), options)
+        decided = F.pad(levels, (0, 0, tokens.shape[1] - levels.shape[1], 0))
+        [path], _ = self._run([self._start(self.embedding(tokens))], whole, decided=decided)
+        if cache is not None:
+            if any(getattr(layer, "record_past", False) for layer in cache.layers):
+                whole.cache.activate_past_recording()
+            cache.layers[: len(self.layers)] = whole.cache.layers
+            layer_of(TextCache, cache).has_expansion = True
+        return [StreamPath(*(stream[:, -levels.shape[1] :] for stream in path[:2]))], levels
+
+    def _start(self, embedded: Tensor) -> StreamPath:
+        """The streams before the first layer, of embedded tokens [B, S, D + U]."""
+        return StreamPath(*embedded.split([self.config.hidden_size, self.config.expansion_hidden_size], dim=-1))
+
+    def _levels(self, paths: list[StreamPath], inputs: Inputs) -> Tensor:
+        """The gate's decisions [B, S, 1], on the path that no expansion_to_base block has changed."""
+        assert self.token_gate is not None, "`_run` has seen a gate"
+        x, (tokens, attention_mask, positions, cache, _) = paths[0].x, inputs
+        is_text, documents = texts_of(x, attention_mask, positions, cache)
+        levels: Tensor = self.token_gate(x, is_text, documents, cache)
+        if is_text is not None:
+            levels = levels.masked_fill(~is_text.unsqueeze(-1).to(levels.device), 0)
+        if tokens is not None and self.output.only_base_after_closed:
+            levels = levels.masked_fill((tokens >= self.output.of_base).unsqueeze(-1).to(levels.device), 2)
+        return levels
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """A text that outgrows a context with other frequencies beyond it (longrope) is computed from its start."""
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        contexts = [spec["context"] for spec in self.config.rotary if spec["long_frequencies"] is not None]
+        if any(0 < seen <= context < input_ids.shape[1] for context in contexts):
+            past_key_values = kwargs["next_sequence_length"] = None
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
+        )
+        return inputs
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The padding itself, which the gate reads too: `forward` makes the masks."""
+        return attention_mask

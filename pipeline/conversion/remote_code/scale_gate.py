@@ -1,0 +1,144 @@
+"""The gate: which tokens are new to the base, by a linear score of the base's own stream."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from .configuration_scale import ScaleConfig
+
+_Layer = TypeVar("_Layer", bound=DynamicLayer)
+WINDOW_DOUBLINGS = 7
+WINDOW = 2**WINDOW_DOUBLINGS
+"""How many tokens a running mean reads; what it leaves out is below the resolution of fp32."""
+
+
+class GateCache(DynamicLayer):  # type: ignore[misc]
+    """What a gate's running mean reads of the last tokens, and of WINDOW before, so that as many can be cropped.
+
+    A layer more in the cache, so that it is reordered and cropped with the others. Static caches mask their empty
+    places only if all layers are like theirs.
+    """
+
+    is_compileable = True
+    dropped = False
+    """Whether the text is longer than what is kept of it."""
+
+    def update(self, features: Tensor, counts: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Adds features [B, 1, S, D] and counts [B, 1, S, 1]; returns those that S tokens read."""
+        whole = super().update(features, counts)
+        new, length = features.shape[2], whole[0].shape[2]
+        kept, read = WINDOW - 1 + max(new, WINDOW), WINDOW - 1 + new
+        self.keys, self.values = (tensor[:, :, -kept:] for tensor in whole)
+        self.dropped = self.dropped or length > kept
+        return self.keys[:, :, -read:], self.values[:, :, -read:]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.dropped and self.keys.shape[2] < WINDOW - 1:
+            raise RuntimeError(f"a gate's running mean can be cropped by {WINDOW} tokens; compute the text again")
+
+    def reset(self) -> None:
+        super().reset()
+        self.dropped = False
+
+
+class TextCache(DynamicLayer):  # type: ignore[misc]
+    """The text so far, its tokens and positions, while the base runs alone: a layer more, as a GateCache."""
+
+    is_compileable = True
+    has_expansion = False
+    """Whether the other layers have the expansion's heads too."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.has_expansion = False
+
+
+def layer_of(kind: type[_Layer], cache: Any) -> _Layer:
+    """The layer of this kind in `cache`, which gets one."""
+    for layer in cache.layers:
+        if type(layer) is kind:
+            return layer
+    cache.layers.append(kind())
+    layer: _Layer = cache.layers[-1]
+    return layer
+
+
+def lacks_expansion(cache: Any) -> bool:
+    """Whether `cache` holds a text that the base has read alone."""
+    layers = [] if cache is None else cache.layers
+    return any(type(one) is TextCache and one.get_seq_length() > 0 and not one.has_expansion for one in layers)
+
+
+class ScaleGate(nn.Module):
+    """Which tokens are closed (0), undecided (1), open (2), by a linear score of the base's x [B, S, D].
+
+    Read are x over its root mean square, standardised, and with `token+running_mean` also its mean over the text so
+    far, in which each token counts less by `gate_decay` with every token after it. All is computed in fp32.
+    """
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.decay, self.bias, self.threshold = config.gate_decay, config.gate_bias, config.gate_threshold
+        self.lower = self.threshold if config.gate_lower is None else config.gate_lower
+        self.has_mean = config.gate_features == "token+running_mean"
+        size = config.hidden_size * (2 if self.has_mean else 1)
+        # Servers build a model in the type of its weights; a gate in 16 bits would decide otherwise.
+        self.mean = nn.Parameter(torch.zeros(size, dtype=torch.float32))
+        self.std = nn.Parameter(torch.ones(size, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
+
+    def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:
+        """The decision for each token [B, S, 1]; see `scores`."""
+        scores = self.scores(x, is_text, documents, cache)
+        return (scores > self.threshold).long() + (scores > self.lower)
+
+    def scores(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:
+        """The log odds that each token is new [B, S, 1]. What the running mean needs is cached.
+
+        is_text: bool [B, S], false for padding; documents: [B, S], equal numbers where the mean may read. None: all.
+        """
+        features = x.float()
+        features = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-12)
+        if self.has_mean:
+            features = torch.cat([features, self._running_mean(features, is_text, documents, cache)], dim=-1)
+        return ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True) + self.bias
+
+    def _running_mean(self, values: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:
+        length = values.shape[1]
+        counts = values.new_ones(*values.shape[:2], 1) if is_text is None else is_text.to(values).unsqueeze(-1)
+        values = values * counts
+        if cache is not None:
+            read = layer_of(GateCache, cache).update(values.unsqueeze(1), counts.unsqueeze(1))
+            values, counts = (tensor[:, 0] for tensor in read)
+        total = torch.cat([values, counts], dim=-1)
+        for doubling in range(WINDOW_DOUBLINGS):
+            shift = 2**doubling
+            if shift >= total.shape[1]:
+                break
+            earlier = self.decay**shift * total[:, :-shift]
+            if documents is not None:
+                earlier = earlier * (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1)
+            total = torch.cat([total[:, :shift], total[:, shift:] + earlier], dim=1)
+        total = total[:, -length:]
+        return total[..., :-1] / total[..., -1:].clamp(min=1e-30)
+
+
+def texts_of(x: Tensor, attention_mask: Any, position_ids: Tensor, cache: Any) -> tuple[Tensor | None, Tensor | None]:
+    """What a gate reads of x [B, S, D] beside it: which tokens are text and not padding, and of which document each is.
+
+    Both are [B, S]; None: all are, and of one document in each row.
+    """
+    is_text, documents = None, None
+    if attention_mask is None and cache is None:
+        # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
+        breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
+        documents = F.pad(breaks.cumsum(dim=1), (1, 0))
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        is_text = attention_mask[:, -x.shape[1] :].bool()
+    return is_text, documents

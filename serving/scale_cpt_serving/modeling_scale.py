@@ -1,1 +1,0 @@
-../../pipeline/conversion/modeling_scale.py

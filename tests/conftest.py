@@ -41,7 +41,6 @@ FULL = (
     "training/test_saving.py",
     "training/test_shipped_deepspeed.py",
     "training/test_divergence.py",
-    "conversion/test_families.py",
     "conversion/test_memory.py",
     "conversion/test_precisions.py",
     "conversion/test_second_round.py",

@@ -14,7 +14,7 @@ from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import default_dtype, named_trained_parameters
-from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups
+from pipeline.parallel.topology import Layout, ProcessGroups
 from tests.widened import scale_settings, shake, some_batch, started, widened
 
 FFT = {"name": "fft"}
@@ -122,17 +122,9 @@ def trained(base_path: Path, folder: Path) -> TrainedModel:
     return open_trained(checkpoint_in(folder), base_path)
 
 
-@torch.no_grad()
 def training_decoder(model: TrainedModel) -> Decoder:
     """The training model itself, in fp32."""
-    with torch.device("meta"):
-        decoder = model.method.build(model.base.spec, SINGLE, "none")
-    decoder.to_empty(device="cpu")
-    if model.spec.tie_word_embeddings:
-        decoder.output.base = decoder.embedding.base.weight
-    for name, parameter in decoder.named_parameters():
-        parameter.copy_(model.read(name))
-    return decoder.eval()
+    return model.loaded(torch.float32, torch.device("cpu"))
 
 
 def generate_greedily(model: Any, tokens: torch.Tensor, *, new_tokens: int, **options: Any) -> torch.Tensor:

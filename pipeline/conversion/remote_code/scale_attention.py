@@ -57,8 +57,12 @@ class ScaleRotary(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """For positions [B, S]."""
         spec, device = self.spec, positions.device
-        held: tuple[Any, Any] = (self.frequencies, self.long_frequencies)
-        frequencies, longer = (None if bits is None else bits.view(torch.float32).to(device) for bits in held)
+        frequencies: Any
+        longer: Any
+        frequencies, longer = (
+            None if bits is None else bits.view(torch.float32).to(device)
+            for bits in (self.frequencies, self.long_frequencies)
+        )
         if spec["context"] is not None:
             length = positions.amax(-1)[:, None, None] + 1
             if longer is None:  # dynamic: theta grows with the text

@@ -64,9 +64,9 @@ def layer_of(kind: type[_Layer], cache: Any) -> _Layer:
     for layer in cache.layers:
         if type(layer) is kind:
             return layer
-    cache.layers.append(kind())
-    layer: _Layer = cache.layers[-1]
-    return layer
+    added = kind()
+    cache.layers.append(added)
+    return added
 
 
 def lacks_expansion(cache: Any) -> bool:

@@ -36,7 +36,8 @@ def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
 
 
 def test_every_model_generates(tmp_path, monkeypatch, capsys):
-    sizes = ["--layers", 1, "--vocab-size", 64, "--new-tokens", 3, "--turns", 1]
+    sizes = ["--layers", 1, "--vocab-size", 64, "--new-tokens", 3, "--turns", 1, "--prompt-tokens", 20]
+    sizes += ["--gate-features", "token+running_mean"]
     rows = {row["model"]: row for row in rows_of(generation_speed, tmp_path, monkeypatch, *sizes)}
     names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("stock", "scale", "gate shut", "gate open")]
     several = ["4 x 1/8, gate shut", "4 x 1/8, gate open"]

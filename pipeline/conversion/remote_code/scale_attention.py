@@ -61,7 +61,7 @@ class ScaleRotary(nn.Module):
         longer: Any
         frequencies, longer = (
             None if bits is None else bits.view(torch.float32).to(device)
-            for bits in (self.frequencies, self.long_frequencies)
+            for bits in (getattr(self, name) for name in self.NUMBERS)
         )
         if spec["context"] is not None:
             length = positions.amax(-1)[:, None, None] + 1

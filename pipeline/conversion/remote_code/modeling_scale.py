@@ -295,11 +295,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             return alone, levels
         tokens, positions = (part[:, 0, :, 0] for part in text)
         whole = Inputs(tokens, mask, positions, None if cache is None else DynamicCache(config=self.config), options)
+        if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
+            whole.cache.activate_past_recording()
         decided = F.pad(levels, (0, 0, tokens.shape[1] - levels.shape[1], 0))
         [path], _ = self._run([self._start(self.embedding(tokens))], whole, decided=decided)
         if cache is not None:
-            if any(getattr(layer, "record_past", False) for layer in cache.layers):
-                whole.cache.activate_past_recording()
             cache.layers[: len(self.layers)] = whole.cache.layers
             layer_of(TextCache, cache).has_expansion = True
         return [StreamPath(*(stream[:, -levels.shape[1] :] for stream in path[:2]))], levels

@@ -67,6 +67,7 @@ setup(
         "protobuf>=4",
         "safetensors>=0.5",
         "tensorboard>=2.15",
+        "mpi4py>=4,<5",
         "numpy>=1.26",
         "pydantic>=2.7,<3",
         "pyyaml>=6",

@@ -14,9 +14,9 @@ case "${1:-}" in
         ;;
 esac
 
-# A compiler for torch.compile and DeepSpeed's own code.
+# A compiler for torch.compile and DeepSpeed's own code, MPI for tokenization with --mpi.
 apt-get update
-DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends build-essential
+DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends build-essential openmpi-bin
 rm -rf /var/lib/apt/lists/*
 
 pip install --no-cache-dir --constraint constraints.txt "${torch_index[@]}" torch

@@ -2,7 +2,7 @@
 # Runs a stage's command, on one process or on all ranks. slurm/common.sh sources this file.
 #
 #   here COMMAND…               a serial stage: one process, on this node
-#   over_mpi COMMAND…           a stage on every rank that an MPI launcher starts
+#   over_mpi COMMAND…           a stage that finds its ranks through MPI
 #   on_every_rank COMMAND…      one process per rank: over the allocation with srun, else on this machine
 #   count_ranks                 prints how many ranks on_every_rank starts
 #   planned_cluster SCRIPT      prints the allocation, or what sbatch would request, as options of a dry run

@@ -17,12 +17,6 @@ from pipeline.errors import DataError, LayoutError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _number = 0
-# As in training.launch: mpirun of Open MPI starts its own daemons with srun, whose variables reach the ranks, too.
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
 
 
 class Workers:
@@ -80,12 +74,13 @@ def local_workers(
 
 
 def mpi_share() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the launcher of an MPI job says in the environment.
+    """This process's rank in its MPI job, and the number of ranks.
 
     Raises LayoutError where there are fewer than Slurm allocated, as without a launcher.
     """
-    named = next((names for names in _LAUNCHERS if names[1] in os.environ), None)
-    rank, size = (0, 1) if named is None else (int(os.environ[name]) for name in named)
+    from mpi4py import MPI  # the import starts MPI
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     expected = int(os.environ.get("SLURM_NTASKS", "1"))
     if size < expected:
         raise LayoutError(

@@ -197,9 +197,9 @@ class Trainer:
         with self.phases("validation"):
             self.scores = self.validation.run(self.engine)
         if self.position.step == 0:
-            texts = self.validation.continued_prompts(self.engine)
+            event = StepEvent(0, 0, None, score_figures(self.scores), self.validation.continued_prompts(self.engine))
             for observer in self.observers:
-                observer.on_step(StepEvent(0, 0, None, score_figures(self.scores), texts))
+                observer.on_step(event)
             initial = {name: score.nll_per_token for name, score in self.scores.items()}
             self.position = self.position.changed(initial_nll_per_token=initial)
 

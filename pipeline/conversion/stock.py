@@ -158,8 +158,8 @@ def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -
         part, first = held[target][0]
         if target.experts is not None:
             return [
-                PlannedTensor(expert.name, first.shape[1:], partial(of_expert, target, index))
-                for index, expert in enumerate(target.of_each_expert())
+                PlannedTensor(expert, first.shape[1:], partial(of_expert, target, index))
+                for index, expert in enumerate(target.names())
             ]
         if target.in_three:
             whole = PlannedTensor(target.name, first.shape[1:], lambda: first.make().sum(0), torch.float32)

@@ -6,7 +6,7 @@ of the folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,27 +58,18 @@ class BaseFolder:
             entries = read_object(index, BaseModelError, "copy the folder again").get("weight_map")
         except FileNotFoundError:
             only = self.path / SINGLE_FILE
-            return dict.fromkeys(self._names_in(only), only)
+            return dict.fromkeys(_names_in(only), only)
         if not isinstance(entries, dict):
             raise BaseModelError(f"{index}: not an index of safetensors files; copy the folder again")
         if not all(isinstance(name, str) and is_plain_name(name) for name in entries.values()):
             raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
-        held = {name: set(self._names_in(self.path / name)) for name in sorted(set(entries.values()))}
+        held = {name: set(_names_in(self.path / name)) for name in sorted(set(entries.values()))}
         for tensor, name in entries.items():
             if tensor not in held[name]:
                 raise BaseModelError(
                     f"{self.path / name}: lacks {tensor}, which the index lists; copy the folder again"
                 )
         return {tensor: self.path / name for tensor, name in entries.items()}
-
-    def _names_in(self, file: Path) -> list[str]:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                return list(tensors.keys())
-        except FileNotFoundError:
-            raise BaseModelError(f"{file}: no such file; a base model needs its weights as safetensors") from None
-        except (SafetensorError, OSError, MemoryError) as error:
-            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
     @property
     def files(self) -> list[Path]:
@@ -109,26 +100,23 @@ class BaseFolder:
             BaseModelError: it is missing, its file damaged, or the experts that it is of are not of one size.
         """
         source = self._source(name)
+        names = source.names()
+        shapes = self._of_each(names, lambda view: tuple(view.get_shape()))
+        for tensor, shape in zip(names, shapes, strict=True):
+            if shape != shapes[0]:
+                raise BaseModelError(
+                    f"{self.file_of[tensor]}: {tensor} has shape {shape}, that of the first expert {shapes[0]}; "
+                    "expected experts of one size: use the original model"
+                )
         if source.experts is not None:
-            return self._shape_of_experts(source.of_each_expert())
-        with self._slice(source.name) as view:
-            rows, *others = view.get_shape()
+            return (len(shapes), *shapes[0])
+        rows, *others = shapes[0]
         if source.in_three:
             return (3, rows)
         part = source.part
         if part is not None and rows == part.groups * part.group_rows:
             rows = part.groups * part.rows  # `load_base` refuses fused tensors of other sizes
         return (rows, *others)
-
-    def _shape_of_experts(self, experts: Sequence[HfTensor]) -> tuple[int, ...]:
-        shapes = self._of_each(experts, lambda view: tuple(view.get_shape()))
-        for expert, shape in zip(experts, shapes, strict=True):
-            if shape != shapes[0]:
-                raise BaseModelError(
-                    f"{self.file_of[expert.name]}: {expert.name} has shape {shape}, that of the first expert "
-                    f"{shapes[0]}; expected experts of one size: use the original model"
-                )
-        return (len(shapes), *shapes[0])
 
     def read(
         self,
@@ -146,19 +134,22 @@ class BaseFolder:
             BaseModelError: it is missing, or its file damaged.
         """
         source = self._source(name)
+        part, first_row = source.part, rows[0] if rows else 0
+        if source.in_three:
+            (values,) = self._of_each(source.names(), lambda view: view[0 : view.get_shape()[0]])
+            return in_three(values)[slice(*rows or (None,))]
         if source.experts is not None:
             of_one = REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
-            experts = source.of_each_expert()[slice(*rows or (None,))]
+            experts = source.names()[slice(*rows or (None,))]
             stored = torch.stack(self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size)))
-            return self.spec.residual.restore(name, stored) if self.spec.residual else stored
-        if source.in_three:
-            with self._slice(source.name) as view:
-                return in_three(view[0 : view.get_shape()[0]])[slice(*rows or (None,))]
-        with self._slice(source.name) as view:
-            held = view if source.part is None else _Part(view, source.part)
-            stored = read_shard(held, partition, tp_rank, tp_size, rows)
+            first_row = 0
+        else:
+            (stored,) = self._of_each(
+                source.names(),
+                lambda view: read_shard(_Part(view, part) if part else view, partition, tp_rank, tp_size, rows),
+            )
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
-        return self.spec.residual.restore(name, stored, rows[0] if rows else 0) if self.spec.residual else stored
+        return self.spec.residual.restore(name, stored, first_row) if self.spec.residual else stored
 
     def check_tie(self) -> None:
         """Raises BaseModelError if config.json ties the output projection to the embedding, and the files hold another.
@@ -186,41 +177,43 @@ class BaseFolder:
             return self._source("embedding.base.weight")
         return source
 
-    def _of_each(self, sources: Iterable[HfTensor], use: Callable[[StoredTensor], T]) -> list[T]:
+    def _of_each(self, names: Iterable[str], use: Callable[[StoredTensor], T]) -> list[T]:
         """What `use` makes of each tensor. A file is opened once for those that follow each other."""
         found: list[T] = []
-        for file, group in groupby((source.name for source in sources), self._file):
-            with self._opened(file) as tensors:
-                found += [use(self._view(tensors, file, name)) for name in group]
+        for file, of_file in groupby(names, self._file):
+            with _opened(file) as tensors:
+                found += [use(_checked(tensors.get_slice(name), file, name)) for name in of_file]
         return found
-
-    @contextmanager
-    def _slice(self, tensor: str) -> Iterator[StoredTensor]:
-        file = self._file(tensor)
-        with self._opened(file) as tensors:
-            yield self._view(tensors, file, tensor)
 
     def _file(self, tensor: str) -> Path:
         if tensor not in self.file_of:
             raise BaseModelError(f"{self.path}: lacks the tensor {tensor}; the weights do not fit config.json")
         return self.file_of[tensor]
 
-    @contextmanager
-    def _opened(self, file: Path) -> Iterator[Any]:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                yield tensors
-        except (SafetensorError, OSError, MemoryError) as error:
-            raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
-    def _view(self, tensors: Any, file: Path, tensor: str) -> StoredTensor:  # noqa: ANN401  # safetensors has no types
-        view: StoredTensor = tensors.get_slice(tensor)
-        if not view.get_shape() or view.get_dtype() not in _TYPES:
-            raise BaseModelError(
-                f"{file}: {tensor} has shape {view.get_shape()} and type {view.get_dtype()}; expected a weight "
-                f"in one of {', '.join(_TYPES)}: use the original model"
-            )
-        return view
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:  # safetensors has no types
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except FileNotFoundError:
+        raise BaseModelError(f"{file}: no such file; a base model needs its weights as safetensors") from None
+    except (SafetensorError, OSError, MemoryError) as error:
+        raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
+
+
+def _names_in(file: Path) -> list[str]:
+    with _opened(file) as tensors:
+        return list(tensors.keys())
+
+
+def _checked(view: StoredTensor, file: Path, tensor: str) -> StoredTensor:
+    if not view.get_shape() or view.get_dtype() not in _TYPES:
+        raise BaseModelError(
+            f"{file}: {tensor} has shape {view.get_shape()} and type {view.get_dtype()}; expected a weight "
+            f"in one of {', '.join(_TYPES)}: use the original model"
+        )
+    return view
 
 
 def in_three(values: Tensor) -> Tensor:

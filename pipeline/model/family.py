@@ -1,11 +1,14 @@
-"""What a family of architectures is: how its config is read, and how its tensors are named and fused."""
+"""What a family of architectures is: how its config is read, and how its tensors are named and fused.
+
+What a config asks for and our decoder cannot do is a BaseModelError that names the entry; `from_hf` adds the file.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 from transformers import MODEL_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pipeline.errors import BaseModelError
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec
 from pipeline.scale.plan import Widths
 
@@ -20,34 +24,75 @@ Config = Any
 """A configuration of transformers; which attributes it has depends on its class."""
 
 
-class UnsupportedError(ValueError):
-    """A config asks for what our decoder cannot do; the message names the entry."""
-
-
 @dataclass(frozen=True)
 class Family:
     """The architectures of a `model_type` of transformers.
 
     Attributes:
-        read: the architecture that a config of this type describes; raises UnsupportedError.
         names: the folder's name of each of our modules; "layers" is the prefix of a layer's, with its index as {}.
+        layers: the kinds of layers that a config of this type describes.
+        features: the fields of DecoderSpec in which they differ from a Llama.
+        sparse_layers: of those with a mixture, the layers that have experts.
         fused: the parts of each tensor that holds several of our linear maps, in order. The rows of the parts follow
             each other, or with `fused_by_head` they alternate head by head.
-        layer_entries: the config's entries that list layers, for a spec with more layers than the folder.
+        layer_lists: the config's entries that list layers.
         derives_head_dim: whether transformers or a server takes the size of a head to be hidden_size / heads.
         shared_experts: the config's entry with the width of an expert that every token takes, in widths of one expert.
         why_not_stock: why a widened model is not expressible as an ordinary one; None if it is.
     """
 
     model_type: str
-    read: Callable[[Config], DecoderSpec]
     names: Mapping[str, str]
+    layers: Callable[[Config], list[LayerKind]]
+    features: Callable[[Config], dict[str, Any]] = lambda config: {}
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused_by_head: bool = False
-    layer_entries: Callable[[DecoderSpec], dict[str, Any]] = lambda spec: {}
+    sparse_layers: Callable[[Config], Collection[int]] = lambda config: range(config.num_hidden_layers)
+    layer_lists: tuple[str, ...] = ()
     derives_head_dim: bool = False
     shared_experts: str | None = None
     why_not_stock: str | None = None
+
+    def read(self, config: Config) -> DecoderSpec:
+        """The architecture that a config of this type describes."""
+        layers, features = self.layers(config), self.features(config)
+        if "mixture" in features:
+            sparse = self.sparse_layers(config)
+            layers = [replace(layer, has_experts=index in sparse) for index, layer in enumerate(layers)]
+        heads = config.num_attention_heads
+        return DecoderSpec(
+            **{
+                "family": self.model_type,
+                "vocab_size": config.vocab_size,
+                "layers": tuple(layers),
+                "widths": Widths(
+                    hidden_size=config.hidden_size,
+                    intermediate_size=config.intermediate_size,
+                    num_attention_heads=heads,
+                    num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+                ),
+                "head_dim": head_dim_of(config),
+                "norm": "rmsnorm",
+                "norm_eps": getattr(config, "rms_norm_eps", None),
+                "activation": getattr(config, "hidden_act", None),
+                "max_position_embeddings": config.max_position_embeddings,
+                "tie_word_embeddings": bool(config.tie_word_embeddings),
+                **features,
+            }
+        )
+
+    def layer_entries(self, spec: DecoderSpec) -> dict[str, Any]:
+        """The config's entries that list layers, for a spec with more layers than the folder."""
+        dense = [index for index, layer in enumerate(spec.layers) if not layer.has_experts]
+        entries = {
+            "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
+            "no_rope_layers": [int(layer.rotary is not None) for layer in spec.layers],
+            "mlp_layer_types": ["sparse" if layer.has_experts else "dense" for layer in spec.layers],
+            "mlp_only_layers": dense,
+            "decoder_sparse_step": 1,
+            "first_k_dense_replace": len(dense),
+        }
+        return {name: entries[name] for name in self.layer_lists}
 
     def tensor(self, name: str, spec: DecoderSpec) -> HfTensor:
         """The tensor of a folder that holds the base parameter `name` (ours)."""
@@ -88,9 +133,9 @@ class HfTensor:
     experts: int | None = None
     in_three: bool = False
 
-    def of_each_expert(self) -> list[HfTensor]:
-        """The tensors of all experts, in order; none if there are no experts."""
-        return [HfTensor(self.name.format(index)) for index in range(self.experts or 0)]
+    def names(self) -> list[str]:
+        """The name of every expert's tensor, in order, or the one name."""
+        return [self.name] if self.experts is None else [self.name.format(index) for index in range(self.experts)]
 
 
 @dataclass(frozen=True)
@@ -191,31 +236,6 @@ GPT_NEOX_NAMES = {
 }
 
 
-def spec_of(config: Config, layers: Sequence[LayerKind], **features: Any) -> DecoderSpec:  # noqa: ANN401
-    """The architecture of `config`: what all configs name alike, and the `features` of its own."""
-    heads = config.num_attention_heads
-    return DecoderSpec(
-        **{
-            "family": config.model_type,
-            "vocab_size": config.vocab_size,
-            "layers": tuple(layers),
-            "widths": Widths(
-                hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
-                num_attention_heads=heads,
-                num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            ),
-            "head_dim": head_dim_of(config),
-            "norm": "rmsnorm",
-            "norm_eps": getattr(config, "rms_norm_eps", None),
-            "activation": getattr(config, "hidden_act", None),
-            "max_position_embeddings": config.max_position_embeddings,
-            "tie_word_embeddings": bool(config.tie_word_embeddings),
-            **features,
-        }
-    )
-
-
 def head_dim_of(config: Config) -> int:
     """The size of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -225,22 +245,19 @@ def rotary_of(config: Config, layer_type: str | None = None, *, partial: bool = 
     """The rotary embedding that transformers makes of `config`, from its own module for the architecture.
 
     `layer_type` is given where layers of several types have several; `partial` where it can rotate a part of each head.
-
-    Raises:
-        UnsupportedError: transformers could not run it.
     """
     module = sys.modules[MODEL_MAPPING[type(config)].__module__]
     make = next(made for name, made in vars(module).items() if name.endswith("RotaryEmbedding"))
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn", "dynamic", "longrope"):
-        raise UnsupportedError(f"rope_type {kind!r:.80} is not among default, linear, llama3, yarn, dynamic, longrope")
+        raise BaseModelError(f"rope_type {kind!r:.80} is not among default, linear, llama3, yarn, dynamic, longrope")
     with torch.device("cpu"):
         rotary = make(config)
     prefix = "" if layer_type is None else f"{layer_type}_"
     frequencies = getattr(rotary, f"{prefix}inv_freq")
     if 2 * len(frequencies) > head_dim_of(config) or (2 * len(frequencies) < head_dim_of(config) and not partial):
-        raise UnsupportedError(
+        raise BaseModelError(
             f"partial_rotary_factor {parameters.get('partial_rotary_factor')!r:.80}: {config.model_type} with "
             f"rope_type {kind} rotates whole heads, of {head_dim_of(config)} channels"
         )
@@ -259,42 +276,46 @@ def rotary_of(config: Config, layer_type: str | None = None, *, partial: bool = 
 def _numbers(frequencies: Tensor) -> tuple[float, ...]:
     numbers = tuple(float(frequency) for frequency in frequencies)
     if not numbers or not all(0 <= number < math.inf for number in numbers):
-        raise UnsupportedError(
+        raise BaseModelError(
             "rope_parameters: expected frequencies of at least one pair of channels, finite and not negative"
         )
     return numbers
 
 
-def window_of(config: Config) -> int | None:
-    """The size of the sliding window in tokens; None: no window.
+def check_size(name: str, size: object, largest: int = 2**31) -> None:
+    """Raises BaseModelError unless `size`, the entry `name` of a config, is a whole number from 1 to `largest`."""
+    if type(size) is not int or not 1 <= size <= largest:
+        raise BaseModelError(f"{name}: expected a whole number from 1 to {largest}, found {size!r:.80}")
 
-    Raises:
-        UnsupportedError: it is no size.
-    """
-    size: int | None = config.sliding_window
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise UnsupportedError(f"sliding_window: expected a whole number from 1 on, or null, found {size!r:.80}")
-    return size
+
+def check_number(name: str, number: object, *, may_be_zero: bool = False) -> None:
+    """Raises BaseModelError unless `number` is finite and above 0."""
+    if not isinstance(number, (int, float)) or not 0 <= number < math.inf or (number == 0 and not may_be_zero):
+        raise BaseModelError(f"{name}: expected a number {'from' if may_be_zero else 'above'} 0, found {number!r:.80}")
+
+
+def alike(config: Config, *, windowed: bool = False, partly_rotated: bool = False) -> list[LayerKind]:
+    """Layers of one kind, which may have a window, or rotate a part of each head."""
+    window = config.sliding_window if windowed else None
+    if window is not None:
+        check_size("sliding_window", window)
+    return [LayerKind(rotary_of(config, partial=partly_rotated), window)] * config.num_hidden_layers
 
 
 def typed_layers(config: Config, *, rotary_by_type: bool = False) -> list[LayerKind]:
     """The layers where `layer_types` says which of them have a window and, by type, a rotary embedding of their own."""
     types: list[str] = config.layer_types
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedError(f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention")
+        raise BaseModelError(f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention")
     if len(types) != config.num_hidden_layers:
-        raise UnsupportedError(
+        raise BaseModelError(
             f"layer_types: expected one for each of {config.num_hidden_layers} layers, found {len(types)}"
         )
-    window = window_of(config)
-    if window is None and "sliding_attention" in types:
-        raise UnsupportedError("sliding_window: layer_types names layers with a window, but its size is null")
+    window = config.sliding_window
+    if window is not None:
+        check_size("sliding_window", window)
+    elif "sliding_attention" in types:
+        raise BaseModelError("sliding_window: layer_types names layers with a window, but its size is null")
     windows = {"sliding_attention": window, "full_attention": None}
     kinds = {kind: LayerKind(rotary_of(config, kind if rotary_by_type else None), windows[kind]) for kind in set(types)}
     return [kinds[kind] for kind in types]
-
-
-def layer_types(spec: DecoderSpec) -> dict[str, Any]:
-    """The entry `layer_types` for the layers of `spec`."""
-    names = {True: "sliding_attention", False: "full_attention"}
-    return {"layer_types": [names[layer.window is not None] for layer in spec.layers]}

@@ -53,7 +53,7 @@ def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool)
     if plan is None:
         return None
     if reason := family_of(spec).why_not_stock:
-        return reason
+        return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
     if plan.norm != "base":

@@ -37,7 +37,7 @@ from pipeline.files import (
     write_text,
 )
 from pipeline.hub import source_of
-from pipeline.methods.scale import TOKENIZER, origin_of
+from pipeline.methods.scale import origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.stock_model import UNPADDED, Padding
 from pipeline.run_folder.checkpoint_names import LATEST
@@ -160,7 +160,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     origin = {"base_hashes": model.base.hashes(), "method": origin_of(model.settings), "seed": run.seed}
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)
-    origin = {**record, **origin, TOKENIZER: run.tokenizer_fingerprint}
+    origin = {**record, **origin, "tokenizer": run.tokenizer_fingerprint}
     write_expansion(output, tensors, origin, overwrite=conversion.overwrite)
     return True
 

@@ -23,8 +23,6 @@ from pipeline.model.output import NEVER, HiddenStates, perplexity
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate
 from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
 
-_MODELS = ("base", "ungated", "gated")
-_PLACES = ("first", "later")
 _ROUNDS = 8
 """How often the gate's decisions are asked for again, after new pieces that could not follow were spelled out."""
 
@@ -44,62 +42,70 @@ def measure(
     `spelling`: the old pieces that each new one stands for. The base reads and predicts these instead. The gated model
     does where a closed token comes before, which no new piece can follow; perplexities stay those of a token as cut.
     """
-    decoder.gate, differences = gate, list[float]()
-    texts: dict[str, HeldoutText] = {}
+    texts, differences = dict[str, HeldoutText](), list[float]()
     count = config.validation.max_sequences
     with progress_bar("measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences") as bar:
         for name, samples in heldout.items():
             windows = as_windows(list(islice(samples, count)), is_new=False)
-            levels_seen, closed_sequences, spelled_out = torch.zeros(3, dtype=torch.long), 0, 0
-            predicted = torch.zeros(len(_PLACES), dtype=torch.double)
-            lost = torch.zeros(len(_MODELS), len(_PLACES), dtype=torch.double)
+            all_levels, all_nll, spelled_out = list[Tensor](), list[Tensor](), 0
             for group in windows.groups():
                 inputs, targets = decoder_inputs(group, config, decoder)
                 base = _base_states(decoder, inputs)
-                gated, ungated = decoder.with_gate_and_without(gate, *inputs)
+                decoder.gate = None
+                ungated = decoder.hidden_states(*inputs)
+                decoder.gate = gate
+                gated = decoder.hidden_states(*inputs)
                 levels = _levels(gated).view(group.tokens.shape).cpu()
-                nll = [
-                    decoder.output(hidden, targets).nll.double().view(levels.shape).cpu()
-                    for hidden in (base, ungated, gated)
-                ]
+                nll = [_nll(decoder, hidden, targets).view(levels.shape) for hidden in (base, ungated, gated)]
                 if spelling:
                     is_new = group.tokens >= min(spelling), group.targets >= min(spelling)
                     nll[0] = _nll_spelled_out(decoder, group, config, spelling, *is_new, nll[0], path="base")
                     nll[2], replaced = _nll_as_possible(decoder, group, config, spelling, nll[2])
                     spelled_out += replaced
-                present, is_first = group.targets != IGNORED, group.positions < FIRST_TOKENS
-                for place, rows in enumerate((present & is_first, present & ~is_first)):
-                    predicted[place] += rows.sum()
-                    lost[:, place] += torch.stack([of_model[rows].sum() for of_model in nll])
-                levels_seen += levels[group.present].bincount(minlength=3)
-                shut = ((levels == CLOSED) | ~group.present).all(dim=1)
-                closed_sequences += int(shut.sum())
                 # What the gate decides on padding is of no consequence: nothing is predicted there.
-                rows = (shut.unsqueeze(1) & group.present).flatten().to(targets.device)
+                closed = ((levels == CLOSED) | ~group.present).all(dim=1, keepdim=True)
+                rows = (closed & group.present).flatten().to(targets.device)
                 if rows.any():
                     differences.append(_largest_difference(decoder, gated, base, rows))
+                all_levels.append(levels)
+                all_nll.append(torch.stack(nll))
                 bar.update(len(group))
-            tokens = int(levels_seen.sum())
-            costs = (lost[2] - lost[1]) / predicted  # NaN where nothing is predicted
-            totals = (lost.sum(1) / predicted.sum()).tolist()
-            texts[name] = HeldoutText(
-                role=config.data.corpora[name].role,
-                sequences=len(windows),
-                tokens=tokens,
-                open_fraction=int(levels_seen[OPEN]) / max(1, tokens),
-                undecided_fraction=int(levels_seen[UNDECIDED]) / max(1, tokens),
-                closed_sequences=closed_sequences,
-                spelled_out_fraction=spelled_out / max(1, int(predicted.sum())),
-                **{f"cost_of_{place}_tokens": _finite(float(cost)) for place, cost in zip(_PLACES, costs, strict=True)},
-                **{f"{model}_perplexity": _finite(perplexity(own)) for model, own in zip(_MODELS, totals, strict=True)},
-            )
+            role = config.data.corpora[name].role
+            texts[name] = _figures(role, windows, torch.cat(all_levels), torch.cat(all_nll, dim=1), spelled_out)
     return texts, max(differences, default=None)
+
+
+def _figures(role: str, windows: Windows, levels: Tensor, nll: Tensor, spelled_out: int) -> HeldoutText:
+    """levels: [N, S], nll: [3, N, S], those of the base, of the model without its gate, and with it."""
+    predicted, is_first = windows.targets != IGNORED, windows.positions < FIRST_TOKENS
+    of_tokens = levels[windows.present]
+    base, ungated, gated = (_finite(perplexity(float(own[predicted].mean()))) for own in nll)
+    first, later = (float((nll[2] - nll[1])[predicted & rows].mean()) for rows in (is_first, ~is_first))
+    return HeldoutText(
+        role=role,
+        sequences=len(windows),
+        tokens=len(of_tokens),
+        open_fraction=int((of_tokens == OPEN).sum()) / max(1, len(of_tokens)),
+        undecided_fraction=int((of_tokens == UNDECIDED).sum()) / max(1, len(of_tokens)),
+        closed_sequences=int(((levels == CLOSED) | ~windows.present).all(dim=1).sum()),
+        spelled_out_fraction=spelled_out / max(1, int(predicted.sum())),
+        cost_of_first_tokens=_finite(first),
+        cost_of_later_tokens=_finite(later),
+        base_perplexity=base,
+        ungated_perplexity=ungated,
+        gated_perplexity=gated,
+    )
 
 
 def _base_states(decoder: Decoder, inputs: Inputs) -> HiddenStates:
     """The base's own states. It gives no new piece."""
     hidden = decoder.hidden_states(*inputs, path="base")
     return replace(hidden, closed=torch.ones(len(hidden.x), dtype=torch.bool, device=hidden.x.device))
+
+
+def _nll(decoder: Decoder, hidden: HiddenStates, targets: Tensor) -> Tensor:
+    """The nll of `targets` [N], in fp64 on the CPU."""
+    return decoder.output(hidden, targets).nll.double().cpu()
 
 
 def _levels(hidden: HiddenStates) -> Tensor:
@@ -129,7 +135,7 @@ def _nll_spelled_out(
     spelled, columns = group.rows(rows).spelled_out(tokens[rows], targets[rows], spelling)
     inputs, flat = decoder_inputs(spelled, config, decoder)
     hidden = _base_states(decoder, inputs) if path == "base" else decoder.hidden_states(*inputs)
-    parts = decoder.output(hidden, flat).nll.double().view(columns.shape).cpu()
+    parts = _nll(decoder, hidden, flat).view(columns.shape)
     return nll.index_put((rows,), torch.zeros_like(nll[rows]).scatter_add_(1, columns, parts))
 
 
@@ -166,7 +172,7 @@ def heldout_perplexities(
         nll, predicted = 0.0, 0
         for group in as_windows(list(samples), is_new=False).groups():
             inputs, targets = decoder_inputs(group, config, decoder)
-            nll += float(decoder.output(decoder.hidden_states(*inputs), targets).nll.double().sum())
+            nll += float(_nll(decoder, decoder.hidden_states(*inputs), targets).sum())
             predicted += int((targets != IGNORED).sum())
         return perplexity(nll / predicted) if predicted else math.inf
 

@@ -56,13 +56,7 @@ class Windows:
 
     def rows(self, rows: slice | Tensor) -> Windows:
         """Some of the windows; rows: a slice, or a mask [N]."""
-        return Windows(*(tensor[rows] for tensor in self._tensors()))
-
-    def __add__(self, other: Windows) -> Windows:
-        return Windows(*map(torch.cat, zip(self._tensors(), other._tensors(), strict=True)))
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.tokens, self.targets, self.positions, self.document_ids, self.is_new, self.is_own, self.present
+        return Windows(*(tensor[rows] for tensor in vars(self).values()))
 
     def without_tokens_from(self, first: int) -> Windows:
         """The same without the tokens from that id on: new pieces, on which no gate decides."""
@@ -86,10 +80,9 @@ class Windows:
         is_pad = filled[..., 3] < 0
         ids = filled[..., 3].masked_fill(is_pad, 0)
         ids = torch.where(is_pad, ids.amax(1, keepdim=True) + 1, ids)
-        kinds = (tensor.gather(1, columns) for tensor in (self.is_new, self.is_own, self.present))
-        is_new, is_own, present = kinds
-        windows = Windows(filled[..., 0], filled[..., 1], filled[..., 2], ids, is_new, is_own, present & ~is_pad)
-        return windows, columns
+        is_new, is_own, present = (kind.gather(1, columns) for kind in (self.is_new, self.is_own, self.present))
+        tokens, targets, positions, *_ = filled.unbind(-1)
+        return Windows(tokens, targets, positions, ids, is_new, is_own, present & ~is_pad), columns
 
     def without_new_kind(self, is_open: Tensor) -> Windows:
         """The same without the documents of which the base wrote most in the new text's kind; is_open: bool [N, S].
@@ -225,5 +218,4 @@ def _spelled_row(
 
 def joined(parts: Sequence[Windows]) -> Windows:
     """The windows of all `parts`, in order."""
-    first, *others = parts
-    return sum(others, first)
+    return Windows(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))

@@ -68,14 +68,10 @@ def _read(expansion: ExpansionFolder, name: str, parameter: Tensor, tp: TensorPa
     fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
 
 
-TOKENIZER = "tokenizer"
-"""The entry of a trained expansion's manifest with the fingerprint of the tokenizer that it was trained with."""
-
-
 def _check_new_rows(expansion: ExpansionFolder, new_rows: NewRows | None) -> None:
     """Raises CheckpointError where an expansion holds rows of pieces that the run does not have."""
     if any(map(is_new_row, expansion.names)) and (
-        new_rows is None or new_rows.tokenizer != expansion.manifest.get(TOKENIZER)
+        new_rows is None or new_rows.tokenizer != expansion.manifest.tokenizer
     ):
         raise CheckpointError(
             f"{expansion.path}: holds rows of {'an' if new_rows is None else 'another'} extended vocabulary; set "

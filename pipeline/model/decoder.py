@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         streams = self._embedded(tokens)
         contexts = self._contexts(tokens, positions, documents, streams[0].dtype)
         if path == "model" and self.gate is not None:
-            return self._gated_states(self.gate, tokens, streams, contexts, documents)[0]
+            return self._gated_states(self.gate, tokens, streams, contexts, documents)
         if path == "base" and self.tp.size <= 2:
             streams = (streams[0], None)
         # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
@@ -197,34 +197,18 @@ class Decoder(nn.Module):
             hidden = replace(hidden, reference=self._reference_states(hidden, reference, rehearsed))
         return HiddenStates(hidden.x) if path == "base" else hidden
 
-    def with_gate_and_without(
-        self, gate: Gate, tokens: Tensor, positions: Tensor | None = None, documents: Documents | None = None
-    ) -> tuple[HiddenStates, HiddenStates]:
-        """The hidden states with `gate` and those without one; what both compute alike runs once."""
-        streams = self._embedded(tokens)
-        contexts = self._contexts(tokens, positions, documents, streams[0].dtype)
-        return self._gated_states(gate, tokens, streams, contexts, documents, both=True)
-
     def _gated_states(
-        self,
-        gate: Gate,
-        tokens: Tensor,
-        streams: Streams,
-        contexts: Contexts,
-        documents: Documents | None,
-        *,
-        both: bool = False,
-    ) -> tuple[HiddenStates, HiddenStates]:
+        self, gate: Gate, tokens: Tensor, streams: Streams, contexts: Contexts, documents: Documents | None
+    ) -> HiddenStates:
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
 
         All paths are one up to the first layer with W12, and the gate of Preserve and Adapt decides before it. From
         there on Route runs both paths, and a closed token takes the preserved one. Adapt runs one; where tokens may be
-        undecided it runs two, in which these are closed and open. Second are the states without the gate, if `both`:
-        those of Adapt are a path of their own.
+        undecided it runs two, in which these are closed and open.
         """
         if self.plan is None or gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
             raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
-        ids, routed, levels = documents.ids if documents else None, self.plan.routed, None
+        ids, levels = documents.ids if documents else None, None
         paths: list[Streams] = [streams]
         masks: list[bool | Tensor] = [False]
         for index, layer in enumerate(self.layers):
@@ -232,21 +216,20 @@ class Decoder(nn.Module):
                 levels = self.gate_levels(gate, paths[0][0], tokens, ids).unsqueeze(-1)
             if index == self.plan.l_fp:
                 masks = [True, False]
-                if not routed:
+                if not self.plan.routed:
                     assert levels is not None, "the gate's layer is checked above"
-                    undecided = [] if gate.lower is None else [levels == CLOSED]
-                    masks = [levels < OPEN, *undecided, *([False] if both else [])]
+                    masks = [levels < OPEN, *([] if gate.lower is None else [levels == CLOSED])]
                 paths = paths * len(masks)
             paths = [self._run(layer, path, contexts, mask) for path, mask in zip(paths, masks, strict=True)]
         if levels is None:
             levels = self.gate_levels(gate, paths[0][0], tokens, ids).unsqueeze(-1)
         finals = [self.final_norm(*path) for path in paths]
-        closed, opened = finals[0], finals[int(len(finals) > 1 and (routed or gate.lower is not None))]
+        closed, opened = finals[0], finals[-1]
         hidden = self._whole_rows(*choose_path(levels == CLOSED, closed, opened))
         hidden = replace(hidden, closed=(levels == CLOSED).flatten())
         if gate.lower is not None:
             hidden = replace(hidden, undecided=(levels == UNDECIDED).flatten(), closed_x=closed[0].flatten(0, 1))
-        return hidden, self._whole_rows(*finals[-1], *(closed if routed else ()))
+        return hidden
 
     def gate_levels(self, gate: Gate, x: Tensor, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
         """CLOSED, UNDECIDED or OPEN for each token [B, S], by the base stream x: [B, S, D]; new pieces are OPEN."""

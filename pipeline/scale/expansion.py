@@ -11,17 +11,18 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config.method import Initialiser, Initialisers
 from pipeline.errors import BaseModelError, CheckpointError
-from pipeline.files import FolderKind, file_hash, is_plain_name, published_folder, read_object, write_json
+from pipeline.files import FolderKind, file_hash, is_plain_name, published_folder, read_record, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
 from pipeline.scale.layers import WidenedEmbedding, WidenedHeadNorm, WidenedLinear, WidenedNorm
 from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear, stacked
@@ -124,40 +125,26 @@ def initial_expansion(
             done.add(name)
             yield name, block
     # All other blocks start at zero: W12, W_out^up, the biases of the new part.
-    shapes = {name: full_shape_of(parameter) for name, parameter in model.named_parameters()}
     for name in sorted(expansion_names - done):
-        yield name, torch.zeros(shapes[name])
+        yield name, torch.zeros(full_shape_of(model.get_parameter(name)))
 
 
 def _of_module(
     path: str, module: nn.Module, read_base: ReadBase, initialisers: Initialisers, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(module, WidenedLinear) and module.base_to_expansion and module.expansion_to_expansion:
-        base = read_base(f"{path}.base.weight").float()
-        name = f"{path}.base_to_expansion.weight"
-        rows, _ = full_shape_of(module.base_to_expansion.get_parameter("weight"))
-        yield name, base_to_expansion(initialisers.base_to_expansion, base, rows, seed=seed, name=name)
-        name = f"{path}.expansion_to_expansion.weight"
-        rows, columns = full_shape_of(module.expansion_to_expansion.get_parameter("weight"))
-        kind = initialisers.expansion_to_expansion
-        yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
-    elif isinstance(module, (AddedColumnLinear, AddedRowLinear)):
-        stem, leaf = path.rsplit(".", 1)
-        is_down = isinstance(module, AddedRowLinear)
-        if module.beside_shared:
-            experts = read_base(f"{stem}.base.shared.{leaf}.base.weight").float()
-        else:
-            experts = stacked(read_base(f"{stem}.base.experts.{leaf}.weight").float(), by_columns=is_down)
-        name = f"{path}.base_to_expansion.weight"
-        rows, _ = full_shape_of(module.base_to_expansion.weight)
-        kind = initialisers.base_to_expansion
-        block = base_to_expansion(kind, experts.T if is_down else experts, rows, seed=seed, name=name)
-        if is_down and kind == "svd":
-            block[: min(experts.shape)] = F.normalize(block[: min(experts.shape)])
+    is_added = isinstance(module, (AddedColumnLinear, AddedRowLinear))
+    if is_added or (isinstance(module, WidenedLinear) and module.base_to_expansion):
+        base = _base_map(path, module, read_base)
+        name, kind = f"{path}.base_to_expansion.weight", initialisers.base_to_expansion
+        rows, _ = full_shape_of(module.get_parameter("base_to_expansion.weight"))
+        reads_sum = isinstance(module, AddedRowLinear)  # of the experts, which base.T would read
+        block = base_to_expansion(kind, base.T if reads_sum else base, rows, seed=seed, name=name)
+        if reads_sum and kind == "svd":
+            block[: min(base.shape)] = F.normalize(block[: min(base.shape)])
         yield name, block
-        name = f"{path}.expansion_to_expansion.weight"
-        shape = full_shape_of(module.expansion_to_expansion.weight)
-        yield name, expansion_to_expansion(initialisers.expansion_to_expansion, experts, *shape, seed=seed, name=name)
+        name, kind = f"{path}.expansion_to_expansion.weight", initialisers.expansion_to_expansion
+        rows, columns = full_shape_of(module.get_parameter("expansion_to_expansion.weight"))
+        yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
     elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion:
         gain, shape = read_base(f"{path}.base.weight").float(), full_shape_of(module.expansion.weight)
         of_heads = isinstance(module, WidenedHeadNorm) and gain.shape == shape  # the channels of a head correspond
@@ -168,12 +155,43 @@ def _of_module(
         yield name, leading_columns(read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name)
 
 
+def _base_map(path: str, module: nn.Module, read_base: ReadBase) -> Tensor:
+    """W of a widened map, or of those beside which a map is added in a mixture of experts: [out, in] in fp32."""
+    if isinstance(module, WidenedLinear):
+        return read_base(f"{path}.base.weight").float()
+    stem, leaf = path.rsplit(".", 1)
+    if module.beside_shared:
+        return read_base(f"{stem}.base.shared.{leaf}.base.weight").float()
+    experts = read_base(f"{stem}.base.experts.{leaf}.weight").float()
+    return stacked(experts, by_columns=isinstance(module, AddedRowLinear))
+
+
 _AGAIN = "make the expansion again"
 FILE_BYTES = 2 * 2**30
 MANIFEST = "manifest.json"
 FORMAT = "scale-cpt expansion 1"
 EXPANSION = FolderKind("an expansion", MANIFEST, FORMAT)
-ENTRIES = ("base", "base_hashes", "method", "seed", "tensors", "hashes")
+
+
+class ExpansionManifest(BaseModel):
+    """What of manifest.json is read: where the expansion comes from, and its tensors and files with their hashes.
+
+    One that comes from a checkpoint (`--format expansion`) has a `position`, and the fingerprint of the `tokenizer`
+    that it was trained with.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal["scale-cpt expansion 1"]
+    base: str
+    base_hashes: dict[str, str]
+    method: dict[str, Any]
+    seed: int
+    tensors: dict[str, str]
+    """the file of each"""
+    hashes: dict[str, str]
+    position: dict[str, Any] | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -181,17 +199,17 @@ class ExpansionFolder:
     """The added blocks of a base on disk, read one at a time."""
 
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: ExpansionManifest
 
     @property
     def names(self) -> set[str]:
         """The parameters that the folder holds."""
-        return set(self.manifest["tensors"])
+        return set(self.manifest.tensors)
 
     @property
     def is_trained(self) -> bool:
-        """Whether it comes from a checkpoint (`--format expansion`), so that the logits differ from the base's."""
-        return "position" in self.manifest
+        """Whether it comes from a checkpoint, so that the logits differ from the base's."""
+        return self.manifest.position is not None
 
     def read(
         self,
@@ -208,8 +226,8 @@ class ExpansionFolder:
             CheckpointError: it is missing, damaged or of another shape.
         """
         if name not in self.names:
-            raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; make the expansion again")
-        file = self.path / self.manifest["tensors"][name]
+            raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; {_AGAIN}")
+        file = self.path / self.manifest.tensors[name]
         try:
             with safe_open(file, framework="pt") as tensors:
                 stored = tensors.get_slice(name)
@@ -218,18 +236,18 @@ class ExpansionFolder:
                     return read_shard(stored, partition, tp_rank, tp_size, rows)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: damaged or missing ({error}); {_AGAIN}") from None
-        raise CheckpointError(f"{file}: {name} has shape {found}, expected {shape}; make the expansion again")
+        raise CheckpointError(f"{file}: {name} has shape {found}, expected {shape}; {_AGAIN}")
 
     def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
         """Raises if the folder was made from another base (BaseModelError) or with other settings (CheckpointError)."""
-        if self.manifest["base_hashes"] != base_hashes:
+        if self.manifest.base_hashes != base_hashes:
             raise BaseModelError(
-                f"{self.path}: made of the base {self.manifest['base']} with other weights than the run's base; "
+                f"{self.path}: made of the base {self.manifest.base} with other weights than the run's base; "
                 "point `base` at that model, or remove this folder to make it again"
             )
-        expected = {"method": method} if self.is_trained else {"method": method, "seed": seed}
-        found = {key: self.manifest[key] for key in expected}
-        changed = [key for key in expected if expected[key] != found[key]]
+        changed = ["method"] if self.manifest.method != method else []
+        if not self.is_trained and self.manifest.seed != seed:
+            changed.append("seed")
         if changed:
             raise CheckpointError(
                 f"{self.path}: made with another {' and '.join(changed)} than the run's configuration; "
@@ -241,16 +259,10 @@ class ExpansionFolder:
 
         Reads every byte of a `share` of the files, sorted by name.
         """
-        for name in sorted(self.manifest["hashes"])[share]:
+        for name, expected in sorted(self.manifest.hashes.items())[share]:
             file = self.path / name
-            try:
-                digest = file_hash(file)
-            except FileNotFoundError:
-                digest = None
-            if digest != self.manifest["hashes"][name]:
-                raise CheckpointError(
-                    f"{file}: damaged or missing (another SHA-256 than written); make the expansion again"
-                )
+            if not file.is_file() or file_hash(file) != expected:
+                raise CheckpointError(f"{file}: damaged or missing (another SHA-256 than written); {_AGAIN}")
 
 
 def open_expansion(path: Path) -> ExpansionFolder:
@@ -260,18 +272,13 @@ def open_expansion(path: Path) -> ExpansionFolder:
         CheckpointError: the manifest is missing or damaged.
     """
     try:
-        manifest = read_object(path / MANIFEST, CheckpointError, _AGAIN)
+        manifest = read_record(path / MANIFEST, ExpansionManifest, CheckpointError, _AGAIN)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: holds no expansion; make one with scale-cpt upscale") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST}: expected the format {FORMAT!r}; {_AGAIN}")
-    tables = (manifest.get("tensors"), manifest.get("hashes"))
-    if not manifest.keys() >= set(ENTRIES) or not all(isinstance(table, dict) for table in tables):
-        raise CheckpointError(f"{path / MANIFEST}: damaged (expected {', '.join(ENTRIES)}); {_AGAIN}")
-    files = manifest["tensors"].values()
-    if not all(isinstance(file, str) and is_plain_name(file) for file in (*files, *manifest["hashes"])):
+    files = set(manifest.tensors.values())
+    if not all(map(is_plain_name, files | manifest.hashes.keys())):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
-    if not manifest["hashes"].keys() >= set(files):
+    if not files <= manifest.hashes.keys():
         raise CheckpointError(f"{path / MANIFEST}: damaged (a file without its hash); {_AGAIN}")
     return ExpansionFolder(path, manifest)
 

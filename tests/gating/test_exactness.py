@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -144,21 +144,6 @@ def test_an_undecided_token_takes_the_mean_of_closed_and_open(variant, base):
     expected = -found["mean"].gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     assert torch.allclose(nll, expected, atol=1e-4)
     assert (nll[at] <= -found["closed"].gather(-1, targets.unsqueeze(-1)).squeeze(-1)[at] + math.log(2) + 1e-4).all()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("undecided", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_one_pass_gives_the_model_with_its_gate_and_without(variant, undecided, base):
-    model = trained(base, "llama tied", variant)
-    batch = packed(model)
-    gate = random_gate(model, batch[0], batch[2], undecided=undecided)
-    for found, own in zip(model.with_gate_and_without(gate, *batch), (gate, None), strict=True):
-        model.gate = own
-        expected = model.hidden_states(*batch)
-        for state in fields(expected):
-            one, other = getattr(found, state.name), getattr(expected, state.name)
-            assert (one is None and other is None) or torch.equal(one, other), state.name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

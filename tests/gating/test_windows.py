@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.packing import pack
-from pipeline.gating.windows import as_windows, spliced
+from pipeline.gating.windows import as_windows, joined, spliced
 
 LENGTH = 16
 PADDING = 0
@@ -55,7 +55,7 @@ def test_a_splice_continues_one_document_with_text_of_the_other_kind(starts, see
 def test_documents_that_the_base_wrote_in_the_new_kind_are_left_out():
     own = as_windows([sample(LENGTH + 1, [6], first=100), sample(10, [], first=200)], is_new=False, is_own=True)
     given = as_windows([sample(LENGTH + 1, [6], first=300)], is_new=False)
-    windows = own + given
+    windows = joined([own, given])
     is_open = torch.zeros_like(windows.present)
     is_open[:, 6:12] = True  # six of the ten tokens of the second documents; four of the ten of the short sample
     is_open[:, 2] = True

@@ -122,8 +122,8 @@ def forget_a_tensor(folder):
 DAMAGE = {
     "no folder": (shutil.rmtree, "holds no expansion; make one with scale-cpt upscale"),
     "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: not JSON"),
-    "another format": (partial(change_entries, format="2"), "expected the"),
-    "tensors not named": (partial(change_entries, tensors=["a"]), "manifest.json: damaged"),
+    "another format": (partial(change_entries, format="2"), "manifest.json: format: "),
+    "tensors not named": (partial(change_entries, tensors=["a"]), "manifest.json: tensors: "),
     "a tensor not listed": (forget_a_tensor, "manifest.json: lists no"),
     "a tensor of another shape": (misshape, "output.expansion has shape"),
     "weights missing": (lambda folder: weights_file(folder).unlink(), "damaged or missing"),

@@ -25,10 +25,8 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
     """The weights [F] and the bias of the log odds that a token is new.
 
     features: [N, F], standardised, fp32; is_new: bool [N]. Both classes count the same, whatever their sizes. The
-    problem is convex, and L-BFGS starts at zero, so the result depends on nothing else.
-
-    Raises:
-        DataError: one of the classes is empty.
+    problem is convex, and L-BFGS starts at zero, so the result depends on nothing else. Raises DataError if one of the
+    classes is empty.
     """
     count = len(is_new)
     positives = int(is_new.sum())
@@ -64,11 +62,9 @@ def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
     """A threshold above 0 (even odds), and above which at most that share of the negatives' `scores` [N] lie.
 
     It stands in the middle of the widest gap between scores that uses at least half of that share. Tokens with equal
-    states, such as the first of every document, have equal scores: a threshold at one of them would let rounding
-    decide about all. If the gaps are that narrow, it is the first wider one above.
-
-    Raises:
-        DataError: they are too few to tell.
+    states, such as the first of every document, have equal scores: a threshold at one of them would let rounding decide
+    about all. If the gaps are that narrow, it is the first wider one above. Raises DataError if they are too few to
+    tell.
     """
     allowed = int(max_open_fraction * len(scores))
     if allowed < 1:

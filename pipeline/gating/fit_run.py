@@ -160,8 +160,7 @@ class Fit(NamedTuple):
 def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit:
     """A gate of that stream. Documents in which the base wrote the new text's kind are left out after a first fit.
 
-    Raises:
-        DataError: the text is too little, or most of what the base wrote is of the new text's kind.
+    Raises DataError if the text is too little, or most of what the base wrote is of the new text's kind.
     """
     features, is_new = stream.features(text.fit, settings.features)
     mean, std = standardisation(features)

@@ -112,9 +112,7 @@ def read_fitting_text(
     """The windows that the section `gate` asks for; which they are depends on the run's seed.
 
     Of a corpus that is too small, half of the windows are to fit on. The fingerprints are those of `TrainingSamples`.
-
-    Raises:
-        DataError: a corpus is missing, damaged, or too small to be divided.
+    Raises DataError if a corpus is missing, damaged, or too small to be divided.
     """
     corpora, length = config.data.corpora, config.data.sequence_length
     names = {True: [name for name, corpus in corpora.items() if corpus.role == "new"], False: config.gate_negatives}

@@ -50,10 +50,7 @@ def build_model(
 
     `spec` is the base's architecture; `activation_checkpointing` overrides the run's. Where the run rehearses and the
     base itself trains, the model has a frozen copy of the base. With `base_precision` the base's linear maps are
-    quantised.
-
-    Raises:
-        UserError: the model, or its sequences, cannot be split over the ranks.
+    quantised. Raises UserError if the model, or its sequences, cannot be split over the ranks.
     """
     check_sequence_length(config.data.sequence_length, tp)
     if config.compile and spec.mixture is not None:
@@ -70,8 +67,7 @@ def build_model(
 def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
     """Stores the base's linear maps, unset yet, in `precision`; embedding, norms and output projection stay.
 
-    Raises:
-        ConfigError: one of them trains, or cannot be split over the ranks in `precision`.
+    Raises ConfigError if one of them trains, or cannot be split over the ranks in `precision`.
     """
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")

@@ -23,10 +23,8 @@ class TrainingMethod(ABC):
     ) -> Decoder:
         """The model with this rank's shards, uninitialised; `requires_grad` is set where parameters train.
 
-        The rows of an extended vocabulary train with every method.
-
-        Raises:
-            UserError: the settings do not fit the base, or the model cannot be split over the ranks.
+        The rows of an extended vocabulary train with every method. Raises UserError if the settings do not fit the
+        base, or the model cannot be split over the ranks.
         """
         model = self._build(spec, tp)
         model.activation_checkpointing = activation_checkpointing

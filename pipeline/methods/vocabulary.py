@@ -17,8 +17,7 @@ from pipeline.model.spec import DecoderSpec
 def with_new_rows(config: RunConfig, base: BaseFolder) -> BaseFolder:
     """The base of a run, with a row for each piece by which the run extends its vocabulary.
 
-    Raises:
-        DataError: the extended tokenizer is missing, damaged, or of another base.
+    Raises DataError if the extended tokenizer is missing, damaged, or of another base.
     """
     if config.vocabulary is None:
         return base

@@ -48,11 +48,7 @@ class BaseFolder:
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
-        """The file of each of the folder's tensors.
-
-        Raises:
-            BaseModelError: a file is missing or damaged.
-        """
+        """The file of each of the folder's tensors. Raises BaseModelError if a file is missing or damaged."""
         index = self.path / INDEX_FILE
         try:
             entries = read_object(index, BaseModelError, "copy the folder again").get("weight_map")
@@ -96,8 +92,7 @@ class BaseFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """The unsharded shape of the base parameter `name` (ours), from its file's header.
 
-        Raises:
-            BaseModelError: it is missing, its file damaged, or the experts that it is of are not of one size.
+        Raises BaseModelError if it is missing, its file damaged, or the experts that it is of are not of one size.
         """
         source = self._source(name)
         names = source.names()
@@ -128,10 +123,8 @@ class BaseFolder:
     ) -> Tensor:
         """The shard of the base parameter `name` (ours) that `tp_rank` holds, or `rows` of it; reads nothing else.
 
-        The rows of a parameter of all experts are the experts.
-
-        Raises:
-            BaseModelError: it is missing, or its file damaged.
+        The rows of a parameter of all experts are the experts. Raises BaseModelError if it is missing, or its file
+        damaged.
         """
         source = self._source(name)
         part, first_row = source.part, rows[0] if rows else 0

@@ -54,8 +54,7 @@ class Decoder(nn.Module):
     ) -> None:
         """`added_layers` are the indices of the layers that the base does not have.
 
-        Raises:
-            LayoutError: the base's heads or FFN cannot be split over `tp.size` ranks.
+        Raises LayoutError if the base's heads or FFN cannot be split over `tp.size` ranks.
         """
         super().__init__()
         check_base_fits(spec, tp.size)

@@ -37,8 +37,7 @@ _LARGEST = {
 def open_base(path: Path) -> BaseFolder:
     """Opens a base model's folder.
 
-    Raises:
-        BaseModelError: the folder or its config is missing or damaged, or its architecture is not supported.
+    Raises BaseModelError if the folder or its config is missing or damaged, or its architecture is not supported.
     """
     return BaseFolder(path, read_spec(path))
 
@@ -46,8 +45,7 @@ def open_base(path: Path) -> BaseFolder:
 def read_spec(path: Path) -> DecoderSpec:
     """The architecture that the folder's config.json describes; `path` may be that file itself.
 
-    Raises:
-        BaseModelError: the file is missing or damaged, or the architecture is not supported.
+    Raises BaseModelError if the file is missing or damaged, or the architecture is not supported.
     """
     file = path if path.is_file() else path / "config.json"
     try:
@@ -164,10 +162,8 @@ def load_base(
 ) -> None:
     """Fills the base parameters of `model` with this rank's shards of the folder's weights, tensor by tensor.
 
-    `source` maps the name of a model's parameter to that of the base's, where the two differ.
-
-    Raises:
-        BaseModelError: a weight is missing, or its shape is not the one that config.json implies.
+    `source` maps the name of a model's parameter to that of the base's, where the two differ. Raises BaseModelError if
+    a weight is missing, or its shape is not the one that config.json implies.
     """
     check_weights(model, base, source)
     for name, parameter in model.named_parameters():
@@ -181,9 +177,8 @@ def load_base(
 def check_weights(model: nn.Module, base: BaseFolder, source: Callable[[str], str] = lambda name: name) -> None:
     """Checks the shape and type of every base parameter of `model` in the folder's files; reads their headers only.
 
-    Raises:
-        BaseModelError: a weight is missing, or its shape is not the one that config.json implies, or the output
-            projection is to be the embedding and is not.
+    Raises BaseModelError if a weight is missing, or its shape is not the one that config.json implies, or the output
+    projection is to be the embedding and is not.
     """
     base.check_tie()
     for name, parameter in model.named_parameters():

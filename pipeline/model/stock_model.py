@@ -28,11 +28,7 @@ class Padding:
 
     @classmethod
     def parse(cls, text: str) -> Padding:
-        """Reads `tp=8`, `gguf`, or both with a comma between them.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """Reads `tp=8`, `gguf`, or both with a comma between them. Raises ConfigError if it is something else."""
         tp, row_multiple = 1, 1
         for need in text.split(","):
             name, _, number = need.strip().partition("=")

@@ -154,10 +154,8 @@ def quantization_of(parameter: Tensor) -> Quantization | None:
 def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int) -> nn.Parameter:
     """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called `name` in messages.
 
-    Those of all experts [experts, out, in] are stored as one, with experts · out rows.
-
-    Raises:
-        ConfigError: `parameter` trains, or the split over the ranks cuts blocks; names the sizes that do not.
+    Those of all experts [experts, out, in] are stored as one, with experts · out rows. Raises ConfigError if
+    `parameter` trains, or the split over the ranks cuts blocks; names the sizes that do not.
     """
     if parameter.requires_grad:
         raise ConfigError(

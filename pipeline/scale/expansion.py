@@ -222,8 +222,7 @@ class ExpansionFolder:
     ) -> Tensor:
         """The shard of the parameter `name` that `tp_rank` holds, or `rows` of it; `shape` is the unsharded shape.
 
-        Raises:
-            CheckpointError: it is missing, damaged or of another shape.
+        Raises CheckpointError if it is missing, damaged or of another shape.
         """
         if name not in self.names:
             raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; {_AGAIN}")
@@ -266,11 +265,7 @@ class ExpansionFolder:
 
 
 def open_expansion(path: Path) -> ExpansionFolder:
-    """Opens a folder that `write_expansion` made.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
+    """Opens a folder that `write_expansion` made. Raises CheckpointError if the manifest is missing or damaged."""
     try:
         manifest = read_record(path / MANIFEST, ExpansionManifest, CheckpointError, _AGAIN)
     except FileNotFoundError:
@@ -288,8 +283,7 @@ def write_expansion(
 ) -> None:
     """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once it is complete.
 
-    Raises:
-        OutputError: `path` is something else.
+    Raises OutputError if `path` is something else.
     """
     with published_folder(path, EXPANSION, overwrite=overwrite) as folder:
         file_of: dict[str, str] = {}

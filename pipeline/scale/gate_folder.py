@@ -97,8 +97,7 @@ class GateRecord(BaseModel):
 def write_gate(folder: Path, gate: Gate, record: GateRecord) -> None:
     """Writes a gate to `folder`, completely or not at all; replaces an earlier one.
 
-    Raises:
-        OutputError: `folder` is something else.
+    Raises OutputError if `folder` is something else.
     """
     with published_folder(folder, GATE) as partial:
         save_file({name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()}, partial / _TENSOR_FILE)
@@ -109,8 +108,7 @@ def write_gate(folder: Path, gate: Gate, record: GateRecord) -> None:
 def open_record(folder: Path) -> GateRecord:
     """The gate.json of the gate in `folder`.
 
-    Raises:
-        CheckpointError: it is missing, damaged, or not one of this version.
+    Raises CheckpointError if it is missing, damaged, or not one of this version.
     """
     path = folder / GATE_RECORD
     try:
@@ -127,8 +125,7 @@ def open_record(folder: Path) -> GateRecord:
 def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
     """The gate that `write_gate` wrote to `folder`, and its record.
 
-    Raises:
-        CheckpointError: it is missing or damaged.
+    Raises CheckpointError if it is missing or damaged.
     """
     record, path = open_record(folder), folder / _TENSOR_FILE
     try:

@@ -48,9 +48,8 @@ class ExpansionPlan:
 def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> ExpansionPlan:
     """The plan for widening a base.
 
-    Raises:
-        ConfigError: the heads do not keep the grouped-query ratio, or l_fp leaves no collaborative layer; names the
-            nearest valid values.
+    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp leaves no collaborative layer; names
+    the nearest valid values.
     """
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads

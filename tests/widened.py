@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.methods import method_for, quantize_base
-from pipeline.methods.method import ActivationCheckpointing
 from pipeline.methods.scale import Scale
 from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.output import HiddenStates
 from pipeline.model.spec import DecoderSpec

@@ -8,9 +8,9 @@ from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Metho
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.methods.baselines import FreezeMethod, FullFineTuningMethod, LlamaProMethod, LoraMethod
-from pipeline.methods.method import ActivationCheckpointing, TrainingMethod
+from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
 from pipeline.parallel.topology import TensorParallel, check_sequence_length

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
 
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.new_rows import is_new_row, load_new_rows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.expansion import ExpansionFolder
-
-ActivationCheckpointing = Literal["none", "collaborative", "all"]
 
 
 class TrainingMethod(ABC):

@@ -21,6 +21,8 @@ from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate, choose_path, deep
 from pipeline.scale.layers import Streams, WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
+ActivationCheckpointing = Literal["none", "collaborative", "all"]
+"""Which layers the backward pass recomputes."""
 LogitsPath = Literal["model", "preserved", "base"]
 """What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion.
 
@@ -50,7 +52,6 @@ class Decoder(nn.Module):
         *,
         added_layers: frozenset[int] = frozenset(),
         tp: TensorParallel = SINGLE,
-        activation_checkpointing: Literal["none", "collaborative", "all"] = "none",
     ) -> None:
         """`added_layers` are the indices of the layers that the base does not have.
 
@@ -62,7 +63,7 @@ class Decoder(nn.Module):
         self.plan = plan
         self.added_layers = added_layers
         self.tp = tp
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing: ActivationCheckpointing = "none"
         self.gate: Gate | None = None
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)

@@ -10,9 +10,11 @@ and the new blocks separately. A new block is split over the ranks like the base
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,33 +43,18 @@ Streams = tuple[Tensor, Tensor | None]
 
 NormKind = Literal["rmsnorm", "layernorm"]
 
-BLOCKS = (
-    "expansion_to_base.weight",
-    "base_to_expansion.weight",
-    "expansion_to_expansion.weight",
-    "adapter.a",
-    "adapter.b",
-)
+_ADDED_MATRIX = re.compile(r"layers\.(\d+)\..*\.(\w+_to_\w+(?=\.weight$)|adapter\.[ab]$)")
 
 
-def block_kind(name: str) -> str | None:
-    """The kind of an added matrix by its parameter name: `expansion_to_base`, ..., `adapter.b`; None for others."""
-    return next((block.removesuffix(".weight") for block in BLOCKS if name.endswith(f".{block}")), None)
+def block_norms(squares: Mapping[str, float]) -> dict[str, dict[int, float]]:
+    """The Frobenius norm of each kind of block (`expansion_to_base`, ..., `adapter.b`), by layer, over all its maps.
 
-
-def block_norms(
-    squares: Mapping[str, float], kind_of: Callable[[str], str | None] = block_kind
-) -> dict[str, dict[int, float]]:
-    """The Frobenius norm of each kind of block, by layer, over all maps of the layer.
-
-    `squares` are the squared norms of parameters by name. Parameters outside the layers, or of no kind, do not count.
+    `squares` are the squared norms of parameters by name. Those outside the layers, or of no block, do not count.
     """
     sums: dict[str, dict[int, float]] = {}
     for name, square in squares.items():
-        kind = kind_of(name)
-        if kind is not None and name.startswith("layers."):
-            layers = sums.setdefault(kind, {})
-            layer = int(name.split(".")[1])
+        if found := _ADDED_MATRIX.match(name):
+            layer, layers = int(found[1]), sums.setdefault(found[2], {})
             layers[layer] = layers.get(layer, 0.0) + square
     return {kind: {layer: value**0.5 for layer, value in layers.items()} for kind, layers in sums.items()}
 
@@ -206,10 +193,8 @@ class NormedChannels:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    The mean square is that of `statistics_of: [..., D]` where given, and counts channels as `normed` says; to its sum
-    are added `more_squares: [..., 1]`. `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for
-    the backward pass. With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its
-    positions. Where these are a `partition` of what is normalised, the caller has its sum of squares, `all_squares`.
+    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions. Where these are a
+    `partition` of what is normalised, the caller has its `mean_square`.
     """
 
     def __init__(
@@ -217,7 +202,6 @@ class RMSNorm(nn.Module):
         size: int,
         eps: float,
         tp: TensorParallel,
-        normed: NormedChannels | None = None,
         *,
         gain_offset: bool = False,
         in_region: bool = False,
@@ -226,33 +210,20 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.size = size
         self.eps = eps
-        self.normed = normed
         self.gain_offset = gain_offset
         self.tp = tp
         self.shared = shared_by_neighbours if in_region else used_between_regions
         self.weight = sharded_parameter((size,), partition, tp)
 
-    def forward(
-        self,
-        x: Tensor,
-        statistics_of: Tensor | None = None,
-        more_squares: Tensor | None = None,
-        *,
-        x_fp32: Tensor | None = None,
-        all_squares: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None) -> Tensor:
+        """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the caller has it: a second
+        copy would be kept for the backward pass."""
         weight = self.shared(self.weight, self.tp)
         x_fp32 = x.float() if x_fp32 is None else x_fp32
-        if all_squares is not None:
-            normal = x_fp32 * torch.rsqrt(all_squares / self.size + self.eps)
-        elif statistics_of is None and self.normed is None and more_squares is None:
+        if mean_square is None:
             normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
         else:
-            source = x_fp32 if statistics_of is None else statistics_of
-            normed = self.normed or NormedChannels(source.shape[-1], 1.0)
-            squares = normed.sum_of_squares(source)
-            squares = squares if more_squares is None else squares + more_squares
-            normal = x_fp32 * torch.rsqrt(squares / source.shape[-1] + self.eps)
+            normal = x_fp32 * torch.rsqrt(mean_square + self.eps)
         # As in transformers, which multiplies by 1 + weight in fp32.
         return (normal * (1 + weight.float())).to(x.dtype) if self.gain_offset else weight * normal.to(x.dtype)
 
@@ -299,36 +270,38 @@ class WidenedNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.statistics = statistics
-
-        def norm(size: int, normed: NormedChannels | None) -> RMSNorm | LayerNorm:  # `normed` is for RMSNorm only
-            if kind == "layernorm":
-                return LayerNorm(size, eps, tp)
-            return RMSNorm(size, eps, tp, normed, gain_offset=gain_offset)
-
-        self.base = norm(size, normed)
-        of_base = normed if statistics == "base" else None
-        self.expansion = None if expansion_size is None else norm(expansion_size, of_base)
+        self.normed = normed
+        norm: Any = partial(LayerNorm, eps=eps, tp=tp)
+        if kind == "rmsnorm":
+            norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset)
+        self.base = norm(size)
+        self.expansion = None if expansion_size is None else norm(expansion_size)
         self._stored_scale: float | None = None
 
     def as_stored(self, scale: float) -> None:
         """From now on computes as an ordinary norm over both streams, where added channels are stored times `scale`."""
         self._stored_scale = scale
-        for norm in (self.base, self.expansion):
-            if isinstance(norm, RMSNorm) and norm.normed is not None:
-                norm.normed = NormedChannels(norm.normed.size, scale)
+        if self.normed is not None:
+            self.normed = NormedChannels(self.normed.size, scale)
 
     def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
+        if isinstance(self.base, LayerNorm):
+            of_base = x if self.statistics == "base" else None
+            return self.base(x), None if self.expansion is None or x_up is None else self.expansion(x_up, of_base)
+        x_fp32, width = x.float(), x.shape[-1]
+        mean_square = None if self.normed is None else self.normed.sum_of_squares(x_fp32) / width
         if self.expansion is None or x_up is None:
-            return self.base(x), None
+            return self.base(x, mean_square, x_fp32=x_fp32), None
         if self._stored_scale is not None:
             added = self._stored_scale**2 * x_up.float().square().sum(-1, keepdim=True)
-            return self.base(x, None, added), self.expansion(x_up, x, added)
+            mean_square = ((self.normed or NormedChannels(width, 1.0)).sum_of_squares(x_fp32) + added) / width
+            return self.base(x, mean_square, x_fp32=x_fp32), self.expansion(x_up, mean_square)
+        y = self.base(x, mean_square, x_fp32=x_fp32)
         if self.statistics == "separate":
-            return self.base(x), self.expansion(x_up)
-        if isinstance(self.base, LayerNorm):
-            return self.base(x), self.expansion(x_up, x)
-        x_fp32 = x.float()
-        return self.base(x, x_fp32=x_fp32), self.expansion(x_up, x_fp32)
+            return y, self.expansion(x_up)
+        if mean_square is None:
+            mean_square = x_fp32.square().sum(-1, keepdim=True) / width
+        return y, self.expansion(x_up, mean_square)
 
 
 class WidenedHeadNorm(nn.Module):
@@ -371,10 +344,10 @@ class WidenedHeadNorm(nn.Module):
 
     def over_all_ranks(self, heads: Tensor, heads_up: Tensor | None, squares: Sequence[Tensor]) -> Streams:
         """The same where the heads that are normalised together lie on several ranks, with the sums of `squares`."""
-        base = self.base(heads, all_squares=squares[0])
+        base = self.base(heads, squares[0] / self.base.size)
         if heads_up is None or self.expansion is None:
             return base, None
-        return base, self.expansion(heads_up, all_squares=squares[1])
+        return base, self.expansion(heads_up, squares[1] / self.expansion.size)
 
     @staticmethod
     def _normed(norm: RMSNorm, flat: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ from pipeline.deepspeed_config import (
 )
 from pipeline.errors import BaseModelError, UserError
 from pipeline.methods import build_model, training_method
-from pipeline.methods.method import ActivationCheckpointing
 from pipeline.methods.vocabulary import extended_spec
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout

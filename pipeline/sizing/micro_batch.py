@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
-from pipeline.methods.method import ActivationCheckpointing
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import default_dtype

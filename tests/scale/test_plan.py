@@ -100,4 +100,3 @@ def test_block_norms_add_up_the_maps_of_a_layer():
         "embedding.expansion.weight": 100.0,
     }
     assert block_norms(squares) == {"base_to_expansion": {0: 5.0, 10: 2.0}, "adapter.a": {1: 1.0}}
-    assert block_norms(squares, lambda name: "every") == {"every": {0: 5.0, 1: 101**0.5, 10: 2.0}}

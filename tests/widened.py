@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,15 @@ def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
     starts = 10 + torch.arange(len(tokens)).unsqueeze(1)
     second = places >= starts
     return torch.where(second, places - starts, places), Documents.of(second.long())
+
+
+def packed(*rows: Sequence[int]) -> tuple[Tensor, Documents]:
+    """Positions [B, S], and documents: each row consists of documents of such lengths."""
+    positions, ids = (
+        torch.stack([torch.cat([of_document(at, length) for at, length in enumerate(row)]) for row in rows])
+        for of_document in (lambda _, length: torch.arange(length), lambda at, length: torch.full((length,), at))
+    )
+    return positions, Documents.of(ids)
 
 
 def some_tokens(spec: DecoderSpec, *shape: int, seed: int = 0) -> Tensor:

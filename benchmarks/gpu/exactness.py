@@ -18,9 +18,9 @@ from pipeline.config.run import BasePrecision
 from pipeline.methods import quantize_base
 from pipeline.model.attention import (
     Attend,
+    CausalAttention,
     Documents,
     MaskedAttention,
-    attend_causally,
     attention_kernel,
     document_mask,
 )
@@ -148,7 +148,7 @@ def check_attention(setting: Setting) -> Iterator[Row]:
                 if setting.on_gpu:
                     kernels.append(MaskedAttention(document_mask(documents.ids, dtype, window), softcap=softcap))
                 if layout == "one document" and window is None:
-                    kernels += [attend_causally, chosen(None)]
+                    kernels += [CausalAttention(), chosen(None)]
                 shapes = [(2, length, heads, head_dim) for heads in (query_heads, key_heads, key_heads)]
                 heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
                 weights = torch.randn(shapes[0], device=setting.device)

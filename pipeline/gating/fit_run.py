@@ -28,15 +28,8 @@ from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, t
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import Gate, deepest_gate_layer, gate_features
-from pipeline.scale.gate_folder import (
-    FIRST_TOKENS,
-    GATE_FOLDER,
-    SHORT_TEXT,
-    GateRecord,
-    open_gate,
-    write_gate,
-)
+from pipeline.scale.gate import NUMBERS, Gate, deepest_gate_layer, gate_features
+from pipeline.scale.gate_folder import FIRST_TOKENS, GATE_FOLDER, SHORT_TEXT, GateRecord, open_gate, write_gate
 
 MOST_LEFT_OUT = 0.5
 """The largest share of the base's own text that may be of the new text's kind."""
@@ -87,11 +80,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         )
     record = GateRecord(
         request=request,
-        layer=layer,
-        features=gate.features,
-        bias=gate.bias,
-        threshold=gate.threshold,
-        lower=gate.lower,
+        **{name: getattr(gate, name) for name in NUMBERS},
         auc=area_under_roc(new, negatives),
         closed_fraction_of_new=float((new <= gate.threshold).double().mean()),
         open_fraction_of_negatives=float((negatives > gate.threshold).double().mean()),
@@ -227,7 +216,6 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
 
 def as_text(record: GateRecord) -> str:
     """How much of each held-out corpus opens, its perplexities, and how well the gate separates unused text."""
-
     rows = []
     for name, text in record.heldout.items():
         perplexities = text.base_perplexity, text.ungated_perplexity, text.gated_perplexity
@@ -236,15 +224,15 @@ def as_text(record: GateRecord) -> str:
         shares = f"{text.open_fraction:.2%}", f"{text.undecided_fraction:.2%}"
         rows.append([f"{name} ({text.role})", *shares, *shown, *costs])
     difference = record.closed_max_abs_logit_difference
-    exact = "none" if difference is None else f"{difference:g}"
-    where = f"{record.features}, before layer {record.layer}"
     facts = {
-        "reads": where,
+        "reads": f"{record.features}, before layer {record.layer}",
         "AUC": f"{record.auc:.5f}",
         "closed, of new text": f"{record.closed_fraction_of_new:.2%}",
         "open, of other text": f"{record.open_fraction_of_negatives:.2%}",
         "left out, of the base's own text, as of the new kind": f"{record.left_out_of_own_text:.2%}",
-        "largest logit difference from the base where it never opens": exact,
+        "largest logit difference from the base where it never opens": "none"
+        if difference is None
+        else f"{difference:g}",
     }
     header = ["held-out corpus", "open", "undecided", "perplexity: base", "ungated", "gated"]
     header += [f"nats lost: first {FIRST_TOKENS}", "later"]

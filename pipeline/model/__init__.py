@@ -1,1 +1,1 @@
-"""The decoder on two streams, for the Llama family and GPT-NeoX, and its names in Hugging Face's folders."""
+"""The decoder on two streams, for every family of bases, and its names in Hugging Face's folders."""

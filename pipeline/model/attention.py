@@ -104,9 +104,6 @@ class CausalAttention:
         return _scaled_dot_product(query, key, value, None, self.scale)
 
 
-attend_causally = CausalAttention()
-
-
 def _one_for_each(query: Tensor, *heads: Tensor) -> list[Tensor]:
     """heads: [B, S, H_kv, K] -> [B, S, H, K], H as in `query`."""
     queries_per_key = query.shape[2] // heads[0].shape[2]

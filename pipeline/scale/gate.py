@@ -25,6 +25,8 @@ WINDOW_DOUBLINGS = 7
 """The running mean reads the last 2 ** 7 tokens: 0.8 ** 128 is below the resolution of fp32."""
 _SMALLEST_SQUARE = 1e-12
 TENSORS = ("mean", "std", "weight")
+NUMBERS = ("layer", "features", "bias", "threshold", "lower")
+"""All that a gate consists of, by name."""
 CLOSED, UNDECIDED, OPEN = range(3)
 """What a gate makes of a token."""
 

@@ -14,7 +14,7 @@ from safetensors.torch import load, save_file
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
 from pipeline.files import FolderKind, file_hash, published_folder, read_bytes, read_record, write_json
-from pipeline.scale.gate import TENSORS, Gate
+from pipeline.scale.gate import NUMBERS, TENSORS, Gate
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
@@ -140,12 +140,5 @@ def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
         raise CheckpointError(f"{path}: damaged ({error}); {_AGAIN}") from None
     if set(tensors) != set(TENSORS):
         raise CheckpointError(f"{path}: expected the tensors {', '.join(TENSORS)}; {_AGAIN}")
-    gate = Gate(
-        layer=record.layer,
-        features=record.features,
-        bias=record.bias,
-        threshold=record.threshold,
-        lower=record.lower,
-        **{name: tensor.float() for name, tensor in tensors.items()},
-    )
-    return gate, record
+    numbers = record.model_dump(include=set(NUMBERS))
+    return Gate(**numbers, **{name: tensor.float() for name, tensor in tensors.items()}), record

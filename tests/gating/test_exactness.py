@@ -10,11 +10,10 @@ from functools import cache
 import pytest
 import torch
 
-from pipeline.model.attention import Documents
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED
 from tests.gating.gates import random_gate
-from tests.widened import scale_settings, some_batch, some_tokens, widened
+from tests.widened import packed, scale_settings, some_batch, some_tokens, widened
 
 BASES = [("llama tied", torch.float32), ("llama tied", torch.bfloat16), ("neox sequential", torch.bfloat16)]
 BASES += [("qwen3_moe dense layer", torch.float32), ("qwen3_moe", torch.bfloat16)]
@@ -32,19 +31,16 @@ def trained(base, name, variant, dtype=torch.float32):
     return deepcopy(_trained(base(name), variant)).to(dtype)
 
 
-def packed(model):
+def batch_of(model):
     """Tokens of two rows, with two documents in the first and three in the second, and their positions."""
-    tokens = some_tokens(model.spec, 2, 24)
-    document_ids = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 8 + [2] * 12])
-    positions = torch.cat([torch.arange(9), torch.arange(15), torch.arange(4), torch.arange(8), torch.arange(12)])
-    return tokens, positions.view(2, 24), Documents.of(document_ids)
+    return some_tokens(model.spec, 2, 24), *packed((9, 15), (4, 8, 12))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("name", "dtype"), [*BASES, ("neox", torch.float32)])
 def test_a_gate_that_never_opens_leaves_the_base(name, variant, dtype, base):
     model = trained(base, name, variant, dtype)
-    batch = packed(model)
+    batch = batch_of(model)
     ungated, base_logits = model.logits(*batch), model.logits(*batch, path="base")
     assert (ungated - base_logits).abs().max() > 0.1
     model.gate = random_gate(model, batch[0], opens="never")
@@ -60,7 +56,7 @@ def test_a_gate_that_never_opens_leaves_the_base(name, variant, dtype, base):
 @pytest.mark.parametrize(("name", "dtype"), BASES)
 def test_a_gate_that_opens_everywhere_leaves_the_trained_model(name, variant, dtype, base):
     model = trained(base, name, variant, dtype)
-    batch = packed(model)
+    batch = batch_of(model)
     ungated = model.logits(*batch)
     model.gate = random_gate(model, batch[0], opens="always")
     assert torch.equal(model.logits(*batch), ungated)
@@ -68,7 +64,7 @@ def test_a_gate_that_opens_everywhere_leaves_the_trained_model(name, variant, dt
 
 def test_an_open_token_of_route_takes_the_adapted_path_alone(base):
     model = trained(base, "llama tied", "route")
-    batch = packed(model)
+    batch = batch_of(model)
     model.output.threshold = 1.1  # the cosine would preserve none
     adapted = model.logits(*batch)
     model.output.threshold = -1.1
@@ -81,7 +77,7 @@ def test_an_open_token_of_route_takes_the_adapted_path_alone(base):
 @pytest.mark.parametrize(("name", "dtype"), BASES)
 def test_in_mixed_text_every_closed_token_of_preserve_and_route_is_the_bases(name, variant, features, dtype, base):
     model = trained(base, name, variant, dtype)
-    batch = packed(model)
+    batch = batch_of(model)
     base_logits = model.logits(*batch, path="base")
     model.gate = random_gate(model, batch[0], batch[2], features=features, opens="always")
     opened = model.logits(*batch)
@@ -104,7 +100,7 @@ def levels(model, stream, documents=None):
 def test_in_mixed_text_adapt_is_the_bases_until_a_token_opens(name, dtype, base):
     """Later closed tokens read what open ones left behind; they differ from the trained model all the same."""
     model = trained(base, name, "adapt", dtype)
-    batch = packed(model)
+    batch = batch_of(model)
     ungated, base_logits = model.logits(*batch), model.logits(*batch, path="base")
     model.gate = random_gate(model, batch[0], batch[2])
     is_open, gated = decisions(model, *batch), model.logits(*batch)
@@ -121,7 +117,7 @@ def test_in_mixed_text_adapt_is_the_bases_until_a_token_opens(name, dtype, base)
 def test_an_undecided_token_takes_the_mean_of_closed_and_open(variant, base):
     """The two are those of gates that close, or open, all undecided tokens; tokens that are closed take neither."""
     model = trained(base, "llama tied", variant)
-    tokens, positions, documents = batch = packed(model)
+    tokens, positions, documents = batch = batch_of(model)
     gate = random_gate(model, tokens, documents, undecided=True)
     found = {}
     for name, own in {

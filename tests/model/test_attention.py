@@ -13,18 +13,18 @@ from benchmarks.gpu.exactness import literal_attention
 from pipeline.config.method import FullFineTuning
 from pipeline.methods import method_for
 from pipeline.model.attention import (
+    CausalAttention,
     Documents,
     FlexAttention,
     MaskedAttention,
     VarlenAttention,
     _block_mask,
-    attend_causally,
     attention_kernel,
 )
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.tolerances import assert_near, rounding
-from tests.widened import SEED, Watched, scale_settings
+from tests.widened import SEED, Watched, packed, scale_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BOUND = rounding(128, 3)  # the products of 24 or 128 terms, the softmax, and the sum of the values
@@ -37,8 +37,7 @@ HEADS = {"multi-head": (4, 4, 64), "grouped": (6, 2, 128)}
 
 
 def documents_of(lengths):
-    rows = [torch.cat([torch.full((length,), at) for at, length in enumerate(row)]) for row in lengths]
-    return Documents.of(torch.stack(rows))
+    return packed(*lengths)[1]
 
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -153,14 +152,14 @@ def test_kernels_agree(layout, heads, window, scale, softcap, varlen_on_the_cpu)
             assert_near(found, wanted, BOUND, name, scale=expected[0])  # one token in a window: gradients of nothing
     flex = FlexAttention(_block_mask(documents.ids, window), scale, softcap)  # on the CPU it has no backward pass
     assert_near(flex(*(heads.detach() for heads in inputs)), expected[0], BOUND)
-    crossing = attend_causally(*inputs)
+    crossing = CausalAttention()(*inputs)
     assert "causal" in kernels or (crossing - expected[0]).abs().max() > 0.1
 
 
 def test_without_flash_attention_every_query_head_gets_a_key_head():
     """The other kernels of a GPU without scores of S x S take no grouped heads; flash attention takes fp16 and bf16."""
     inputs = heads_of(6, 2, 16)
-    expected = attend_causally(*inputs)
+    expected = CausalAttention()(*inputs)
     for dtype, head_dim, grouped in (
         (torch.bfloat16, 128, True),
         (torch.bfloat16, 36, True),
@@ -174,7 +173,7 @@ def test_without_flash_attention_every_query_head_gets_a_key_head():
 
 def test_the_kernel_suits_the_device():
     documents = documents_of([[24], [24]])
-    assert attention_kernel(None, CUDA, torch.bfloat16, 64) == attend_causally
+    assert attention_kernel(None, CUDA, torch.bfloat16, 64) == CausalAttention()
     assert isinstance(attention_kernel(documents, CPU, torch.bfloat16, 64), MaskedAttention)
     assert isinstance(attention_kernel(documents, CUDA, torch.bfloat16, 64), VarlenAttention)
     assert isinstance(attention_kernel(documents, CUDA, torch.float16, 256), VarlenAttention)

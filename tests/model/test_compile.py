@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pipeline.model.attention import Documents
 from pipeline.parallel.quantized import Quantization, frozen_product
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.model.test_new_rows import extended, model_of
 from tests.model.test_tensor_parallel import Case
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import scale_settings, some_batch, some_tokens, trained_gradients, widened
+from tests.widened import packed, scale_settings, some_batch, some_tokens, trained_gradients, widened
 
 # Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
 GRAPHS = {"preserve": 1, "route": 4, "adapt nf4": 3}
@@ -31,13 +30,6 @@ def dynamo(monkeypatch):
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-def packed(spec, lengths, seed):
-    tokens = some_tokens(spec, 1, sum(lengths), seed=seed)
-    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    ids = torch.cat([torch.full((length,), at) for at, length in enumerate(lengths)]).unsqueeze(0)
-    return tokens, tokens, positions, Documents.of(ids)
 
 
 def widened_model(base, method):
@@ -67,7 +59,8 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
     plain, compiled = widened_model(opened, method), widened_model(opened, method)
     compiled.compile_layers(backend="aot_eager")
     for step, lengths in enumerate(DOCUMENTS):
-        batch = packed(opened.spec, lengths, step)
+        tokens = some_tokens(opened.spec, 1, sum(lengths), seed=step)
+        batch = tokens, tokens, *packed(lengths)
         results = []
         for model in (plain, compiled):
             model.zero_grad()

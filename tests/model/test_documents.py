@@ -5,20 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.model.attention import Documents
 from tests.bases import CONFIGS
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import scale_settings, some_tokens, unwidened, widened
+from tests.widened import packed, scale_settings, some_tokens, unwidened, widened
 
 LENGTHS = (5, 16, 9)
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def packed(lengths):
-    """positions [1, S], and the documents, of documents laid end to end."""
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    documents = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
-    return positions.unsqueeze(0), Documents.of(documents.unsqueeze(0))
 
 
 def models(base):

@@ -20,12 +20,10 @@ from pipeline.methods import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import open_base
 from pipeline.model.new_rows import NewRows, is_new_row
 from pipeline.model.output import OutputProjection
-from pipeline.parallel.sharding import merge, named_trained_parameters, partition_of
-from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
-from tests.distributed import run_ranks
+from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     SEED,
@@ -205,56 +203,3 @@ def test_every_token_has_a_column_of_its_own_on_the_rank_that_holds_its_row(voca
         assert places.unique().numel() == len(tokens) and places.max() < columns["vocab_size"]
     assert torch.equal(torch.stack(owners).sum(dim=0), torch.ones(len(tokens), dtype=torch.int64))
     assert projection.places(torch.tensor([-100])).item() == -100
-
-
-def outcome(path: Path, folder: Path, name: str, method: str, tp_size: int) -> dict[str, Any]:
-    """What a rank computes of a batch with new tokens."""
-    tp = SINGLE
-    if torch.distributed.is_initialized():
-        tp = ProcessGroups(Layout(tp_size, tp_size)).tensor_parallel
-    base = extended(open_base(path))
-    model = model_of(base, method, folder, tp=tp)
-    tokens, targets = batch_with_new_tokens(model)
-    if method == "route":
-        whole = model_of(base, method, folder)
-        balance_router(whole, tokens)
-        model.output.threshold = whole.output.threshold
-    losses = (
-        model(tokens, targets, kl_rows=1, reference_rows=1 if model.keeps_base else 0)
-        if method != "fft"
-        else model(tokens, targets)
-    )
-    losses.total.backward()
-    with torch.no_grad():
-        greedy = model(tokens, targets).is_greedy_choice
-    gradients = {
-        key: (value, partition_of(dict(model.named_parameters())[key]))
-        for key, value in trained_gradients(model).items()
-    }
-    return {"nll": losses.nll, "kl": losses.kl, "greedy": greedy, "gradients": gradients}
-
-
-def outcomes(jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [outcome(*job) for job in jobs]
-
-
-def test_several_ranks_compute_what_one_does(base, tmp_path):
-    for tp_size in (2, 4):
-        cases = [
-            ("llama" if tp_size == 2 else "llama eight heads", method)
-            for method in ("preserve", "route", "fft", "lora")
-        ]
-        jobs = [(base(name).path, tmp_path / name, name, method, tp_size) for name, method in cases]
-        for job in jobs:
-            model_of(extended(base(job[2])), job[3], job[1])  # writes the expansion once
-        ranks = run_ranks(outcomes, tp_size, jobs)
-        for index, job in enumerate(jobs):
-            alone, split, spec = outcome(*job), [rank[index] for rank in ranks], base(job[2]).spec
-            for of_rank in split:
-                for part in ("nll", "kl"):
-                    assert_near(of_rank[part], alone[part], rounding_of(spec), part, scale=alone["nll"])
-                assert torch.equal(of_rank["greedy"], alone["greedy"])
-            for key, (gradient, partition) in alone["gradients"].items():
-                size = gradient.shape[partition.dim] if split[0]["gradients"][key][1].dim is not None else 0
-                merged = merge([of_rank["gradients"][key][0] for of_rank in split], split[0]["gradients"][key][1], size)
-                assert_near(merged, gradient, rounding_of(spec, backward=True), f"{job[3]} {key}")

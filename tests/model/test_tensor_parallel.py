@@ -21,6 +21,7 @@ from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.distributed import all_ranks, run_ranks
+from tests.model.test_new_rows import batch_with_new_tokens, extended
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     balance_router,
@@ -52,10 +53,11 @@ class Case:
     sequence_parallel: bool = False
     documents: bool = False
     rehearses: bool = False
+    new_rows: bool = False
     precision: QuantizedPrecision | None = None
 
     def __str__(self) -> str:
-        flags = [name for name in ("sequence_parallel", "documents", "rehearses") if getattr(self, name)]
+        flags = [name for name in ("sequence_parallel", "documents", "rehearses", "new_rows") if getattr(self, name)]
         return " ".join(
             (self.base, self.method, *self.changes, self.activation_checkpointing, *flags, self.precision or "")
         )
@@ -63,7 +65,7 @@ class Case:
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
         """The model, all of its trained part away from zero. The router's threshold is that of the whole model."""
         tp = replace(tp, sequence_parallel=self.sequence_parallel and tp.size > 1)
-        base = open_base(path)
+        base = extended(open_base(path)) if self.new_rows else open_base(path)
         if self.method not in ("preserve", "adapt", "route"):
             settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
             model = started(base, settings, tp, self.precision)
@@ -95,6 +97,9 @@ class Outcome:
     nll: Tensor
     kl: Tensor
     preserved: Tensor
+    places: Tensor
+    """Of each token, its column over all ranks: those of new rows lie behind each rank's others."""
+    greedy: Tensor
     gradients: dict[str, Tensor]
     partitions: dict[str, Partition]
     squared_norm: float
@@ -102,19 +107,23 @@ class Outcome:
 
 
 def outcome(model: Decoder, case: Case) -> Outcome:
-    tokens, targets = some_batch(model.spec, 2, 24)
+    tokens, targets = batch_with_new_tokens(model) if case.new_rows else some_batch(model.spec, 2, 24)
     positions, documents = two_documents(tokens) if case.documents else (None, None)
     losses = model(tokens, targets, positions, documents, int(case.rehearses), int(case.rehearses))
     losses.total.backward()
     parameters = dict(named_trained_parameters(model))
     gradients = trained_gradients(model)
     counted = [name for name in parameters if model.tp.rank == 0 or parameters[name].tensor_model_parallel]
+    with torch.no_grad():
+        greedy = model.output.greedy_tokens(model.hidden_states(tokens, positions, documents))
     return Outcome(
         logits={path: model.logits(tokens, positions, documents, path=path) for path in get_args(LogitsPath)},
         loss=losses.total.detach(),
         nll=losses.nll,
         kl=losses.kl,
         preserved=losses.preserved,
+        places=model.output.places(torch.arange(model.spec.vocab_size + model.spec.new_rows)),
+        greedy=greedy,
         gradients=gradients,
         partitions={name: partition_of(parameter) for name, parameter in parameters.items()},
         squared_norm=sum(float(gradients[name].double().square().sum()) for name in counted),
@@ -154,6 +163,10 @@ FEATURED = [
     Case("mixtral", "route", BOTH, documents=True),
     Case("qwen3_moe dense layer", "adapt", BOTH, "all", rehearses=True, sequence_parallel=True),
 ]
+EXTENDED = [
+    Case("llama", method, {"rank": 2} if method == "lora" else {}, rehearses=True, new_rows=True)
+    for method in ("preserve", "route", "fft", "lora")
+]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 # Llama and GPT-NeoX change places: one is split by positions over two ranks, the other over four.
 CASES = {
@@ -162,6 +175,7 @@ CASES = {
         *SEQUENCE_PARALLEL[4:],
         *REHEARSING,
         *FEATURED,
+        *EXTENDED,
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
         Case("qwen2", "adapt", {"norm": "base"}),
         Case("neox sequential", "adapt", {"collaborative_modules": "ffn"}),
@@ -188,6 +202,7 @@ CASES = {
         *SEQUENCE_PARALLEL[:4],
         *REHEARSING[2:4],
         *FEATURED[-2:],
+        *(replace(case, base="llama eight heads") for case in EXTENDED),
         Case("llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True),
         Case("neox tied", "adapt", {**BOTH, "norm": "base"}, sequence_parallel=True),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
@@ -223,9 +238,10 @@ def test_ranks_compute_what_one_process_computes(base, outcomes, tp_size, case):
     whole = outcome(case.build(base(case.base).path, SINGLE), case)
     bound, bound_of_gradients = (rounding_of(base(case.base).spec, backward=backward) for backward in (False, True))
     for path, expected in whole.logits.items():
-        columns = torch.cat([rank.logits[path] for rank in ranks], dim=-1)[..., : expected.shape[-1]]
+        columns = torch.cat([rank.logits[path] for rank in ranks], dim=-1)[..., ranks[0].places]
         assert_near(columns, expected, bound, f"logits of path {path}")
     for rank in ranks:
+        assert torch.equal(rank.greedy, whole.greedy)
         assert_near(rank.loss, whole.loss, bound, "loss")
         assert_near(rank.nll, whole.nll, bound, "nll")
         if case.rehearses:

@@ -41,36 +41,17 @@ def split_tensors(draw):
     return tensor, partition, tp_size
 
 
-def shards_of(tensor, partition, tp_size):
-    return [split(tensor, partition, rank, tp_size) for rank in range(tp_size)]
-
-
 @given(split_tensors())
-def test_merge_undoes_split(case):
+def test_merge_undoes_split_and_neighbours_hold_the_replicas(case):
     tensor, partition, tp_size = case
-    size, shards = 0 if partition.dim is None else tensor.shape[partition.dim], shards_of(tensor, partition, tp_size)
+    shards = [split(tensor, partition, rank, tp_size) for rank in range(tp_size)]
+    size, replicas = 0 if partition.dim is None else tensor.shape[partition.dim], partition.replicas(tp_size)
     assert torch.equal(merge(shards, partition, size), tensor)
     assert {tuple(shard.shape) for shard in shards} == {local_shape(tensor.shape, partition, tp_size)}
-
-
-@given(split_tensors())
-def test_each_number_lies_on_as_many_ranks_as_hold_replicas(case):
-    tensor, partition, tp_size = case
-    held = torch.cat([shard.flatten() for shard in shards_of(tensor, partition, tp_size)])
-    counts = torch.bincount(held, minlength=tensor.numel() + 1)
-    assert (counts[1:] == partition.replicas(tp_size)).all()
-    padding = int(counts[0])
-    assert padding == 0 or partition.padded
-
-
-@given(split_tensors())
-def test_holders_of_the_same_shard_are_neighbours(case):
-    tensor, partition, tp_size = case
-    shards = shards_of(tensor, partition, tp_size)
-    replicas = partition.replicas(tp_size)
-    assert tp_size % replicas == 0
     for rank, shard in enumerate(shards):
         assert torch.equal(shard, shards[rank - rank % replicas])
+    counts = torch.bincount(torch.cat([shard.flatten() for shard in shards]), minlength=tensor.numel() + 1)
+    assert (counts[1:] == replicas).all() and (counts[0] == 0 or partition.padded)
 
 
 @given(split_tensors())

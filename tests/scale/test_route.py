@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.parallel.topology import SINGLE
-from pipeline.scale.layers import preserved_tokens
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     balance_router,
@@ -93,14 +91,3 @@ def test_extreme_thresholds_send_all_tokens_on_one_path(base):
     logits, sides = equation_5(preserve, adapt, tokens, -1.0)
     assert sides.all()
     assert_near(route.logits(tokens).flatten(0, 1), logits, rounding_of(route.spec))
-
-
-@pytest.mark.parametrize("threshold", [-0.9, 0.0, 0.5, 0.99])
-def test_the_router_compares_the_cosine(threshold):
-    generator = torch.Generator().manual_seed(0)
-    z_p = torch.randn(1000, 8, generator=generator)
-    z_a = z_p + 2 * torch.randn(1000, 8, generator=generator) * torch.rand(1000, 1, generator=generator)
-    found = preserved_tokens(z_p, z_a, threshold, SINGLE)
-    expected = F.cosine_similarity(z_p.double(), z_a.double()) > threshold
-    assert found.sum() > 0
-    assert torch.equal(found, expected)

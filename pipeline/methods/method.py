@@ -33,7 +33,7 @@ class TrainingMethod(ABC):
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter to its value before the first step."""
         self._load(model, base, tp)
-        load_new_rows(model, base, tp, None if self.expansion is None else self.expansion.read)
+        load_new_rows(model, base, tp, self.expansion)
 
     @abstractmethod
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -53,19 +52,8 @@ class Scale(TrainingMethod):
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if not is_base(name) and not is_new_row(name):
-                _read(expansion, name, parameter, tp)
-
-    def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        super().load(model, base, tp)
-        expansion = self.expansion
-        for name, parameter in model.named_parameters():
-            if is_new_row(name) and name in expansion.names:  # another run has trained them
-                _read(expansion, name, parameter, tp)
-
-
-def _read(expansion: ExpansionFolder, name: str, parameter: Tensor, tp: TensorParallel) -> None:
-    shape, partition = full_shape_of(parameter), partition_of(parameter)
-    fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+                shape, partition = full_shape_of(parameter), partition_of(parameter)
+                fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
 
 
 def _check_new_rows(expansion: ExpansionFolder, new_rows: NewRows | None) -> None:

@@ -95,9 +95,8 @@ class BaseFolder:
         Raises BaseModelError if it is missing, its file damaged, or the experts that it is of are not of one size.
         """
         source = self._source(name)
-        names = source.names()
-        shapes = self._of_each(names, lambda view: tuple(view.get_shape()))
-        for tensor, shape in zip(names, shapes, strict=True):
+        shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
+        for tensor, shape in zip(source.names(), shapes, strict=True):
             if shape != shapes[0]:
                 raise BaseModelError(
                     f"{self.file_of[tensor]}: {tensor} has shape {shape}, that of the first expert {shapes[0]}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.parallel.sharding import Rows, fill, full_shape_of, partition_of, split
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.expansion import ExpansionFolder
 
 if TYPE_CHECKING:
     from pipeline.model.base_folder import BaseFolder
@@ -63,33 +64,31 @@ def is_new_row(name: str) -> bool:
 
 
 @torch.no_grad()
-def load_new_rows(
-    model: nn.Module,
-    base: BaseFolder,
-    tp: TensorParallel,
-    read_expansion: Callable[[str, tuple[int, ...]], Tensor] | None,
-) -> None:
-    """Sets the new rows of `model` to their initial values.
+def load_new_rows(model: nn.Module, base: BaseFolder, tp: TensorParallel, expansion: ExpansionFolder | None) -> None:
+    """Sets the new rows of `model` to what `expansion` holds of them, where another run has trained them, or initially.
 
     The columns of the expansion stream start as the same mean of its embedding, and as zero in the output, like every
-    row there. `read_expansion` reads an expansion's initial value by name and shape.
+    row there.
     """
     if base.new_rows is None:
         return
-    hidden_size = base.spec.widths.hidden_size
     for name, parameter in model.named_parameters():
         if not is_new_row(name):
             continue
-        in_embedding = name.endswith(EMBEDDING)
-        initial = base.new_rows.of(base.read("embedding.base.weight" if in_embedding else "output.base"))
-        if added := full_shape_of(parameter)[1] - hidden_size:
-            up = torch.zeros(len(initial), added)
-            if in_embedding:
-                shape = (base.spec.vocab_size, added)
-                assert read_expansion is not None, "an expansion stream without an expansion"
-                up = base.new_rows.of(read_expansion("embedding.expansion.weight", shape))
-            initial = torch.cat([initial, up], dim=1)
-        fill(parameter, tp, partial(rows_of, split(initial, partition_of(parameter), tp.rank, tp.size)))
+        rows, columns = full_shape_of(parameter)
+        if expansion is not None and name in expansion.names:
+            whole = expansion.read(name, (rows, columns))
+        else:
+            in_embedding = name.endswith(EMBEDDING)
+            whole = base.new_rows.of(base.read("embedding.base.weight" if in_embedding else "output.base"))
+            if added := columns - whole.shape[1]:
+                up = torch.zeros(rows, added)
+                if in_embedding:
+                    assert expansion is not None, "an expansion stream without an expansion"
+                    shape = (base.spec.vocab_size, added)
+                    up = base.new_rows.of(expansion.read("embedding.expansion.weight", shape))
+                whole = torch.cat([whole, up], dim=1)
+        fill(parameter, tp, partial(rows_of, split(whole, partition_of(parameter), tp.rank, tp.size)))
 
 
 def rows_of(shard: Tensor, rows: Rows) -> Tensor:

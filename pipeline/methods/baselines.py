@@ -113,11 +113,6 @@ class LoraMethod(TrainingMethod):
 _ZEROED = ("attention.output.base.", "ffn.down.base.", f"{EXPERTS}down.", "ffn.base.shared.down.base.")
 
 
-def fitting_added_layers(num_layers: int) -> list[int]:
-    """The possible numbers of added layers: those that cut the base's layers into equal groups."""
-    return [count for count in range(1, num_layers + 1) if num_layers % count == 0]
-
-
 class LlamaProMethod(TrainingMethod):
     """LLaMA Pro (Wu et al. 2024), depth expansion: only added copies of the base's layers train.
 
@@ -130,8 +125,9 @@ class LlamaProMethod(TrainingMethod):
 
     def _stride(self, spec: DecoderSpec) -> int:
         """Every how many layers of the deeper model one is added."""
-        count, fits = self.settings.added_layers, fitting_added_layers(spec.num_layers)
-        if count not in fits:
+        count = self.settings.added_layers
+        if spec.num_layers % count:
+            fits = [size for size in range(1, spec.num_layers + 1) if spec.num_layers % size == 0]
             nearest = sorted(sorted(fits, key=lambda fit: abs(fit - count))[:2])
             raise ConfigError(
                 f"method.added_layers: the base's {spec.num_layers} layers cannot be cut into {count} equal groups; "

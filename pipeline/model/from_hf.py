@@ -19,8 +19,7 @@ from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, hf_tensor
 from pipeline.model.family import check_number, check_size, head_dim_of
-from pipeline.model.layers import ACTIVATIONS
-from pipeline.model.spec import DecoderSpec, StoredResidual
+from pipeline.model.spec import ACTIVATIONS, DecoderSpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel

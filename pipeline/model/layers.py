@@ -7,17 +7,15 @@ trained parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.attention import Attend, Documents
 from pipeline.model.mixture import MixtureFeedForward
-from pipeline.model.spec import DecoderSpec, RotarySpec
+from pipeline.model.spec import ACTIVATIONS, DecoderSpec, RotarySpec
 from pipeline.parallel.collectives import enter_region, leave_region, sum_in_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
@@ -31,16 +29,6 @@ from pipeline.scale.layers import (
     WidenedRowLinear,
 )
 from pipeline.scale.plan import ExpansionPlan, Widths
-
-_gelu_tanh = partial(F.gelu, approximate="tanh")
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": F.relu,
-}
 
 
 class DecoderLayer(nn.Module):
@@ -64,7 +52,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, plan, layer, tp=tp)
         self.attention_post_norm = widened_norm(spec, plan, tp) if after else None
         self.ffn_norm = widened_norm(spec, plan, tp) if before else None
-        self.ffn = feed_forward(spec, plan, layer, tp=tp)
+        self.ffn = (MixtureFeedForward if self.kind.has_experts else FeedForward)(spec, plan, layer, tp=tp)
         self.ffn_post_norm = widened_norm(spec, plan, tp) if after else None
 
     def forward(self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False) -> Streams:
@@ -168,14 +156,6 @@ class Attention(nn.Module):
         if context.rotary is not None:
             query, key = context.rotary.rotate(query), context.rotary.rotate(key)
         return context.attend(query, key, value).flatten(2)
-
-
-def feed_forward(spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel) -> nn.Module:
-    """The FFN of a layer: dense, or a mixture of experts."""
-    if not spec.layers[layer].has_experts or spec.mixture is None:
-        return FeedForward(spec, plan, layer, tp=tp)
-    activation = ACTIVATIONS[spec.activation]
-    return MixtureFeedForward(spec.mixture, spec.widths.hidden_size, plan, layer, activation, tp=tp)
 
 
 class FeedForward(nn.Module):

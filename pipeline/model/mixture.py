@@ -6,7 +6,7 @@ The router reads the base stream alone. So where that is exact, so is the choice
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.spec import MixtureSpec
+from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.experts import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
@@ -25,7 +25,6 @@ from pipeline.scale.plan import ExpansionPlan
 
 _LEAST_SUM = 1e-20
 """Added to the sum of chosen scores, as the families with sigmoid scores do: all may be 0."""
-Activation = Callable[[Tensor], Tensor]
 Load = tuple[Tensor, Tensor]
 """Of each expert in each sequence, [B, E]: the share of tokens that take it, and its mean score."""
 
@@ -36,20 +35,12 @@ class MixtureFeedForward(nn.Module):
     h is the inner activation of an FFN that every token takes, on both streams.
     """
 
-    def __init__(
-        self,
-        mixture: MixtureSpec,
-        hidden_size: int,
-        plan: ExpansionPlan | None,
-        layer: int,
-        activation: Activation,
-        *,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel) -> None:
         super().__init__()
+        assert spec.mixture is not None, "a layer has experts"
         self.tp = tp
-        self.activation = activation
-        self.base = Mixture(mixture, hidden_size, activation, tp=tp)
+        self.activation, hidden_size = ACTIVATIONS[spec.activation], spec.widths.hidden_size
+        self.base = Mixture(spec.mixture, hidden_size, self.activation, tp=tp)
         self.gate = self.up = self.down = None
         if plan is not None:
             streams, inner = (hidden_size, plan.expansion.hidden_size), plan.expansion.intermediate_size

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.errors import LayoutError
 from pipeline.scale.layers import NormedChannels, NormKind
 from pipeline.scale.plan import Widths
+
+Activation = Callable[[Tensor], Tensor]
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), _gelu_tanh),
+    "relu": F.relu,
+}
 
 
 @dataclass(frozen=True)

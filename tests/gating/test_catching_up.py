@@ -108,23 +108,16 @@ def test_tokens_are_guessed_ahead_while_the_gate_opens(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", MODELS)
-def test_a_text_on_which_the_gate_stays_shut_computes_no_expansion(name):
-    model, (tokens, mask) = gated(name, -30.0), prompts()
+@pytest.mark.parametrize(("name", "bias"), [*((name, -30.0) for name in MODELS), ("adapt", 30.0)])
+def test_a_shut_text_computes_no_expansion_and_an_open_one_computes_it_once(name, bias):
+    model, (tokens, mask) = gated(name, bias), prompts()
+    once = [tokens.numel(), *[len(tokens)] * (NEW_TOKENS - 1)]
     with expanded_tokens(model) as computed:
         found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
-    assert computed == []
+    assert computed == ([] if bias < 0 else once)
     with always_whole(), expanded_tokens(model) as computed:
         assert torch.equal(found, generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS))
-    assert computed == [tokens.numel(), *[len(tokens)] * (NEW_TOKENS - 1)]
-
-
-@torch.no_grad()
-def test_an_open_text_computes_its_expansion_once():
-    model, (tokens, mask) = gated("adapt", 30.0), prompts()
-    with expanded_tokens(model) as computed:
-        generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
-    assert computed == [tokens.numel(), *[len(tokens)] * (NEW_TOKENS - 1)]
+    assert computed == once
 
 
 def test_with_gradients_or_hidden_states_everything_is_computed():

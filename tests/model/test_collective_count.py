@@ -85,28 +85,23 @@ def of_all_ranks(path: Path, sequence_parallel: bool) -> dict[str, Sent]:
     return first
 
 
-def test_full_fine_tuning_sends_megatrons_messages(messages):
-    """The embedding's sum and two a layer; backward two a layer and the output projection's."""
-    assert messages.whole["fft"] == ([BASE] * (1 + 2 * LAYERS) + LOSS, [BASE] * (1 + 2 * LAYERS))
+def test_full_fine_tuning_sends_megatrons_messages_and_scale_no_more(messages):
+    """The embedding's sum and two a layer; backward two a layer and the output projection's.
 
-
-def test_preserve_sends_no_message_more_and_no_base_gradient(messages):
-    assert messages.whole["preserve"] == ([BOTH] * (1 + 2 * LAYERS) + LOSS, [UP] * (1 + 2 * LAYERS))
-
-
-def test_adapt_sends_base_gradients_above_the_first_w12_alone(messages):
-    """W12 stands in the attention of layers 1 and 2. Where residuals are parallel, layer 1's FFN reads x before it."""
-    sent, parallel_residual = messages.whole, messages.parallel_residual
-    with_base = 1 + 2 + (0 if parallel_residual else 1)
-    expected = [BOTH] * with_base + [UP] * (1 + 2 * LAYERS - with_base)
-    assert sent["adapt"] == ([BOTH] * (1 + 2 * LAYERS) + LOSS, expected)
+    Preserve sends no base gradient, Adapt only above the first W12: in the attention of layers 1 and 2. Where residuals
+    are parallel, layer 1's FFN reads x before it.
+    """
+    sums = 1 + 2 * LAYERS
+    with_base = 4 - messages.parallel_residual
+    assert messages.whole["fft"] == ([BASE] * sums + LOSS, [BASE] * sums)
+    assert messages.whole["preserve"] == ([BOTH] * sums + LOSS, [UP] * sums)
+    assert messages.whole["adapt"] == ([BOTH] * sums + LOSS, [BOTH] * with_base + [UP] * (sums - with_base))
 
 
 def test_route_sends_a_second_path_above_l_fp_and_the_routers_sums(messages):
-    sent, parallel_residual = messages.whole, messages.parallel_residual
-    forward, backward = sent["route"]
+    forward, backward = messages.whole["route"]
     assert forward == [BOTH] * (1 + 2 + 2 * 2 * (LAYERS - 1)) + ROUTER + LOSS
-    with_base = 2 + (0 if parallel_residual else 1)
+    with_base = 3 - messages.parallel_residual
     output = TOKENS * (D + U + U)
     expected = [output] + [BOTH] * with_base + [UP] * (2 + 2 * 2 * (LAYERS - 1) - with_base)
     assert sorted(backward, reverse=True) == expected
@@ -114,11 +109,10 @@ def test_route_sends_a_second_path_above_l_fp_and_the_routers_sums(messages):
 
 def test_a_shared_key_value_head_adds_the_sums_of_its_weights_gradients_alone(messages):
     """Llama: both ranks hold the one new key/value head, and sum the gradients of its W21 and W22. NeoX: one a rank."""
-    sent, is_neox = messages.whole, messages.parallel_residual
-    forward, backward = sent["replicated"]
-    added = [] if is_neox else [HEAD_DIM * D, HEAD_DIM * U] * 2 * LAYERS
-    assert forward == sent["adapt"][0]
-    assert sorted(backward) == sorted([*sent["adapt"][1], *added])
+    forward, backward = messages.whole["replicated"]
+    added = [] if messages.parallel_residual else [HEAD_DIM * D, HEAD_DIM * U] * 2 * LAYERS
+    assert forward == messages.whole["adapt"][0]
+    assert sorted(backward) == sorted([*messages.whole["adapt"][1], *added])
 
 
 @pytest.mark.parametrize("method", SETTINGS)

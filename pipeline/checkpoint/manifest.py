@@ -161,7 +161,7 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
     """The record of a run, for its checkpoints."""
     return RunRecord(
         name=config.name,
-        base=BaseRecord(path=str(config.base), hashes=base.hashes(), hub=source_of(config.base)),
+        base=BaseRecord(path=str(config.base), hashes=base.hashes, hub=source_of(config.base)),
         base_precision=config.base_precision,
         method=config.method.model_dump(mode="json"),
         expansion=None if model.plan is None else asdict(model.plan.expansion),

@@ -157,7 +157,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
     # The origin that `upscale` would write: a run can start from this folder.
-    origin = {"base_hashes": model.base.hashes(), "method": origin_of(model.settings), "seed": run.seed}
+    origin = {"base_hashes": model.base.hashes, "method": origin_of(model.settings), "seed": run.seed}
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)
     origin = {**record, **origin, "tokenizer": run.tokenizer_fingerprint}

@@ -191,7 +191,7 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
             f"{checkpoint / MANIFEST_FILE}: run.method is unknown to this version "
             f"({error.errors()[0]['msg']}); convert it with the version that wrote it"
         ) from None
-    if base.hashes() != manifest.run.base.hashes:
+    if base.hashes != manifest.run.base.hashes:
         raise BaseModelError(
             f"{base_path}: other weights than the base that {checkpoint} was trained on "
             f"({manifest.run.base.path}); give that model's folder"

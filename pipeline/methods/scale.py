@@ -47,7 +47,7 @@ class Scale(TrainingMethod):
 
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
-        expansion.check_origin(base.hashes(), origin_of(self.settings), self.seed)
+        expansion.check_origin(base.hashes, origin_of(self.settings), self.seed)
         _check_new_rows(expansion, base.new_rows)
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
@@ -95,7 +95,7 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     if not isinstance(config.method, ScaleMethod) or not (config.upscaled_folder / MANIFEST).exists():
         return None
     expansion = open_expansion(config.upscaled_folder)
-    expansion.check_origin(base.hashes(), origin_of(config.method), config.seed)
+    expansion.check_origin(base.hashes, origin_of(config.method), config.seed)
     if base.new_rows is not None or config.vocabulary is None:
         _check_new_rows(expansion, base.new_rows)
     return expansion
@@ -110,7 +110,7 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
     names = {name for name, _ in model.named_parameters() if not is_base(name)}
     origin = {
         "base": str(base.path),
-        "base_hashes": base.hashes(),
+        "base_hashes": base.hashes,
         "method": origin_of(settings),
         "expansion": asdict(plan.expansion),
         "seed": seed,

@@ -72,17 +72,14 @@ class BaseFolder:
         """The weight files, sorted."""
         return sorted(set(self.file_of.values()))
 
+    @cached_property
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: the identity of a base."""
-        return dict(self._hashes)
+        return dict(zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True))
 
     def know_hashes(self, hashes: Mapping[str, str]) -> None:
         """Takes the hashes from ranks that read a share of the files each."""
-        vars(self)["_hashes"] = dict(sorted(hashes.items()))
-
-    @cached_property
-    def _hashes(self) -> dict[str, str]:
-        return dict(zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True))
+        vars(self)["hashes"] = dict(sorted(hashes.items()))
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -135,7 +135,7 @@ def plan_of(job: SamplingJob) -> Plan:
         raise ConfigError("thinking is of openings that are chats; give messages_key or chat_template")
     batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     sampling = SamplingRecord(
-        base=base.hashes(),
+        base=base.hashes,
         **job.sampling.model_dump(exclude={"max_tokens", "openings"}),
         max_tokens=job.max_tokens,
         batch_size=batch_size,

@@ -68,7 +68,7 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     inputs = Inputs(config, opened.deepspeed_config, layout, base, "", corpora, training_method(config))
     trainer.hash_base(inputs)
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
-    assert base.hashes() == {file.name: file_hash(file) for file in base.files}
+    assert base.hashes == {file.name: file_hash(file) for file in base.files}
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
     model = trainer.load_model(inputs, groups, torch.device("cpu"))

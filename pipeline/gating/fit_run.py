@@ -70,8 +70,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
 
     device = inference_device()
     decoder = model.loaded(inference_dtype(model.base, device), device)
-    fit = fit_on(BaseStream(decoder, layer), text, config.gate)
-    gate, new, negatives = fit.gate, fit.new, fit.negatives
+    gate, new, negatives, left_out = fit_on(BaseStream(decoder, layer), text, config.gate)
     texts, difference = measure(decoder, gate, heldout, config, None if vocabulary is None else vocabulary.spelling)
     if difference not in (0.0, None):
         raise PreservationError(
@@ -84,7 +83,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         auc=area_under_roc(new, negatives),
         closed_fraction_of_new=float((new <= gate.threshold).double().mean()),
         open_fraction_of_negatives=float((negatives > gate.threshold).double().mean()),
-        left_out_of_own_text=fit.left_out,
+        left_out_of_own_text=left_out,
         heldout=texts,
         closed_max_abs_logit_difference=difference,
     )
@@ -194,17 +193,8 @@ def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> 
 
 
 def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
-    """The layer before which the gate of `model` reads the base's stream.
-
-    Raises:
-        CheckpointError: the model is not widened.
-        ConfigError: the model does not have the base's stream there.
-    """
-    if model.plan is None:
-        raise CheckpointError(
-            f"{model.checkpoint}: method {model.settings.name} adds nothing that a gate could close; remove the "
-            "section gate"
-        )
+    """The layer before which the gate of `model` reads the base's stream. Raises ConfigError if it is not there."""
+    assert model.plan is not None, "RunConfig allows a gate with method scale alone"
     deepest = deepest_gate_layer(model.plan)
     if settings.layer is not None and settings.layer > deepest:
         raise ConfigError(

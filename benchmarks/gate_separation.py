@@ -35,7 +35,7 @@ from pipeline.data.workers import local_workers
 from pipeline.errors import ConfigError, DataError
 from pipeline.gating.fit import area_under_roc
 from pipeline.gating.fit_run import BaseStream, fit_on
-from pipeline.gating.windows import FittingText, Windows, as_windows
+from pipeline.gating.windows import FittingText, Windows, as_windows, joined
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
@@ -96,7 +96,7 @@ class Separation:
         Of gates against the base's own text, those with the default features.
         """
         new, old = pair
-        test = self._windows(kinds[new].test, is_new=True) + self._windows(kinds[old].test, is_new=False)
+        test = joined([self._windows(kinds[new].test, is_new=True), self._windows(kinds[old].test, is_new=False)])
         is_new = test.is_new[test.present]
         for against, text in self._texts(kinds[new], kinds[old], old).items():
             for layer in layers:
@@ -114,9 +114,9 @@ class Separation:
         """What gates are fitted on, by what the new text is told from."""
         fit, unused = (self._windows(texts, is_new=True) for texts in (new.fit, new.unused))
         others = [self._windows(texts, is_new=False) for texts in (old.fit, old.unused)]
-        texts = {name: FittingText(others[0] + fit, others[1] + unused)}
+        texts = {name: FittingText(joined([others[0], fit]), joined([others[1], unused]))}
         if self._own is not None:
-            texts[OWN_TEXT] = FittingText(self._own.fit + fit, self._own.unused + unused)
+            texts[OWN_TEXT] = FittingText(joined([self._own.fit, fit]), joined([self._own.unused, unused]))
         return texts
 
     def _fit(self, stream: BaseStream, text: FittingText, features: GateFeatures) -> Gate | None:

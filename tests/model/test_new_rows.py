@@ -20,9 +20,8 @@ from pipeline.methods import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.new_rows import NewRows, is_new_row
+from pipeline.model.new_rows import NewRows
 from pipeline.model.output import OutputProjection
-from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
@@ -53,16 +52,14 @@ def extended(base: BaseFolder, new_rows: NewRows = NEW) -> BaseFolder:
     return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
 
 
-def model_of(
-    base: BaseFolder, method: str, folder: Path, *, noise: float = 0.1, tp: TensorParallel = SINGLE
-) -> Decoder:
+def model_of(base: BaseFolder, method: str, folder: Path, *, noise: float = 0.1) -> Decoder:
     """`base` with new rows before the first step of `method`, or shaken by `noise`."""
     settings = METHODS[method]
     if settings.name == "scale" and not (folder / method).exists():
         upscale(settings, replace(base, spec=replace(base.spec, new_rows=0)), folder / method, SEED)
     made = method_for(settings, folder / method, SEED)
-    model = made.build(base.spec, tp, "none")
-    made.load(model, base, tp)
+    model = made.build(base.spec, SINGLE, "none")
+    made.load(model, base, SINGLE)
     shake(model, noise)
     return model
 
@@ -89,29 +86,6 @@ def test_before_the_first_step_the_old_columns_are_the_bases(base, name, method,
 def base_state(base: BaseFolder) -> dict[str, Tensor]:
     names = [name for name, _ in Decoder(base.spec).named_parameters(remove_duplicate=False)]
     return {name: base.read(name) for name in names}
-
-
-@pytest.mark.parametrize("method", ["preserve", "route", "lora", "freeze"])
-def test_with_new_rows_out_of_reach_the_trained_model_ignores_them(base, method, tmp_path):
-    """On text without new pieces, whatever the new rows are: no logit of an old column depends on them."""
-    model = model_of(extended(base("llama")), method, tmp_path)
-    tokens = some_tokens(base("llama").spec, 2, 24)
-    before = model.logits(tokens)[..., :97]
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if is_new_row(key):
-                parameter.normal_()
-    assert torch.equal(model.logits(tokens)[..., :97], before)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_new_rows_train_with_every_method_and_old_ones_as_before(base, method, tmp_path):
-    plain, more = base("llama"), extended(base("llama"))
-    without, with_rows = (model_of(folder, method, tmp_path / str(folder.spec.new_rows)) for folder in (plain, more))
-    trained = {key for key, _ in named_trained_parameters(with_rows)}
-    assert trained - {key for key, _ in named_trained_parameters(without)} == {
-        "embedding.new_rows.weight", "output.new_rows",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

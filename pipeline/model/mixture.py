@@ -47,8 +47,6 @@ class MixtureFeedForward(nn.Module):
             self.gate = AddedColumnLinear(streams, inner, tp=tp)
             self.up = AddedColumnLinear(streams, inner, tp=tp)
             self.down = AddedRowLinear(inner, streams, collaborative=plan.has_expansion_to_base(layer, "ffn"), tp=tp)
-            for added in (self.gate, self.up, self.down):
-                added.beside_shared = self.base.shared is not None
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
@@ -70,7 +70,7 @@ class GateRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    format: str = FORMAT
+    format: Literal["scale-cpt gate 1"] = "scale-cpt gate 1"
     request: dict[str, Any]
     """what the gate was fitted for: the settings, and the checkpoint and corpora by their hashes"""
     layer: int
@@ -112,14 +112,11 @@ def open_record(folder: Path) -> GateRecord:
     """
     path = folder / GATE_RECORD
     try:
-        record = read_record(path, GateRecord, CheckpointError, _AGAIN)
+        return read_record(path, GateRecord, CheckpointError, _AGAIN)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: no such file; the gate is not fitted yet: run the stage gate (scale-cpt gate) first"
         ) from None
-    if record.format != FORMAT:
-        raise CheckpointError(f"{path}: expected the format {FORMAT!r}, found {record.format!r}; {_AGAIN}")
-    return record
 
 
 def open_gate(folder: Path) -> tuple[Gate, GateRecord]:

@@ -22,12 +22,7 @@ from pipeline.scale.layers import masked_sum
 
 
 class AddedColumnLinear(nn.Module):
-    """The added rows of a gate or up map: x: [..., D], x_up: [..., U] -> [..., inner].
-
-    `beside_shared`: they start from the shared expert's map.
-    """
-
-    beside_shared = False
+    """The added rows of a gate or up map: x: [..., D], x_up: [..., U] -> [..., inner]."""
 
     def __init__(self, streams: tuple[int, int], inner: int, *, tp: TensorParallel) -> None:
         super().__init__()
@@ -45,8 +40,6 @@ class AddedRowLinear(nn.Module):
 
     Partial sums over the ranks, without `base_to_expansion`: it reads the whole y, after them.
     """
-
-    beside_shared = False
 
     def __init__(self, inner: int, streams: tuple[int, int], *, collaborative: bool, tp: TensorParallel) -> None:
         super().__init__()

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
 from pipeline.files import FolderKind, file_hash, published_folder, read_bytes, read_record, write_json
-from pipeline.scale.gate import NUMBERS, TENSORS, Gate
+from pipeline.scale.gate import NUMBERS, Gate
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
@@ -131,11 +130,5 @@ def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
         content = b""
     if hashlib.sha256(content).hexdigest() != record.tensors_hash:
         raise CheckpointError(f"{path}: damaged or missing (another SHA-256 than in {GATE_RECORD}); {_AGAIN}")
-    try:
-        tensors = load(content)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: damaged ({error}); {_AGAIN}") from None
-    if set(tensors) != set(TENSORS):
-        raise CheckpointError(f"{path}: expected the tensors {', '.join(TENSORS)}; {_AGAIN}")
-    numbers = record.model_dump(include=set(NUMBERS))
-    return Gate(**numbers, **{name: tensor.float() for name, tensor in tensors.items()}), record
+    tensors = {name: tensor.float() for name, tensor in load(content).items()}
+    return Gate(**record.model_dump(include=set(NUMBERS)), **tensors), record

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pipeline.errors import CheckpointError
-from pipeline.files import file_hash
 from pipeline.gating.fit_run import as_text
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
@@ -92,14 +91,6 @@ def folder(base, tmp_path):
     return tmp_path / "run" / "gate"
 
 
-def save_others(folder):
-    """Other tensors, with their hash in the record."""
-    save_file({"other": torch.zeros(3)}, folder / "gate.safetensors")
-    values = json.loads((folder / GATE_RECORD).read_text())
-    hashed = {"tensors_hash": file_hash(folder / "gate.safetensors")}
-    (folder / GATE_RECORD).write_text(json.dumps(values | hashed))
-
-
 DAMAGE = {
     "no record": (lambda gate: (gate / GATE_RECORD).unlink(), r"gate\.json: no such file; .* run the stage gate"),
     **{
@@ -108,7 +99,6 @@ DAMAGE = {
     },
     "no tensors": (lambda gate: (gate / "gate.safetensors").unlink(), r"gate\.safetensors: damaged or missing"),
     "others": (lambda gate: save_file({}, gate / "gate.safetensors"), r"gate\.safetensors: damaged or missing"),
-    "others, hashed": (save_others, "expected the tensors mean, std, weight"),
 }
 
 

@@ -74,56 +74,25 @@ def results(attend, inputs):
 
 @pytest.fixture
 def varlen_on_the_cpu():
-    """A kernel for the CPU of torch's operator, which has one for CUDA only: each document by itself.
-
-    Autograd, the layouts and the meaning of all arguments are torch's own.
-    """
+    """A forward kernel for the CPU of torch's operator, which has one for CUDA only: each document by itself."""
     pytest.importorskip("torch.nn.attention.varlen")
-
-    def probabilities(query, key, scale, window):
-        """[H, documents' S, S] of one document; autograd is off below the operator."""
-        scores = query.transpose(0, 1) @ key.permute(1, 2, 0) * scale
-        seen = torch.ones_like(scores, dtype=torch.bool).tril()
-        seen = seen if window[0] < 0 else seen.triu(-window[0])
-        assert window[1] == 0
-        return scores.masked_fill(~seen, -torch.inf).softmax(-1)
-
-    def repeated(query, *heads):
-        times = query.shape[1] // heads[0].shape[1]
-        return [own.repeat_interleave(times, dim=1) for own in heads]
 
     def forward(query, key, value, starts, starts_of_keys, longest, longest_key, causal, scale, window, *rest):
         assert torch.equal(starts, starts_of_keys) and longest == longest_key >= max(starts.diff().tolist())
-        assert starts.dtype == torch.int32
-        key, value = repeated(query, key, value)
-        pieces = [
-            (
-                probabilities(query[own], key[own], scale or query.shape[-1] ** -0.5, window)
-                @ value[own].transpose(0, 1)
-            ).transpose(0, 1)
-            for own in (slice(*pair) for pair in pairwise(starts.tolist()))
-        ]
+        assert starts.dtype == torch.int32 and window[1] == 0
+        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
+        pieces = []
+        for own in (slice(*pair) for pair in pairwise(starts.tolist())):
+            scores = query[own].transpose(0, 1) @ key[own].permute(1, 2, 0) * (scale or query.shape[-1] ** -0.5)
+            seen = torch.ones_like(scores, dtype=torch.bool).tril()
+            seen = seen if window[0] < 0 else seen.triu(-window[0])
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            pieces.append((weights @ value[own].transpose(0, 1)).transpose(0, 1))
         log_sums = query.new_zeros(query.shape[1], query.shape[0])
         return torch.cat(pieces), log_sums, torch.zeros(2, dtype=torch.uint64)
 
-    def backward(
-        gradient, query, key, value, out, log_sums, starts, _, longest, longest_key, causal, rng, scale, window
-    ):
-        count, scale = key.shape[1], scale or query.shape[-1] ** -0.5
-        key, value = repeated(query, key, value)
-        gradients = [torch.zeros_like(query) for _ in range(3)]
-        for own in (slice(*pair) for pair in pairwise(starts.tolist())):
-            p = probabilities(query[own], key[own], scale, window)
-            q, k, v, g = (heads[own].transpose(0, 1) for heads in (query, key, value, gradient))
-            of_scores = p * (g @ v.mT - (g @ v.mT * p).sum(-1, keepdim=True)) * scale
-            for whole, part in zip(gradients, (of_scores @ k, of_scores.mT @ q, p.mT @ g), strict=True):
-                whole[own] = part.transpose(0, 1)
-        summed = [own.unflatten(1, (count, -1)).sum(2) for own in gradients[1:]]
-        return gradients[0], *summed
-
     library = torch.library.Library("torch_attn", "FRAGMENT")
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward, lib=library)
-    torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward, lib=library)
     yield
     library._destroy()
 
@@ -143,15 +112,15 @@ def test_kernels_agree(layout, heads, window, scale, softcap, varlen_on_the_cpu)
 
     expected, options = results(literal, inputs), {"window": window, "scale": scale, "softcap": softcap}
     kernels = {"masked": attention_kernel(documents, CPU, torch.float32, head_dim, **options)}
-    if softcap is None:
-        kernels["varlen"] = VarlenAttention(documents.starts, window, scale)
     if layout == "one document" and window is None:
         kernels["causal"] = attention_kernel(None, CPU, torch.float32, head_dim, scale=scale)
     for name, kernel in kernels.items():
         for found, wanted in zip(results(kernel, inputs), expected, strict=True):
             assert_near(found, wanted, BOUND, name, scale=expected[0])  # one token in a window: gradients of nothing
-    flex = FlexAttention(_block_mask(documents.ids, window), scale, softcap)  # on the CPU it has no backward pass
-    assert_near(flex(*(heads.detach() for heads in inputs)), expected[0], BOUND)
+    of_gpus = [FlexAttention(_block_mask(documents.ids, window), scale, softcap)]  # no backward pass on the CPU
+    of_gpus += [VarlenAttention(documents.starts, window, scale)] if softcap is None else []
+    for kernel in of_gpus:
+        assert_near(kernel(*(heads.detach() for heads in inputs)), expected[0], BOUND)
     crossing = CausalAttention()(*inputs)
     assert "causal" in kernels or (crossing - expected[0]).abs().max() > 0.1
 

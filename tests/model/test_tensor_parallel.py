@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.config.method import Method
 from pipeline.model.decoder import Decoder, LogitsPath
 from pipeline.model.from_hf import load_base, open_base
+from pipeline.model.new_rows import load_new_rows
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -73,6 +74,7 @@ class Case:
             if self.rehearses and not model.keeps_base:
                 model.add_reference()
                 load_base(model.reference, base, tp)
+                load_new_rows(model.reference, base, tp, None)
             return model
         settings = scale_settings(self.method, **self.changes)
 

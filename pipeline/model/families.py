@@ -9,11 +9,6 @@ from typing import Any
 from pipeline.errors import BaseModelError
 from pipeline.model.family import (
     EXPERTS,
-    GEMMA_NAMES,
-    GPT_NEOX_NAMES,
-    LLAMA_NAMES,
-    MIXTURE_NAMES,
-    POST_NORM_NAMES,
     ROUTER,
     Config,
     Family,
@@ -189,20 +184,65 @@ def _exaone_moe(config: Config) -> dict[str, Any]:
     return {"mixture": mixture, "query_key_norm": "head"}
 
 
-_MIXTRAL_NAMES = MIXTURE_NAMES | {
+_LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "output": "lm_head",
+    "layers": "model.layers.{}",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+"""The names that most architectures since Llama share."""
+_MIXTURE_NAMES = _LLAMA_NAMES | {
+    ROUTER: "mlp.gate",
+    f"{ROUTER}.bias": "mlp.gate.e_score_correction_bias",
+    **{f"{EXPERTS}{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"ffn.base.shared.{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Those of most mixtures; a layer without experts has Llama's FFN."""
+_POST_NORM_NAMES = _LLAMA_NAMES | {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+"""Those of architectures whose norms stand after attention and FFN."""
+_GEMMA_NAMES = _POST_NORM_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
+_GPT_NEOX_NAMES = {
+    "embedding": "gpt_neox.embed_in",
+    "final_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+    "layers": "gpt_neox.layers.{}",
+    "attention_norm": "input_layernorm",
+    "attention.query": "attention.query_key_value",
+    "attention.key": "attention.query_key_value",
+    "attention.value": "attention.query_key_value",
+    "attention.output": "attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.up": "mlp.dense_h_to_4h",
+    "ffn.down": "mlp.dense_4h_to_h",
+}
+_MIXTRAL_NAMES = _MIXTURE_NAMES | {
     ROUTER: "block_sparse_moe.gate",
     **{
         f"{EXPERTS}{ours}": f"block_sparse_moe.experts.{{}}.{theirs}"
         for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     },
 }
-_QWEN2_MOE_NAMES = {ours: theirs.replace("shared_experts", "shared_expert") for ours, theirs in MIXTURE_NAMES.items()}
+_QWEN2_MOE_NAMES = {ours: theirs.replace("shared_experts", "shared_expert") for ours, theirs in _MIXTURE_NAMES.items()}
 _QWEN2_MOE_NAMES["ffn.base.shared"] = "mlp.shared_expert_gate"
 _PHI3_FUSED = {
     "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
     "mlp.gate_up_proj": ("ffn.gate", "ffn.up"),
 }
-_PHI3_NAMES = LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items() for part in parts}
+_PHI3_NAMES = _LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items() for part in parts}
 _WHOLE_HEADS = "its query and key norms take one mean square over all heads, the added ones too"
 _GEMMA = "its servers take the embedding for the output too, and widened the two differ"
 _NO_SHARED_EXPERT = "it has no shared expert that the expansion's FFN could widen"
@@ -214,19 +254,19 @@ _rotary_by_type = partial(typed_layers, rotary_by_type=True)
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", LLAMA_NAMES, alike, _all_biases),
-        Family("mistral", LLAMA_NAMES, _windowed),
-        Family("ministral", LLAMA_NAMES, _ministral_layers, layer_lists=_TYPES),
+        Family("llama", _LLAMA_NAMES, alike, _all_biases),
+        Family("mistral", _LLAMA_NAMES, _windowed),
+        Family("ministral", _LLAMA_NAMES, _ministral_layers, layer_lists=_TYPES),
         Family(
             "qwen2",
-            LLAMA_NAMES,
+            _LLAMA_NAMES,
             typed_layers,
             lambda config: {"query_key_value_bias": True},
             layer_lists=_TYPES,
             derives_head_dim=True,  # vLLM does not read it from a Qwen2 config
         ),
-        Family("qwen3", LLAMA_NAMES, typed_layers, _qwen3, layer_lists=_TYPES),
-        Family("smollm3", LLAMA_NAMES, _smollm3_layers, _all_biases, layer_lists=(*_TYPES, "no_rope_layers")),
+        Family("qwen3", _LLAMA_NAMES, typed_layers, _qwen3, layer_lists=_TYPES),
+        Family("smollm3", _LLAMA_NAMES, _smollm3_layers, _all_biases, layer_lists=(*_TYPES, "no_rope_layers")),
         Family(
             "phi3",
             _PHI3_NAMES,
@@ -234,17 +274,17 @@ FAMILIES = {
             fused=_PHI3_FUSED,
             derives_head_dim=True,
         ),
-        Family("olmo2", POST_NORM_NAMES, alike, _olmo, why_not_stock=_WHOLE_HEADS),
-        Family("olmo3", POST_NORM_NAMES, _rotary_by_type, _olmo, layer_lists=_TYPES, why_not_stock=_WHOLE_HEADS),
+        Family("olmo2", _POST_NORM_NAMES, alike, _olmo, why_not_stock=_WHOLE_HEADS),
+        Family("olmo3", _POST_NORM_NAMES, _rotary_by_type, _olmo, layer_lists=_TYPES, why_not_stock=_WHOLE_HEADS),
         Family(
             "exaone4",
-            POST_NORM_NAMES,
+            _POST_NORM_NAMES,
             _exaone_layers,
             lambda config: {"norm_placement": "after", "query_key_norm": "head"},
             layer_lists=_TYPES,
         ),
-        Family("gemma2", GEMMA_NAMES, typed_layers, _gemma2, layer_lists=_TYPES, why_not_stock=_GEMMA),
-        Family("gemma3_text", GEMMA_NAMES, _rotary_by_type, _gemma3, layer_lists=_TYPES, why_not_stock=_GEMMA),
+        Family("gemma2", _GEMMA_NAMES, typed_layers, _gemma2, layer_lists=_TYPES, why_not_stock=_GEMMA),
+        Family("gemma3_text", _GEMMA_NAMES, _rotary_by_type, _gemma3, layer_lists=_TYPES, why_not_stock=_GEMMA),
         Family(
             "qwen2_moe",
             _QWEN2_MOE_NAMES,
@@ -256,17 +296,17 @@ FAMILIES = {
         ),
         Family(
             "glm4_moe",
-            MIXTURE_NAMES,
+            _MIXTURE_NAMES,
             _partly_rotated,
             _glm4_moe,
             sparse_layers=lambda config: range(config.first_k_dense_replace, config.num_hidden_layers),
             layer_lists=("first_k_dense_replace",),
             shared_experts="n_shared_experts",
         ),
-        Family("solar_open", MIXTURE_NAMES, _partly_rotated, _solar_open, shared_experts="n_shared_experts"),
+        Family("solar_open", _MIXTURE_NAMES, _partly_rotated, _solar_open, shared_experts="n_shared_experts"),
         Family(
             "exaone_moe",
-            MIXTURE_NAMES | {f"{ROUTER}.bias": "mlp.e_score_correction_bias"},
+            _MIXTURE_NAMES | {f"{ROUTER}.bias": "mlp.e_score_correction_bias"},
             _exaone_layers,
             _exaone_moe,
             sparse_layers=lambda config: [at for at, kind in enumerate(config.mlp_layer_types) if kind == "sparse"],
@@ -274,10 +314,10 @@ FAMILIES = {
             shared_experts="num_shared_experts",
         ),
         Family("mixtral", _MIXTRAL_NAMES, _windowed, _mixtral, why_not_stock=_NO_SHARED_EXPERT),
-        Family("olmoe", MIXTURE_NAMES, alike, _olmoe, why_not_stock=_WHOLE_HEADS),
+        Family("olmoe", _MIXTURE_NAMES, alike, _olmoe, why_not_stock=_WHOLE_HEADS),
         Family(
             "qwen3_moe",
-            MIXTURE_NAMES,
+            _MIXTURE_NAMES,
             _windowed,
             _qwen3_moe,
             sparse_layers=_sparse_layers_of_qwen,
@@ -286,7 +326,7 @@ FAMILIES = {
         ),
         Family(
             "gpt_neox",
-            GPT_NEOX_NAMES,
+            _GPT_NEOX_NAMES,
             _partly_rotated,
             _gpt_neox,
             fused={"attention.query_key_value": ("attention.query", "attention.key", "attention.value")},

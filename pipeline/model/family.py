@@ -114,7 +114,14 @@ class Family:
 
     def _part(self, parts: Sequence[str], module: str, spec: DecoderSpec) -> FusedPart:
         groups = spec.widths.num_attention_heads if self.fused_by_head else 1
-        rows_of = map_rows(spec.widths, spec.head_dim)
+        widths, kv_rows = spec.widths, spec.widths.num_key_value_heads * spec.head_dim
+        rows_of = {
+            "attention.query": widths.num_attention_heads * spec.head_dim,
+            "attention.key": kv_rows,
+            "attention.value": kv_rows,
+            "ffn.gate": widths.intermediate_size,
+            "ffn.up": widths.intermediate_size,
+        }
         rows = [rows_of[part] // groups for part in parts]
         index = parts.index(module)
         return FusedPart(index, groups, sum(rows), sum(rows[:index]), rows[index])
@@ -169,71 +176,9 @@ def fuse(parts: Iterable[Tensor], groups: int) -> Tensor:
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-def map_rows(widths: Widths, head_dim: int) -> dict[str, int]:
-    """The rows of each linear map of a layer that does not write to the residual stream."""
-    kv_rows = widths.num_key_value_heads * head_dim
-    return {
-        "attention.query": widths.num_attention_heads * head_dim,
-        "attention.key": kv_rows,
-        "attention.value": kv_rows,
-        "ffn.gate": widths.intermediate_size,
-        "ffn.up": widths.intermediate_size,
-    }
-
-
 ROUTER = "ffn.base.router"
 EXPERTS = "ffn.base.experts."
 """How the names of the modules begin that hold a linear map of every expert of a layer."""
-LLAMA_NAMES = {
-    "embedding": "model.embed_tokens",
-    "final_norm": "model.norm",
-    "output": "lm_head",
-    "layers": "model.layers.{}",
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-}
-"""The names that most architectures since Llama share."""
-MIXTURE_NAMES = LLAMA_NAMES | {
-    ROUTER: "mlp.gate",
-    f"{ROUTER}.bias": "mlp.gate.e_score_correction_bias",
-    **{f"{EXPERTS}{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
-    **{f"ffn.base.shared.{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
-}
-"""Those of most mixtures; a layer without experts has Llama's FFN."""
-_NORM_NAMES = ("attention_norm", "ffn_norm")
-POST_NORM_NAMES = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours not in _NORM_NAMES} | {
-    "attention_post_norm": "post_attention_layernorm",
-    "ffn_post_norm": "post_feedforward_layernorm",
-}
-"""Those of architectures whose norms stand after attention and FFN."""
-GEMMA_NAMES = LLAMA_NAMES | {
-    "attention_post_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "ffn_post_norm": "post_feedforward_layernorm",
-}
-GPT_NEOX_NAMES = {
-    "embedding": "gpt_neox.embed_in",
-    "final_norm": "gpt_neox.final_layer_norm",
-    "output": "embed_out",
-    "layers": "gpt_neox.layers.{}",
-    "attention_norm": "input_layernorm",
-    "attention.query": "attention.query_key_value",
-    "attention.key": "attention.query_key_value",
-    "attention.value": "attention.query_key_value",
-    "attention.output": "attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.up": "mlp.dense_h_to_4h",
-    "ffn.down": "mlp.dense_4h_to_h",
-}
 
 
 def head_dim_of(config: Config) -> int:

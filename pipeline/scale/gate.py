@@ -24,9 +24,8 @@ DECAY = 0.8
 WINDOW_DOUBLINGS = 7
 """The running mean reads the last 2 ** 7 tokens: 0.8 ** 128 is below the resolution of fp32."""
 _SMALLEST_SQUARE = 1e-12
-TENSORS = ("mean", "std", "weight")
 NUMBERS = ("layer", "features", "bias", "threshold", "lower")
-"""All that a gate consists of, by name."""
+"""All that a gate consists of beside its tensors, by name."""
 CLOSED, UNDECIDED, OPEN = range(3)
 """What a gate makes of a token."""
 
@@ -73,7 +72,7 @@ class Gate:
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name."""
-        return {name: getattr(self, name) for name in TENSORS}
+        return {name: getattr(self, name) for name in ("mean", "std", "weight")}
 
     def check_fits(self, plan: ExpansionPlan, hidden_size: int, source: str) -> None:
         """Raises CheckpointError if the gate, read from `source`, is not for a base of that width widened by `plan`."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from pipeline.config.run import RunConfig, VocabularySettings
+from pipeline.config.run import RunConfig
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import RECORD, read_vocabulary
 from pipeline.errors import BaseModelError, DataError
@@ -19,32 +18,32 @@ def with_new_rows(config: RunConfig, base: BaseFolder) -> BaseFolder:
 
     Raises DataError if the extended tokenizer is missing, damaged, or of another base.
     """
-    if config.vocabulary is None:
+    new_rows = _new_rows(config, base.spec)
+    if new_rows is None:
         return base
-    new_rows = _open_new_rows(config.vocabulary, config.base, base.spec)
     return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
 
 
 def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
     """The architecture of a run's base with the new rows of the run, where there may be no base. Raises the same."""
+    return replace(spec, new_rows=len(_new_rows(config, spec) or ()))
+
+
+def _new_rows(config: RunConfig, spec: DecoderSpec) -> NewRows | None:
     if config.vocabulary is None:
-        return spec
-    return replace(spec, new_rows=len(_open_new_rows(config.vocabulary, config.base, spec)))
-
-
-def _open_new_rows(settings: VocabularySettings, base: Path, spec: DecoderSpec) -> NewRows:
-    record = read_vocabulary(settings.folder)
-    again = "make it again with scale-cpt vocabulary"
-    if load_tokenizer(settings.folder).fingerprint != record.tokenizer:
-        raise DataError(f"{settings.folder}: its tokenizer is not the one that {RECORD} describes; {again}")
+        return None
+    folder, again = config.vocabulary.folder, "make it again with scale-cpt vocabulary"
+    record = read_vocabulary(folder)
+    if load_tokenizer(folder).fingerprint != record.tokenizer:
+        raise DataError(f"{folder}: its tokenizer is not the one that {RECORD} describes; {again}")
     if record.base_rows != spec.vocab_size or (
-        base.exists() and load_tokenizer(base).fingerprint != record.base_tokenizer
+        config.base.exists() and load_tokenizer(config.base).fingerprint != record.base_tokenizer
     ):
         raise DataError(
-            f"vocabulary.folder: {settings.folder} extends another tokenizer than that of {base}, or its first new id, "
+            f"vocabulary.folder: {folder} extends another tokenizer than that of {config.base}, or its first new id, "
             f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
         )
-    return NewRows([piece.replaces for piece in record.pieces], settings.initial, record.tokenizer)
+    return NewRows([piece.replaces for piece in record.pieces], config.vocabulary.initial, record.tokenizer)
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:

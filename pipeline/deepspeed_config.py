@@ -95,6 +95,7 @@ class DeepSpeedConfig:
             "gradient_clipping": schedule.gradient_clipping,
             # The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at the first start.
             "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,  # Muon is ours
         }
 
 
@@ -181,6 +182,18 @@ def check_stage(config: RunConfig, zero_stage: int) -> None:
         raise ConfigError(
             f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
             "name another deepspeed file"
+        )
+
+
+def check_optimizer(config: RunConfig, deepspeed_config: DeepSpeedConfig) -> None:
+    """Raises ConfigError where Muon is to put matrices together that DeepSpeed keeps elsewhere."""
+    zero = deepspeed_config.zero
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if config.schedule.optimizer == "muon" and (offloaded or zero.get("mics_shard_size", 0) > 0):
+        setting = "offload_optimizer" if offloaded else "mics_shard_size"
+        raise ConfigError(
+            f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in {config.deepspeed}, "
+            "where matrices cannot be put together on the GPUs; name another deepspeed file, or remove the setting"
         )
 
 

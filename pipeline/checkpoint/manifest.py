@@ -28,7 +28,7 @@ FORMAT: Literal["scale-cpt checkpoint 2"] = "scale-cpt checkpoint 2"
 CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 SAME_MODEL = ("method", "base_precision")
-SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
+SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "optimizer", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
 _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"openings"}, "estimated_tokens": True}
 _PATHS: Any = {
     "folder": True,
@@ -129,6 +129,7 @@ class RunRecord(_Record):
     expansion: dict[str, int] | None
     data: dict[str, Any]
     global_batch_size: int
+    optimizer: str = "adamw"
     seed: int
     tokenizer_fingerprint: str
     vocabulary: str | None = None
@@ -167,6 +168,7 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
         expansion=None if model.plan is None else asdict(model.plan.expansion),
         data=config.data.model_dump(mode="json", exclude=_PATHS),
         global_batch_size=config.schedule.global_batch_size,
+        optimizer=config.schedule.optimizer,
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocabulary=None if config.vocabulary is None else str(config.vocabulary.folder),

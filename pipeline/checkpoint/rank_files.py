@@ -1,8 +1,8 @@
 """The file of each rank in a checkpoint, and a reader of all of them for any parallel layout.
 
-A rank writes what its optimizer holds: of each trained parameter a run of its flattened shard, in fp32, with Adam's two
-moments. All ZeRO stages, data- and tensor-parallel sizes give the same kind of file. It is a safetensors file: nothing
-in it is executed, and only what is needed is read.
+A rank writes what its optimizer holds: of each trained parameter a run of its flattened shard, in fp32, with its
+moments: Adam's two, or Muon's one under the name of Adam's first. All ZeRO stages, data- and tensor-parallel sizes give
+the same kind of file. It is a safetensors file: nothing in it is executed, and only what is needed is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.errors import CheckpointError
 from pipeline.parallel.sharding import full_shape_of, local_shape, merge, partition_of, split
 
 Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
-"""The weights as the optimizer holds them, and Adam's moments."""
+"""The weights as the optimizer holds them, and its moments."""
 Span = tuple[int, int]
 """The first element of a flattened tensor, and the one past the last."""
 _LAYOUT = "layout"
@@ -137,11 +137,11 @@ def read_index(folder: Path) -> Index:
             layout = orjson.loads(header["__metadata__"][_LAYOUT])
             tp_rank, tp_size = int(layout["tp_rank"]), int(layout["tp_size"])
             for name, first in layout["first"].items():
-                kinds = [header[f"{name}/{kind}"] for kind in get_args(Kind)]
+                kinds = [header[f"{name}/{kind}"] for kind in get_args(Kind) if f"{name}/{kind}" in header]
                 [length], [begin, _] = kinds[0]["shape"], kinds[0]["data_offsets"]
                 spans = [[begin + at * 4 * length, begin + (at + 1) * 4 * length] for at in range(len(kinds))]
                 written = [{"dtype": "F32", "shape": [length], "data_offsets": span} for span in spans]
-                if kinds != written or not 0 <= begin <= end - data - 12 * length:
+                if kinds != written or not 0 <= begin <= end - data - 4 * len(kinds) * length:
                     raise ValueError(f"{name} is not as it was written")
                 found[name, tp_rank].extend((first, length, number, data + begin))
     except _MALFORMED as error:

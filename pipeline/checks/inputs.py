@@ -17,7 +17,13 @@ from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import read_vocabulary
-from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, check_stage, load_deepspeed_config
+from pipeline.deepspeed_config import (
+    DeepSpeedConfig,
+    accumulation_steps,
+    check_optimizer,
+    check_stage,
+    load_deepspeed_config,
+)
 from pipeline.errors import ConfigError, DamagedCheckpointError, DataError, UserError
 from pipeline.methods import build_model
 from pipeline.methods.method import TrainingMethod
@@ -97,6 +103,7 @@ class Opened:
         """DeepSpeed's configuration."""
         opened = load_deepspeed_config(self.config.deepspeed, self.layout)
         check_stage(self.config, opened.zero_stage)
+        check_optimizer(self.config, opened)
         return opened
 
     @cached_property

@@ -21,6 +21,8 @@ class Schedule(Section):
     """sequences that a rank processes at a time; times the data-parallel size it divides global_batch_size"""
     learning_rate: PositiveFloat
     """the peak"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices within layers, adamw for everything else, both at learning_rate (docs/methods.md)"""
     decay: Literal["linear", "cosine", "wsd"] = "linear"
     """after the warm-up"""
     warmup_fraction: Fraction = 0.06

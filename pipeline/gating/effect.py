@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -19,6 +19,7 @@ from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder, Inputs, LogitsPath
+from pipeline.model.from_hf import load_base
 from pipeline.model.output import NEVER, HiddenStates, perplexity
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate
 from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
@@ -165,16 +166,46 @@ def heldout_perplexities(
     model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: RunConfig
 ) -> dict[str, float]:
     """The perplexity of `model` on the first held-out samples, as many of each corpus as validation reads."""
-    device = inference_device()
-    decoder = model.loaded(inference_dtype(model.base, device), device)
+    decoder = _loaded(model)
+    return _perplexities(heldout, config, lambda group: _nll_of(decoder, group, config))
 
+
+@torch.no_grad()
+def chosen_perplexities(
+    model: TrainedModel, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
+) -> dict[str, float]:
+    """The same of the base and `model` beside each other: `model` for documents on which `gate` mostly opens."""
+    decoder, base = _loaded(model), Decoder(model.base.spec)
+    load_base(base, model.base)
+    base = base.to(decoder.embedding.base.weight).eval()
+
+    def nll(group: Windows) -> Tensor:
+        inputs, _ = decoder_inputs(group, config, base)
+        levels = gate.levels(base.base_stream(*inputs, layer=gate.layer), group.document_ids.to(inputs[0].device))
+        chosen = group.mostly((levels == OPEN).cpu())
+        return torch.where(chosen, _nll_of(decoder, group, config), _nll_of(base, group, config))
+
+    return _perplexities(heldout, config, nll)
+
+
+def _loaded(model: TrainedModel) -> Decoder:
+    device = inference_device()
+    return model.loaded(inference_dtype(model.base, device), device)
+
+
+def _nll_of(decoder: Decoder, group: Windows, config: RunConfig) -> Tensor:
+    """The nll of each target of `group` [N, S]."""
+    inputs, targets = decoder_inputs(group, config, decoder)
+    return _nll(decoder, decoder.hidden_states(*inputs), targets).view(group.tokens.shape)
+
+
+def _perplexities(
+    heldout: Mapping[str, HeldoutSamples], config: RunConfig, nll_of: Callable[[Windows], Tensor]
+) -> dict[str, float]:
     def of(samples: Iterable[Sample]) -> float:
-        nll, predicted = 0.0, 0
-        for group in as_windows(list(samples), is_new=False).groups():
-            inputs, targets = decoder_inputs(group, config, decoder)
-            nll += float(_nll(decoder, decoder.hidden_states(*inputs), targets).sum())
-            predicted += int((targets != IGNORED).sum())
-        return perplexity(nll / predicted) if predicted else math.inf
+        groups = list(as_windows(list(samples), is_new=False).groups())
+        predicted = sum(int((group.targets != IGNORED).sum()) for group in groups)
+        return perplexity(sum(float(nll_of(group).sum()) for group in groups) / predicted) if predicted else math.inf
 
     return {name: of(islice(samples, config.validation.max_sequences)) for name, samples in heldout.items()}
 

@@ -89,14 +89,17 @@ class Windows:
 
         A base that knows a little of the new language writes in it now and then. That is not text to stay closed on.
         """
+        return replace(self, present=self.present & ~(self.is_own & self.mostly(is_open)))
+
+    def mostly(self, is_open: Tensor) -> Tensor:
+        """The tokens of documents of which most tokens are open: bool [N, S]."""
         rows = torch.arange(len(self)).unsqueeze(1) * self.tokens.shape[1]
         document = (rows + self.document_ids).flatten()
         tokens, opened = (
             torch.zeros(self.tokens.numel()).index_add_(0, document, mask.flatten().float())
             for mask in (self.present, self.present & is_open)
         )
-        of_new_kind = (opened > tokens / 2)[document].view_as(self.tokens)
-        return replace(self, present=self.present & ~(self.is_own & of_new_kind))
+        return (opened > tokens / 2)[document].view_as(self.tokens)
 
 
 class FittingText(NamedTuple):

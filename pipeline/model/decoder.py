@@ -16,6 +16,7 @@ from pipeline.model.output import HiddenStates, Losses, OutputProjection
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate, choose_path, deepest_gate_layer
 from pipeline.scale.layers import Streams, WidenedEmbedding
@@ -34,6 +35,12 @@ Contexts = dict[LayerKind, Context]
 """What the layers of each kind share in a pass."""
 REFERENCE = "reference."
 """How the names of parameters of the frozen copy of the base begin."""
+
+
+def is_layer_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether the parameter of that name is a linear map within a layer, or those of all experts, and no router."""
+    shape = full_shape_of(parameter)
+    return name.startswith("layers.") and ".router." not in name and len(shape) > 1 and min(shape[-2:]) > 1
 
 
 class Decoder(nn.Module):

@@ -194,6 +194,24 @@ def zero_partition_of(parameter: Tensor) -> ZeroPartition | None:
     return partition
 
 
+@dataclass(frozen=True)
+class MasterPiece:
+    """The run of a parameter's flattened shard, from element `first` on, that this rank's optimizer updates.
+
+    `flat` holds the fp32 weights of many parameters in a row, this piece's from `start` on; so does each moment.
+    """
+
+    parameter: nn.Parameter
+    flat: Tensor
+    start: int
+    first: int
+    length: int
+
+    def within(self, flat: Tensor) -> Tensor:
+        """This piece of `flat`, or of a moment of it."""
+        return flat.detach().narrow(0, self.start, self.length)
+
+
 def held_values(parameter: Tensor) -> Tensor:
     """What this rank holds of `parameter`: the shard, or a flat part of it once ZeRO-3 has partitioned it."""
     partition = zero_partition_of(parameter)

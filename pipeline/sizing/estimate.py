@@ -31,7 +31,7 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
 from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
-from pipeline.sizing.traffic import GATHER, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
+from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 from pipeline.sizing.zero import ZeroSettings, zero_settings
 
 _logger = log.get_logger(__name__)
@@ -100,7 +100,8 @@ class Estimator:
         """The parameter counts of the run's model."""
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
-            return count_parameters(model, Decoder(replace(self.spec, new_rows=0)))
+            base = Decoder(replace(self.spec, new_rows=0))
+            return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
@@ -168,14 +169,14 @@ class Estimator:
 def _step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:
     """The time of a step, in seconds.
 
-    Tensor-parallel messages block the computation. Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set;
-    ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after the update.
+    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with it where
+    `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after the update.
     """
 
     def seconds(*purposes: str) -> float:
         return sum(message.seconds(cluster) for message in traffic if message.purpose in purposes)
 
-    blocking = compute_s + seconds(TENSOR_PARALLEL)
+    blocking = compute_s + seconds(TENSOR_PARALLEL, MUON)
     if not zero.overlaps or zero.stage == 1:
         return blocking + seconds(GATHER, REDUCE)
     if zero.stage == 2:

@@ -13,8 +13,9 @@ import torch
 
 from pipeline.config.run import RunConfig
 from pipeline.errors import PreflightError
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.parallel.experts import ExpertLinear
+from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts
 from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_size
 
@@ -23,13 +24,15 @@ from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_siz
 class Parameters:
     """Parameter counts of the unsharded model, tied parameters counted once: of the base, of the expansion, trained.
 
-    `active`: those of the base that compute a token, without the experts of a mixture that it does not take.
+    `active`: those of the base that compute a token, without the experts of a mixture that it does not take. `by_muon`:
+    the trained ones that Muon updates.
     """
 
     base: int
     expansion: int
     trained: int
     active: int
+    by_muon: int = 0
 
     @property
     def total(self) -> int:
@@ -42,18 +45,21 @@ class Parameters:
         return f"base {self.base:,}{active}, expansion {self.expansion:,}, trained {self.trained:,} ({share:.1%})"
 
 
-def count_parameters(model: Decoder, base: Decoder) -> Parameters:
+def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) -> Parameters:
     """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
     pretrained = sum(parameter.numel() for parameter in base.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
     mixture = base.spec.mixture
     experts = [module.weight.numel() for module in base.modules() if isinstance(module, ExpertLinear)]
     idle = 0 if mixture is None else sum(experts) * (mixture.experts - mixture.top_k) // mixture.experts
+    matrices = [weight.numel() for name, weight in named_trained_parameters(model) if is_layer_matrix(name, weight)]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Parameters(pretrained, total - pretrained, trained, pretrained - idle)
+    return Parameters(pretrained, total - pretrained, trained, pretrained - idle, sum(matrices) if with_muon else 0)
 
 
 _MASTER_AND_MOMENTS = 12  # bytes of an element's fp32 master weight and two Adam moments
+_MOMENT = 4  # of these a moment's; Muon has one
+_PUT_TOGETHER = 16  # of an element of a matrix that is orthogonalised: shards, whole, and the iteration's in bf16
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Memory:
     Attributes:
         weights: parameters, or this rank's partition of them, in the dtype of the matrix products.
         gradients: of the trained parameters, accumulated over micro-batches.
-        optimizer: fp32 master weights and the two Adam moments of the trained parameters.
+        optimizer: fp32 master weights and the moments of the trained parameters.
         activations: what autograd keeps of a micro-batch until the loss.
         loss: a chunk of logits, and the gradients that the loss computes in the forward pass.
         gathered: the parameters that ZeRO-3 holds gathered.
@@ -93,10 +99,11 @@ def estimate_memory(
     parameters on the host and join them there.
     """
     trained = sum(costs.trained_sizes)
-    partition = partition_size(trained, dp_size)
+    partition, by_muon = partition_size(trained, dp_size), partition_size(sum(costs.muon_sizes), dp_size)
     weights = costs.parameter_bytes
     if zero.stage == 3:  # partitions each parameter; small ones are there whole as well
         partition = sum(partition_size(size, dp_size) for size in costs.trained_sizes)
+        by_muon = sum(partition_size(size, dp_size) for size in costs.muon_sizes)
         small = sum(size for size in costs.parameter_sizes if size <= zero.param_persistence_threshold)
         weights = (sum(partition_size(size, dp_size) for size in costs.parameter_sizes) + small) * zero.dtype.itemsize
     gradients = (trained if zero.stage == 1 else partition) * zero.accumulation_dtype.itemsize
@@ -105,7 +112,8 @@ def estimate_memory(
     if zero.stage == 1 and zero.dtype != zero.accumulation_dtype:  # DeepSpeed's BF16_Optimizer: both kinds are whole
         gradients += trained * zero.dtype.itemsize
         update = trained * zero.communication_dtype.itemsize
-    optimizer = partition * _MASTER_AND_MOMENTS
+    update += by_muon * _MOMENT + costs.largest_matrix * _PUT_TOGETHER
+    optimizer = partition * _MASTER_AND_MOMENTS - by_muon * _MOMENT
     on_host = optimizer if asynchronous else 0
     if zero.host_optimizer:
         on_host += optimizer + gradients
@@ -133,7 +141,7 @@ def checkpoint_bytes(parameters: Parameters) -> int:
 
     The base is not in it. The rest (random states, padding, names) is below a few percent in large runs.
     """
-    return parameters.trained * _MASTER_AND_MOMENTS
+    return parameters.trained * _MASTER_AND_MOMENTS - parameters.by_muon * _MOMENT
 
 
 def most_checkpoints(config: RunConfig) -> int:

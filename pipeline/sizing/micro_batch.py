@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
 from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.sharding import default_dtype, full_shape_of, named_trained_parameters, partition_of
 from pipeline.parallel.topology import TensorParallel
 
 
@@ -42,6 +42,9 @@ class MicroBatchCosts:
         temporary_bytes: the most that the backward pass holds in addition to both.
         payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input and output.
         parameter_sizes, trained_sizes: the elements of this rank's shard of each parameter.
+        muon_sizes: the same of those that Muon updates.
+        muon_split: how many of these are of matrices that tensor parallelism splits.
+        largest_matrix: the elements of the largest whole matrix of Muon.
         returning_sizes: the same of the parameters that the backward pass reads.
         recomputed_sizes: the same of the frozen parameters of layers that the backward pass runs again.
         parameter_bytes: of all shards together.
@@ -53,6 +56,9 @@ class MicroBatchCosts:
     payload_bytes: Counter[tuple[int, str]]
     parameter_sizes: tuple[int, ...]
     trained_sizes: tuple[int, ...]
+    muon_sizes: tuple[int, ...]
+    muon_split: int
+    largest_matrix: int
     returning_sizes: tuple[int, ...]
     recomputed_sizes: tuple[int, ...]
     parameter_bytes: int
@@ -77,6 +83,8 @@ def measure_micro_batch(
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing)
     parameters = list(model.parameters())
+    trained = named_trained_parameters(model) if config.schedule.optimizer == "muon" else ()
+    by_muon = [weight for name, weight in trained if is_layer_matrix(name, weight)]
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -97,6 +105,9 @@ def measure_micro_batch(
         payload_bytes=sent,
         parameter_sizes=tuple(parameter.numel() for parameter in parameters),
         trained_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        muon_sizes=tuple(weight.numel() for weight in by_muon),
+        muon_split=sum(weight.numel() for weight in by_muon if tp_size > 1 and partition_of(weight).dim is not None),
+        largest_matrix=max((math.prod(full_shape_of(weight)) for weight in by_muon), default=0),
         returning_sizes=tuple(parameter.numel() for parameter in parameters if parameter in returning),
         recomputed_sizes=tuple(parameter.numel() for parameter in parameters if parameter in recomputed),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),

@@ -14,6 +14,7 @@ from pipeline.sizing.micro_batch import MicroBatchCosts
 from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_size
 
 GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
+MUON = "whole matrices for Muon"
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Traffic:
     """One purpose's messages in a step.
 
     Attributes:
-        purpose: `GATHER`, `REDUCE` or `TENSOR_PARALLEL`.
+        purpose: `GATHER`, `REDUCE`, `TENSOR_PARALLEL` or `MUON`.
         collective: `all-gather`, `reduce-scatter` or `all-reduce`.
         payload_bytes: the total length of the messages, as passed to the collectives.
         group_size, on_node: over how many ranks, and how many of them share a node.
@@ -66,6 +67,11 @@ def estimate_traffic(
         on_node = max(1, min(dp_size, cluster.gpus_per_node // layout.tp_size))
         traffic.append(Traffic(GATHER, "all-gather", updated * zero.dtype.itemsize, dp_size, on_node))
         traffic.append(Traffic(REDUCE, reduction, reduced, dp_size, on_node))
+        if costs.muon_sizes:
+            traffic.append(Traffic(MUON, "all-reduce", 4 * sum(costs.muon_sizes), dp_size, on_node))
+    if costs.muon_split:
+        on_node = min(layout.tp_size, cluster.gpus_per_node)
+        traffic.append(Traffic(MUON, "all-gather", 4 * costs.muon_split * layout.tp_size, layout.tp_size, on_node))
     for (size, collective), payload in sorted(costs.payload_bytes.items()):
         on_node = min(size, cluster.gpus_per_node)
         traffic.append(Traffic(TENSOR_PARALLEL, collective, payload * micro_batches, size, on_node))

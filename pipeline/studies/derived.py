@@ -12,17 +12,20 @@ from torch import Tensor
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.data.samples import load_heldout
+from pipeline.data.samples import HeldoutSamples, load_heldout
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.gating.effect import heldout_perplexities
+from pipeline.gating.effect import chosen_perplexities, heldout_perplexities
 from pipeline.methods import training_method
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.new_rows import is_new_row
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.gate_folder import GATE_FOLDER, open_record
+from pipeline.scale.gate_folder import GATE_FOLDER, open_gate, open_record
 from pipeline.sizing.flops import count_flops
+
+BY_DOCUMENT = ", by document"
+"""What is added to the label of two models beside each other."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,16 @@ def averaged_perplexities(config: RunConfig, shares: Sequence[float]) -> list[di
     """
     trained = open_trained(newest_checkpoint(config), config.base)
     own = {field.name: getattr(trained, field.name) for field in fields(trained)}
-    heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
+    heldout = _heldout(config)
     return [heldout_perplexities(AveragedModel(**own, share=share), heldout, config) for share in shares]
 
 
-def derived_perplexities(config: RunConfig, averages: Sequence[float]) -> Iterator[tuple[str, Mapping[str, float]]]:
+def derived_perplexities(
+    config: RunConfig, averages: Sequence[float], gated: RunConfig | None
+) -> Iterator[tuple[str, Mapping[str, float]]]:
     """For tables, what is added to a run's label, and the held-out perplexities by corpus.
+
+    `gated`: a run whose gate chooses, for each document, the base or the model of `config`.
 
     Raises:
         CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
@@ -65,6 +72,13 @@ def derived_perplexities(config: RunConfig, averages: Sequence[float]) -> Iterat
     if averages:
         for share, perplexities in zip(averages, averaged_perplexities(config, averages), strict=True):
             yield f", averaged: {share:g}", perplexities
+    if gated is not None:
+        trained, gate = open_trained(newest_checkpoint(config), config.base), open_gate(gated.folder / GATE_FOLDER)[0]
+        yield BY_DOCUMENT, chosen_perplexities(trained, gate, _heldout(config), config)
+
+
+def _heldout(config: RunConfig) -> dict[str, HeldoutSamples]:
+    return load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
 
 
 def inference_cost(config: RunConfig) -> float:

@@ -10,12 +10,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.table import cell, over_seeds, readable, table
 from pipeline.files import first_fault, read_bytes, read_object, write_json
 from pipeline.run_folder.metrics import METRICS, Figures, History, ValidationRecord, geometric_mean, mean, read_history
 from pipeline.run_folder.status import TRAINING, is_trained
-from pipeline.studies.derived import derived_perplexities, inference_cost
+from pipeline.studies.derived import BY_DOCUMENT, derived_perplexities, inference_cost
 from pipeline.studies.runs import StudyRuns
 
 SUMMARY = "summary.json"
@@ -97,7 +98,8 @@ def summarise(runs: StudyRuns) -> str:
         )
         rows.append(row)
         if row.chosen:
-            for suffix, perplexities in derived_perplexities(config, compared.averages):
+            gated = _run_with_gate(runs, compared.chosen_by, config.seed)
+            for suffix, perplexities in derived_perplexities(config, compared.averages, gated):
                 changes: dict[str, Any] = {
                     "label": f"{row.label}{suffix}",
                     "inference_cost": 1.0 if compared.averages else row.inference_cost,
@@ -105,9 +107,19 @@ def summarise(runs: StudyRuns) -> str:
                     "during": [],
                     "after": _scored(row.before, perplexities),
                 }
+                if suffix == BY_DOCUMENT and compared.method.name in ("fft", "freeze"):
+                    # What it trained of the base is needed as it was, too.
+                    changes["total_parameters"] = (row.total_parameters or 0) + (row.trainable_parameters or 0)
                 rows.append(row.model_copy(update=changes))
     write_json(runs.study.folder / SUMMARY, [row.model_dump() for row in rows])
     return "\n\n".join(filter(None, [rates_table(rows), methods_table(rows)]))
+
+
+def _run_with_gate(runs: StudyRuns, method: str | None, seed: int) -> RunConfig | None:
+    """The configuration of that method's run, at its chosen rate."""
+    if method is None or (rate := runs.chosen_rate(method)) is None:
+        return None
+    return runs.compared(method, rate, seed).config
 
 
 def recorded(folder: Path, history: History) -> dict[str, Any]:

@@ -99,6 +99,10 @@ class Compared(Section):
     """full fine-tuning's weights are also averaged with the base's, with these shares of the trained ones: more rows of
     the frontier"""
 
+    chosen_by: Name | None = None
+    """a method with a gate, which then also chooses, for each held-out document, the base or this method's model: one
+    more row"""
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Compared:
         if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
@@ -139,10 +143,16 @@ class Study(Section):
             raise ValueError(f"stages.{min(taken)}: the study uses a folder of that name itself; choose another name")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError("seeds: each once")
+        for name, compared in self.methods.items():
+            if compared.chosen_by is not None and not self._has_gate(compared.chosen_by):
+                raise ValueError(f"methods.{name}.chosen_by: {compared.chosen_by} is no method here with a gate")
         labels = [compared.label for compared in self.methods.values()]
         if repeated := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"methods: expected a different label for each, found {repeated[0]!r} twice")
         return self
+
+    def _has_gate(self, method: str) -> bool:
+        return method in self.methods and bool((self.settings | self.methods[method].settings).get("gate"))
 
 
 def load_study(path: Path, data: Path) -> Study:

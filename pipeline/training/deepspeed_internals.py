@@ -8,9 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any
 
 import deepspeed
 import torch
@@ -20,8 +19,10 @@ from torch import Tensor, nn
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.parallel.sharding import ZeroPartition, named_trained_parameters, zero_partition_of
+from pipeline.model.decoder import is_layer_matrix
+from pipeline.parallel.sharding import MasterPiece, ZeroPartition, named_trained_parameters, zero_partition_of
 from pipeline.parallel.topology import ProcessGroups, TensorParallel
+from pipeline.training.muon import Muon, moments_of
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -81,19 +82,18 @@ def attach_zero_partitions(model: nn.Module) -> None:
 @torch.no_grad()
 def optimizer_state(engine: Any, model: nn.Module) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:  # noqa: ANN401
     """What this rank's optimizer holds: `first`, `values` (views) and `adam_step` of a `RankState`; no collective."""
-    # Adam's slots are its moments: `fp32` is none, but the tensor that they belong to.
     first, values, adam_step = {}, {}, torch.tensor(0.0)
     for name, piece in _master_pieces(model, engine.optimizer):
-        slots = _slots(engine, piece)
+        slots, moments = _slots(engine, name, piece)
         first[name], adam_step = piece.first, slots["step"].clone()
-        for kind in get_args(Kind):
-            values[f"{name}/{kind}"] = piece.within(slots.get(kind, piece.flat))
+        values[f"{name}/fp32"] = piece.within(piece.flat)
+        values |= {f"{name}/{moment}": piece.within(slots[moment]) for moment in moments}
     return first, values, adam_step
 
 
 @torch.no_grad()
 def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorParallel) -> None:  # noqa: ANN401
-    """Sets the fp32 weights, both moments and the step count of the engine's optimizer, without any collective.
+    """Sets the fp32 weights, the moments and the step count of the engine's optimizer, without any collective.
 
     The weights that the model computes with follow in `publish`.
 
@@ -101,21 +101,23 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
         CheckpointError: the checkpoint lacks a parameter or is damaged.
     """
     for name, piece in _master_pieces(model, engine.optimizer):
-        slots = _slots(engine, piece)
+        slots, moments = _slots(engine, name, piece)
         slots["step"] = reader.adam_step.clone().to(piece.flat.device)
-        for kind in get_args(Kind):
-            span = (piece.first, piece.first + piece.length)
-            values = reader.read_span(name, kind, tp.rank, tp.size, span)
-            piece.within(slots.get(kind, piece.flat)).copy_(values)
+        span = (piece.first, piece.first + piece.length)
+        piece.within(piece.flat).copy_(reader.read_span(name, "fp32", tp.rank, tp.size, span))
+        for moment in moments:
+            piece.within(slots[moment]).copy_(reader.read_span(name, moment, tp.rank, tp.size, span))
 
 
-def _slots(engine: Any, piece: _MasterPiece) -> dict[str, Tensor]:  # noqa: ANN401
-    """The count and the moments that belong to `piece.flat`; as Adam itself makes them, if it has made no step yet."""
-    slots: dict[str, Tensor] = engine.optimizer.optimizer.state[piece.flat]
+def _slots(engine: Any, name: str, piece: MasterPiece) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:  # noqa: ANN401
+    """What the optimizer holds for `piece.flat`, as it makes it itself if it has made no step yet, and its moments."""
+    optimizer = engine.optimizer.optimizer
+    slots: dict[str, Tensor] = optimizer.state[piece.flat]
+    moments = moments_of(optimizer, name, piece.parameter)
     if not slots:
         slots["step"] = torch.zeros((), device=piece.flat.device)
-        slots |= {moment: torch.zeros_like(piece.flat, requires_grad=False) for moment in ("exp_avg", "exp_avg_sq")}
-    return slots
+        slots |= {moment: torch.zeros_like(piece.flat, requires_grad=False) for moment in moments}
+    return slots, moments
 
 
 @torch.no_grad()
@@ -135,25 +137,7 @@ def publish(engine: Any, model: nn.Module, step: int) -> None:  # noqa: ANN401
     optimizer.checkpoint_event_epilogue()
 
 
-@dataclass(frozen=True)
-class _MasterPiece:
-    """The run of a parameter's flattened shard, from element `first` on, that this rank's optimizer updates.
-
-    `flat` holds the fp32 weights of many parameters in a row, this piece's from `start` on; so does each moment.
-    """
-
-    parameter: nn.Parameter
-    flat: Tensor
-    start: int
-    first: int
-    length: int
-
-    def within(self, flat: Tensor) -> Tensor:
-        """This piece of `flat`, or of a moment of it."""
-        return flat.detach().narrow(0, self.start, self.length)
-
-
-def _master_pieces(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, _MasterPiece]]:  # noqa: ANN401
+def _master_pieces(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, MasterPiece]]:  # noqa: ANN401
     """What this rank's optimizer holds of each trained parameter, by name."""
     for name, parameter in named_trained_parameters(model):
         piece = _piece_of_zero3(parameter, optimizer) if _is_zero3(optimizer) else _piece(parameter, optimizer)
@@ -161,31 +145,44 @@ def _master_pieces(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, _Mas
             yield name, piece
 
 
+def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:  # noqa: ANN401
+    """Tells Muon, if that is the optimizer, what this rank holds of its matrices; every rank in one order."""
+    optimizer, muon = engine.optimizer, engine.optimizer.optimizer
+    if not isinstance(muon, Muon):
+        return
+    matrices = [weight for name, weight in named_trained_parameters(model) if is_layer_matrix(name, weight)]
+    if _is_zero3(optimizer):
+        muon.attach([_piece_of_zero3(weight, optimizer) for weight in matrices], groups)
+        return
+    (flat,) = muon.param_groups[0]["params"]  # Muon's group comes first
+    muon.attach([_piece(weight, optimizer) or MasterPiece(weight, flat, 0, 0, 0) for weight in matrices], groups)
+
+
 def _is_zero3(optimizer: Any) -> bool:  # noqa: ANN401
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def _piece_of_zero3(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece:  # noqa: ANN401
+def _piece_of_zero3(parameter: nn.Parameter, optimizer: Any) -> MasterPiece:  # noqa: ANN401
     """ZeRO-3 cuts every parameter into equal pieces, the last of which are padded."""
     group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     flat = optimizer.fp32_partitioned_groups_flat[group]
     partition = zero_partition_of(parameter)
     assert partition is not None
-    return _MasterPiece(parameter, flat, start, partition.first, partition.length)
+    return MasterPiece(parameter, flat, start, partition.first, partition.length)
 
 
-def _piece(parameter: nn.Parameter, optimizer: Any) -> _MasterPiece | None:  # noqa: ANN401
+def _piece(parameter: nn.Parameter, optimizer: Any) -> MasterPiece | None:  # noqa: ANN401
     """ZeRO-1 and 2 concatenate the parameters of a group and cut the result: a rank may hold none of a parameter."""
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None
     (flat,) = optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
     in_flat, in_shard = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return _MasterPiece(parameter, flat, in_flat.start, in_shard.start, in_flat.numel)
+    return MasterPiece(parameter, flat, in_flat.start, in_shard.start, in_flat.numel)
 
 
 def held_optimizer_elements(engine: Any) -> int:  # noqa: ANN401
-    """How many elements the state tensors of this rank's optimizer (the two Adam moments) hold."""
+    """How many elements the state tensors of this rank's optimizer (the moments) hold."""
     return sum(
         value.numel()
         for slots in engine.optimizer.optimizer.state.values()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
 from pipeline.config.run import RunConfig
-from pipeline.config.schedule import Schedule
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError
 from pipeline.model.base_folder import BaseFolder
@@ -31,6 +30,7 @@ from pipeline.parallel.sharding import (
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
 from pipeline.training.batches import MicroBatch
+from pipeline.training.muon import make_optimizer
 
 
 def build_model(
@@ -86,7 +86,7 @@ class Engine:
         try:
             self._engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=adamw(model, config.schedule),
+                optimizer=make_optimizer(model, config.schedule),
                 config=deepspeed_config.merged(config.schedule, groups.layout),
                 mpu=groups,
                 dist_init_required=False,
@@ -96,6 +96,7 @@ class Engine:
             raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {faults}") from None
         self.model: Decoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
+        deepspeed_internals.attach_muon(self._engine, self.model, groups)
 
     def loss(self, batch: MicroBatch) -> Losses:
         """The losses of the targets of a micro-batch."""
@@ -168,7 +169,7 @@ class Engine:
             self.model.train()
 
     def optimizer_state_elements(self) -> int:
-        """How many elements the optimizer holds in its state tensors (the two Adam moments), over all ranks."""
+        """How many elements the optimizer holds in its state tensors (the moments), over all ranks."""
         held = deepspeed_internals.held_optimizer_elements(self._engine)
         return int(summed(torch.tensor(held, device=self._engine.device)))
 
@@ -212,18 +213,3 @@ class Engine:
     def publish_restored(self, step: int) -> None:
         """Copies what `restore` loaded into the model, the state after `step` steps; every rank must call it."""
         deepspeed_internals.publish(self._engine, self.model, step)
-
-
-def adamw(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
-    """AdamW over the trained parameters alone; vectors (gains, biases) do not decay."""
-    trained = [parameter for _, parameter in named_trained_parameters(model)]
-    # By the full shapes: ZeRO-3's partitions are flat.
-    matrices = [parameter for parameter in trained if len(full_shape_of(parameter)) > 1]
-    vectors = [parameter for parameter in trained if len(full_shape_of(parameter)) <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": schedule.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=schedule.learning_rate, betas=schedule.betas, fused=True
-    )

@@ -21,9 +21,11 @@ from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import open_trained
+from pipeline.data.samples import load_heldout
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
+from pipeline.gating.effect import chosen_perplexities, heldout_perplexities
 from pipeline.gating.fit_run import BaseStream, fit_gate, fit_on, warn_of_cost
 from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate_folder import open_gate
@@ -104,6 +106,22 @@ def test_a_fit_is_repeatable_and_only_a_damaged_gate_is_fitted_again(fitted):
     assert now and record == records["adapt"]
     assert (folder / "gate.safetensors").read_bytes() == tensors
     assert sorted(path.name for path in folder.parent.glob("*gate*")) == ["gate"]
+
+
+def test_of_two_models_each_document_takes_one(fitted):
+    runs, records = fitted
+    config, record = load_config(runs["adapt"]), records["adapt"]
+    trained = open_trained(newest_checkpoint(config), config.base)
+    gate, _ = open_gate(config.folder / "gate")
+    heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
+    found = {
+        name: chosen_perplexities(trained, replace(gate, threshold=threshold), heldout, config)
+        for name, threshold in {"base": math.inf, "trained": -math.inf, "chosen": gate.threshold}.items()
+    }
+    assert found["trained"] == heldout_perplexities(trained, heldout, config)
+    assert found["base"] == pytest.approx({name: own.base_perplexity for name, own in record.heldout.items()}, rel=1e-6)
+    assert found["chosen"]["korean"] == pytest.approx(found["trained"]["korean"], rel=0.1)
+    assert found["chosen"]["english"] == pytest.approx(found["base"]["english"], rel=0.02)
 
 
 def with_new_text_among_the_old(windows, *, is_own: bool, share: int = 5):

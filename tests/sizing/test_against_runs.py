@@ -29,6 +29,8 @@ CASES = [
     ("zero3 tight", "lora", Layout(2), {}),
     ("zero3 tight", "adapt", Layout(2), {"activation_checkpointing": "all"}),
     ("zero3 fp32", "route", Layout(4, 2), {}),
+    ("zero1", "adapt", Layout(4, 2), {"schedule__optimizer": "muon"}),
+    ("zero3 tight", "fft", Layout(2), {"schedule__optimizer": "muon"}),
 ]
 CLOSE = 0.05
 CLOSE_GATHERS = 0.15  # ZeRO-3's gathers: a formula instead of DeepSpeed's prefetcher
@@ -70,7 +72,8 @@ def test_optimizer_states_exist_for_trained_parameters_only(case):
     _, estimator, ranks = case
     if estimator.config.parallel.tp_size == 1:
         held = sum(rank["held"]["adam_elements"] for rank in ranks)
-        assert held == pytest.approx(2 * estimator.parameters.trained, rel=0.01)
+        moments = 2 * estimator.parameters.trained - estimator.parameters.by_muon
+        assert held == pytest.approx(moments, rel=0.01)
 
 
 def test_what_a_step_sends(case):

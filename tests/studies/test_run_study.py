@@ -42,6 +42,7 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     values["methods"]["adapt"]["settings"] = {"gate": {"tokens": 400, "max_open_fraction": 0.05}}
     values["methods"]["lora"]["learning_rates"] = [2e-3, BEYOND]
     full = {"label": "Full", "method": {"name": "fft"}, "learning_rates": [1e-2], "averages": [0.5]}
+    full["chosen_by"] = "adapt"
     values["methods"]["fft"] = full
     path = write_study(folder, {**values, "seeds": [1]})
     interrupted = start(sys.executable, "-m", "pipeline", "study", str(path), "--jobs", "2")
@@ -70,8 +71,9 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
         ("LoRA", "lora", BEYOND, False),
         ("Full", "fft", 1e-2, True),
         ("Full, averaged: 0.5", "fft", 1e-2, True),
+        ("Full, by document", "fft", 1e-2, True),
     ]
-    route, gated, lora, diverged, full, average = rows
+    route, gated, lora, diverged, full, average, chosen = rows
     for row in (route, lora):
         lines = metrics(study / row["folder"])
         training = json.loads((study / row["folder"] / "training.json").read_text())
@@ -91,6 +93,8 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
     assert gated["after"]["english"]["perplexity"] == record["english"]["gated_perplexity"]
     before, *ends = (own["korean"]["perplexity"] for own in (full["before"], full["after"], average["after"]))
     assert ends[0] != ends[1] and max(ends) < before and full["inference_cost"] == average["inference_cost"] == 1.0
+    assert chosen["total_parameters"] == 2 * full["total_parameters"]
+    assert chosen["after"]["korean"]["perplexity"] <= before
     assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > 1.0
     assert (diverged["after"], (study / diverged["folder"] / "divergence.json").exists()) == ({}, True)
 
@@ -105,6 +109,7 @@ def test_the_tables_mark_the_rate_that_diverged_and_the_report_has_the_gated_mod
         "LoRA",
         "Full",
         "Full, averaged: 0.5",
+        "Full, by document",
     ]
     assert "SCALE-Adapt + gate: " in page(read_runs([study]), "Study")
 

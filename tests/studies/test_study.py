@@ -96,6 +96,7 @@ def test_the_folder_of_texts_is_substituted(opened, tmp_path):
         ({"methods": {"lora": {"learning_rates": []}}}, "methods.lora.learning_rates: "),
         ({"methods": {"lora": {"learning_rates": [1.0, 1.0]}}}, "learning_rates: each once"),
         ({"methods": {"lora": {"label": "SCALE-Adapt"}}}, "a different label for each, found 'SCALE-Adapt' twice"),
+        ({"methods": {"lora": {"chosen_by": "adapt"}}}, "methods.lora.chosen_by: adapt is no method here with a gate"),
         ({"settings": {"sead": 1}}, "settings, for adapt: .*sead: unknown key"),
         ({"settings": {"data": {"folder": "${home}"}}}, "no other place than"),
         ({"settings": {"folder": "runs/x"}}, "settings: folder: the study sets it"),

@@ -1,0 +1,139 @@
+"""Muon for the trained matrices of the layers, AdamW for everything else, as one optimizer that ZeRO can partition.
+
+Muon (Jordan et al. 2024) moves a matrix by its orthogonalised momentum. ZeRO hands an optimizer flat runs of elements,
+and tensor parallelism splits matrices; no part can be orthogonalised alone. The momentum is a matter of each element,
+so a rank keeps that of what it holds. For the update the ranks put every matrix together, and each that holds a part of
+it orthogonalises the whole: the result is the same in every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.checkpoint.rank_files import Kind
+from pipeline.config.schedule import Schedule
+from pipeline.model.decoder import is_layer_matrix
+from pipeline.parallel.sharding import (
+    MasterPiece,
+    full_shape_of,
+    local_shape,
+    merge,
+    named_trained_parameters,
+    partition_of,
+    split,
+)
+from pipeline.parallel.topology import ProcessGroups
+
+_MOMENTUM = 0.95
+_ITERATIONS = 5
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+_SMALLEST_NORM = 1e-7
+_RMS = 0.2
+"""The root mean square of an update over the learning rate, about that of AdamW's: one rate serves both (Liu et al.
+2025, "Muon is scalable for LLM training")."""
+
+
+def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+    """The optimizer of the trained parameters alone; vectors (gains, biases) do not decay."""
+    trained = dict(named_trained_parameters(model))
+    by_muon = [name for name in trained if schedule.optimizer == "muon" and is_layer_matrix(name, trained[name])]
+    # By the full shapes: ZeRO-3's partitions are flat.
+    vectors = [name for name in trained if len(full_shape_of(trained[name])) <= 1]
+    others = [name for name in trained if name not in {*by_muon, *vectors}]
+    groups: list[dict[str, Any]] = [
+        {"params": by_muon, "weight_decay": schedule.weight_decay, "muon": True},
+        {"params": others, "weight_decay": schedule.weight_decay, "muon": False},
+        {"params": vectors, "weight_decay": 0.0, "muon": False},
+    ]
+    return (Muon if by_muon else torch.optim.AdamW)(
+        [{**group, "params": [trained[name] for name in group["params"]]} for group in groups if group["params"]],
+        lr=schedule.learning_rate,
+        betas=schedule.betas,
+        fused=True,
+    )
+
+
+def moments_of(optimizer: torch.optim.Optimizer, name: str, parameter: nn.Parameter) -> tuple[Kind, ...]:
+    """What the optimizer holds of a parameter beside it. Muon's momentum is called as AdamW's first moment."""
+    by_muon = isinstance(optimizer, Muon) and is_layer_matrix(name, parameter)
+    return ("exp_avg",) if by_muon else ("exp_avg", "exp_avg_sq")
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but for the groups marked `muon`. Every rank must call `step`, after `attach`."""
+
+    def attach(self, pieces: Iterable[MasterPiece], groups: ProcessGroups) -> None:
+        """Tells what this rank holds of each of Muon's matrices, perhaps nothing, in the same order on every rank."""
+        self._pieces, self._ranks = list(pieces), groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """Updates the parameters of the groups as they are now: ZeRO sets them one after the other."""
+        groups = self.param_groups
+        for group in groups:
+            for flat in group["params"] if group["muon"] else ():
+                self._update(flat, group)
+        try:
+            self.param_groups = [group for group in groups if not group["muon"]]
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def _update(self, flat: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[flat]
+        if not state:
+            state |= {"step": torch.zeros((), device=flat.device), "exp_avg": torch.zeros_like(flat)}
+        state["step"] += 1
+        momentum = state["exp_avg"].lerp_(flat.grad, 1 - _MOMENTUM)
+        update = flat.grad.lerp(momentum, _MOMENTUM)  # Nesterov's
+        flat.mul_(1 - group["lr"] * group["weight_decay"])
+        for piece in self._pieces:
+            if piece.flat is flat:
+                self._update_matrix(piece, update, group["lr"])
+
+    def _update_matrix(self, piece: MasterPiece, update: Tensor, learning_rate: float) -> None:
+        whole = self._put_together(piece, update)
+        if not piece.length:
+            return
+        rate = learning_rate * _RMS * math.sqrt(max(whole.shape[-2:]))
+        tp = self._ranks.tensor_parallel
+        own = split(orthogonalised(whole), partition_of(piece.parameter), tp.rank, tp.size).flatten()
+        piece.within(piece.flat).add_(own[piece.first : piece.first + piece.length], alpha=-rate)
+
+    def _put_together(self, piece: MasterPiece, update: Tensor) -> Tensor:
+        """The whole matrix of which the ranks hold parts in `update`; all ranks must call it."""
+        shape, partition = full_shape_of(piece.parameter), partition_of(piece.parameter)
+        tp = self._ranks.tensor_parallel
+        local = local_shape(shape, partition, tp.size)
+        shard = update.new_zeros(math.prod(local))
+        shard[piece.first : piece.first + piece.length] = piece.within(update)
+        if self._ranks.layout.dp_size > 1:  # exact: the others add zeros
+            dist.all_reduce(shard, group=self._ranks.get_data_parallel_group())
+        if tp.size == 1 or partition.dim is None:
+            return shard.view(local)
+        shards = shard.new_empty(tp.size, *local)
+        dist.all_gather_into_tensor(shards.flatten(), shard, group=tp.group)
+        return merge(shards.unbind(), partition, shape[partition.dim])
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """U Vᵀ, about, of the singular value decomposition U S Vᵀ of each of `matrices` [..., out, in]; zeros of zeros.
+
+    By Newton and Schulz's iteration in bf16, as in torch.optim.Muon, which takes single matrices only.
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if is_tall else matrices).bfloat16()
+    shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.view(shape)
+    return x.mT if is_tall else x

@@ -73,7 +73,7 @@ class Muon(torch.optim.AdamW):
         self._pieces, self._ranks = list(pieces), groups
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]  # noqa: ANN401
+    def step(self, closure: Callable[[], float] | None = None) -> Any:  # noqa: ANN401
         """Updates the parameters of the groups as they are now: ZeRO sets them one after the other."""
         groups = self.param_groups
         for group in groups:
@@ -86,12 +86,13 @@ class Muon(torch.optim.AdamW):
             self.param_groups = groups
 
     def _update(self, flat: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[flat]
+        state, gradient = self.state[flat], flat.grad
+        assert gradient is not None
         if not state:
             state |= {"step": torch.zeros((), device=flat.device), "exp_avg": torch.zeros_like(flat)}
         state["step"] += 1
-        momentum = state["exp_avg"].lerp_(flat.grad, 1 - _MOMENTUM)
-        update = flat.grad.lerp(momentum, _MOMENTUM)  # Nesterov's
+        momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
+        update = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for piece in self._pieces:
             if piece.flat is flat:

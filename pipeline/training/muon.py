@@ -126,11 +126,12 @@ class Muon(torch.optim.AdamW):
 def orthogonalised(matrices: Tensor) -> Tensor:
     """U Vᵀ, about, of the singular value decomposition U S Vᵀ of each of `matrices` [..., out, in]; zeros of zeros.
 
-    By Newton and Schulz's iteration in bf16, as in torch.optim.Muon, which takes single matrices only.
+    By Newton and Schulz's iteration, as in torch.optim.Muon, which takes single matrices only. In bf16; a CPU, which is
+    slow in it, takes fp32.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if is_tall else matrices).bfloat16()
+    x = (matrices.mT if is_tall else matrices).to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):

@@ -25,8 +25,7 @@ from tests.training.journeys import DP2, DP2_TP2, METHODS, MOVES_TO, TP2, Layout
 from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
 
 STEPS = 3
-# In bf16 two products of other sizes, as of another batch, differ by rounding: 2^-8 of one of many elements.
-ROUNDING = 2e-3
+ROUNDING = 1e-4  # another layout reorders sums, and orthogonalising enlarges what differs in small directions
 ROWS = [
     ("adapt", 1, DP2),
     ("fft", 2, TP2),

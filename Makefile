@@ -45,7 +45,7 @@ ifdef ABLATIONS
 endif
 
 FRONTIER := frontier$(if $(QUICK),_quick)
-frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under 15 minutes)
+frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under half an hour)
 	$(BIN)/python -m pipeline study configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
 	$(BIN)/python -m pipeline report runs/frontier/$(if $(QUICK),quick,full) --output runs/frontier/report.html
 

@@ -28,9 +28,9 @@ STEPS = 3
 ROUNDING = 1e-4  # another layout reorders sums, and orthogonalising enlarges what differs in small directions
 ROWS = [
     ("adapt", 1, DP2),
-    ("fft", 2, TP2),
+    pytest.param(("fft", 2, TP2), marks=pytest.mark.full),
     pytest.param(("lora", 3, DP2), marks=pytest.mark.full),
-    ("adapt", 3, DP2_TP2),
+    pytest.param(("adapt", 3, DP2_TP2), marks=pytest.mark.full),
 ]
 NAMES = ["adapt, ZeRO-1", "fft, ZeRO-2, tp 2", "lora, ZeRO-3", "adapt, ZeRO-3, tp 2"]
 
@@ -47,7 +47,8 @@ def test_a_matrix_is_orthogonalised_as_by_torch(shape):
     assert torch.allclose(weight / (-0.2 * math.sqrt(max(shape))), found.float(), atol=0.05)
     singular = torch.linalg.svdvals(found.float())
     assert singular.min() > 0.6 and singular.max() < 1.3
-    assert torch.equal(orthogonalised(torch.stack([gradient, -gradient]))[0], found), "each of several matrices alone"
+    both = orthogonalised(torch.stack([gradient, -gradient]))
+    assert torch.allclose(both[0], found, atol=1e-3), "each of several matrices alone; a product may sum otherwise"
     assert not orthogonalised(torch.zeros(shape)).any()
 
 

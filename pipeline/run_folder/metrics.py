@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
 
+import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from pipeline.errors import RunFolderError
@@ -54,13 +55,21 @@ def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]
                 file.seek(max(0, file.seek(0, 2) - tail_bytes))
             for text in file:
                 try:
-                    line = json.loads(text)
+                    line = _parsed(text)
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(line, dict) and isinstance(line.get("step"), int):
                     yield line
     except (FileNotFoundError, NotADirectoryError):
         pass
+
+
+def _parsed(text: bytes) -> object:
+    """orjson is quicker by far; only json reads Infinity, which a run that diverged may have written."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)
 
 
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:

@@ -39,7 +39,7 @@ endif
 KOREAN := korean$(if $(QUICK),_quick)
 reproduce-korean: $(CORE)  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
 	$(BIN)/python -m pipeline study configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
-	$(BIN)/python -m pipeline report runs/$(subst _,-,$(KOREAN)) --beside docs/results/paper-korean --output runs/$(subst _,-,$(KOREAN))/report.html
+	$(BIN)/python -m pipeline report runs/$(subst _,-,$(KOREAN)) --output runs/$(subst _,-,$(KOREAN))/report.html
 ifdef ABLATIONS
 	$(BIN)/python -m pipeline study configs/studies/korean_ablations.yaml $(if $(DATA),--data $(DATA))
 endif

@@ -183,7 +183,7 @@ class Validation(Section):
     max_sequences: PositiveInt = 64
     """of each held-out part"""
     prompts: Annotated[Texts, Field(max_length=16)] = []
-    """up to 16, which the model continues greedily: text in TensorBoard and the report"""
+    """up to 16, which the model continues greedily: text in TensorBoard and metrics.jsonl"""
     prompt_tokens: PositiveInt = 32
     """how many it writes; each is a forward pass over all prompts"""
     tasks: Texts = []

@@ -104,14 +104,12 @@ class History(NamedTuple):
 
     Attributes:
         validations: all of them, the one at step 0 included.
-        written: by step, what the model wrote after each prompt.
         forgetting: the corpora with figures of forgetting.
         learning_rate: the highest.
         peak_memory_gib: of rank 0: GPU memory of its tensors, or on CPUs host memory of its process.
     """
 
     validations: list[ValidationRecord]
-    written: dict[int, dict[str, str]]
     forgetting: set[str]
     learning_rate: float | None
     peak_memory_gib: float | None
@@ -124,14 +122,11 @@ def read_history(path: Path, *, validated: bool = True) -> History:
         RunFolderError: it is to be `validated`, and has fewer than two validations.
     """
     validations: list[ValidationRecord] = []
-    written: dict[int, dict[str, str]] = {}
     highest: dict[str, float] = {}
     forgetting: set[str] = set()
     for line in _lines(path):
         for name, value in only_numbers({name: line.get(name) for name in ("learning_rate", *_MEMORY)}).items():
             highest[name] = max(value, highest.get(name, value))
-        if isinstance(texts := line.get(TEXTS), dict):
-            written[line["step"]] = texts
         forgetting |= {name.partition("/")[2] for name in line if name.startswith("forgetting/")}
         # The figures of a validation are named `<figure>/<corpus>`.
         figures: Figures = {name.removeprefix("perplexity/"): {} for name in line if name.startswith("perplexity/")}
@@ -147,4 +142,4 @@ def read_history(path: Path, *, validated: bool = True) -> History:
             "finish, and has a corpus a held-out part?"
         )
     memory = max((highest[name] for name in _MEMORY if name in highest), default=None)
-    return History(validations, written, forgetting, highest.get("learning_rate"), memory)
+    return History(validations, forgetting, highest.get("learning_rate"), memory)

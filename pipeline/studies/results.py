@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -36,6 +36,7 @@ class Row(BaseModel):
     Attributes:
         chosen: whether the run has the learning rate of its method that was chosen. `after` is empty where it diverged.
         inference_cost: the FLOPs of a forward pass over the base's.
+        source: the folder that a report has read it from.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -53,6 +54,7 @@ class Row(BaseModel):
     seconds: float | None = None
     peak_memory_gib: float | None = None
     folder: str | None = None
+    source: str = Field(default="", exclude=True)
     roles: dict[str, str]
     before: Figures
     during: list[ValidationRecord] = []
@@ -156,7 +158,8 @@ def read_rows(folder: Path) -> list[Row]:
         rows = TypeAdapter(list[Row]).validate_json(read_bytes(path, RunFolderError, _ADVICE))
     except FileNotFoundError:
         raise RunFolderError(
-            f"{path}: no such file; scale-cpt study writes it when the study is finished: run it again"
+            f"{path}: no such file; expected a study's folder, where scale-cpt study writes it at the end, or a run's "
+            f"with its {METRICS}"
         ) from None
     except ValidationError as error:
         raise RunFolderError(f"{path}: {first_fault(error)}; {_ADVICE}") from None

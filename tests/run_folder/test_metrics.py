@@ -18,4 +18,4 @@ def test_figures_that_follow_from_others_are_no_scores(tmp_path: Path):
     assert [(one.step, one.figures) for one in found.validations] == [
         (step, {"ko": {"perplexity": 9.0, "bits_per_byte": 1.5}}) for step in (0, 4)
     ]
-    assert (found.forgetting, found.written, found.learning_rate) == ({"ko"}, {2: {"ko": "text"}}, None)
+    assert (found.forgetting, found.learning_rate) == ({"ko"}, None)

@@ -25,7 +25,7 @@ def test_rows_are_read_as_written_and_null_is_infinite(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no such file; scale-cpt study writes it"),
+        (None, "no such file; expected a study.s folder"),
         ("[]", "expected at least one row, found none"),
         ("[{", "the file: Invalid JSON"),
         ("{}", "the file: Input should be a valid array"),

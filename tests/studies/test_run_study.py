@@ -118,12 +118,12 @@ def test_the_report_reads_the_folder_of_a_run(finished):
     study, _ = finished
     row, *_ = json.loads((study / "summary.json").read_text())
     (run,) = read_runs([study / row["folder"]])
-    assert run.row.label == run.source == "adapt.lr_0.002.seed_1"
-    assert run.row.roles == {"english": "replay", "korean": "new"}
+    assert run.label == run.source == "adapt.lr_0.002.seed_1"
+    assert run.roles == {"english": "replay", "korean": "new"}
     same = ("before", "during", "after", "peak_memory_gib", "trainable_parameters", "total_parameters", "steps")
-    read = json.loads(run.row.model_dump_json())
+    read = json.loads(run.model_dump_json())
     assert {key: read[key] for key in same} == {key: row[key] for key in same}
-    assert read["learning_rate"] == pytest.approx(2e-3) and run.row.tokens_seen == row["tokens_seen"]
+    assert read["learning_rate"] == pytest.approx(2e-3) and run.tokens_seen == row["tokens_seen"]
 
 
 def test_finished_runs_are_skipped(finished, tokens):

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
+from pipeline.studies.report.words import count
+
 Point = tuple[float, float]
-STYLES = 7
 _MARGIN = 18.0  # of a picture in a file of its own
 
 
@@ -47,7 +48,7 @@ class Drawing:
 
     def mark(self, at: Point, style: int, kind: str = "mark", size: float = 1.0, tooltip: str = "") -> None:
         """The mark of a style, which has its own shape and colour."""
-        shape = _SHAPES[(style + style // STYLES) % STYLES]
+        shape = _SHAPES[(style + style // len(_SHAPES)) % len(_SHAPES)]
         points = " ".join(f"{at[0] + size * x:.1f},{at[1] + size * y:.1f}" for x, y in shape)
         title = Markup("<title>{}</title>").format(tooltip) if tooltip else ""
         self._add('<polygon class="{} {}" points="{}">{}</polygon>', kind, style_class(style), points, title)
@@ -70,7 +71,7 @@ class Drawing:
 
 def style_class(style: int) -> str:
     """The style class that gives the colour of the `style`-th group."""
-    return f"style-{style % STYLES}"
+    return f"style-{style % len(_SHAPES)}"
 
 
 def text_width(text: str, size: float) -> float:
@@ -80,11 +81,8 @@ def text_width(text: str, size: float) -> float:
 
 def shortened(text: str, size: float, width: float) -> str:
     """`text`, cut to about `width` with an ellipsis where it is longer."""
-    if text_width(text, size) <= width:
-        return text
-    while text and text_width(text, size) > width - size:
-        text = text[:-1]
-    return f"{text.rstrip()}\N{HORIZONTAL ELLIPSIS}"
+    most = int(len(text) * width / max(width, text_width(text, size)))
+    return text if most == len(text) else f"{text[: most - 1].rstrip()}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _polygon(corners: int, turn: float, radius: float) -> list[Point]:
@@ -92,17 +90,9 @@ def _polygon(corners: int, turn: float, radius: float) -> list[Point]:
     return [(radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
 
 
-# Sizes are balanced so that all look about equally large.
-_SHAPES = (
-    _polygon(24, 0, 5.2),
-    _polygon(4, math.pi / 4, 6.5),
-    _polygon(3, 0, 7.0),
-    _polygon(4, 0, 7.0),
-    _polygon(3, math.pi, 7.0),
-    [(x * u - y * v, x * v + y * u)  # a cross: one arm, turned
-     for u, v in ((1, 0), (0, 1), (-1, 0), (0, -1)) for x, y in ((-1.9, -5.7), (1.9, -5.7), (1.9, -1.9))],
-    _polygon(6, 0, 5.7),
-)  # fmt: skip
+# Corners, turn (1: half a circle) and radius; so that all look about equally large.
+_MARKS = ((24, 0, 5.2), (4, 0.25, 6.5), (3, 0, 7.0), (4, 0, 7.0), (3, 1, 7.0), (3, 0.5, 7.0), (6, 0, 5.7))
+_SHAPES = [_polygon(corners, turn * math.pi, radius) for corners, turn, radius in _MARKS]
 
 # --- Axes -------------------------------------------------------------------------------------------------------------
 
@@ -125,64 +115,50 @@ class Axis:
     def __call__(self, value: float) -> float:
         return self.start + (self.warp(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def with_ticks(self, wanted: Iterable[float], gap: float) -> Axis:
-        """The axis with as many of `wanted` as are on it and keep `gap` pixels apart, taken in order."""
-        kept: list[float] = []
-        for tick in wanted:
-            near = any(abs(self(tick) - self(other)) < gap for other in kept)
-            if self.low <= self.warp(tick) <= self.high and not near:
-                kept.append(tick)
-        return replace(self, ticks=sorted(kept))
+    def with_ticks(self, rounds: Iterable[float]) -> Axis:
+        """The axis with those of `rounds` as ticks, in their order, for whose labels there is room."""
+        gap = 76 if self.start < self.end else 28
+        ticks: list[float] = []
+        for tick in rounds:
+            if self.low <= self.warp(tick) <= self.high and all(abs(self(tick) - self(one)) >= gap for one in ticks):
+                ticks.append(tick)
+        return replace(self, ticks=sorted(ticks))
 
 
-MakeAxis = Callable[[Sequence[float], float, float], Axis]
-"""(values, first pixel, last pixel) -> axis"""
-
-
-def linear_axis(
-    values: Sequence[float], start: float, end: float, words: Callable[[float], str], least: float = 0.0
+def padded_axis(
+    values: Sequence[float],
+    start: float,
+    end: float,
+    words: Callable[[float], str],
+    warp: Callable[[float], float] = float,
 ) -> Axis:
-    """An axis over `values` with ticks at round numbers, at `least` so far apart."""
-    low, high = min(values), max(values)
-    high = max(high, low + (least or 0.01))
-    return Axis(low, high, start, end, words, _even(low, high, max(2, abs(end - start) / 40), least))
+    """An axis over `values`, without ticks."""
+    low, high = min(map(warp, values)), max(map(warp, values))
+    room = 0.07 * (high - low) if high - low > 1e-4 else 0.05
+    return Axis(low - room, high + room, start, end, words, warp=warp)
 
 
-def distance_axis(
-    values: Sequence[float], start: float, end: float, words: Callable[[float], str], rounds: Sequence[float]
-) -> Axis:
-    """An axis of distances from the base, which is at 0; `rounds` are taken as ticks in order while there is room."""
-    low, high = _padded([0.0, *values])
-    return Axis(low, high, start, end, words).with_ticks(rounds, 76 if start < end else 30)
+def step_axis(last: float, start: float, end: float) -> Axis:
+    """An axis of steps from 0 to `last`."""
+    axis = Axis(0.0, max(1.0, last), start, end, count)
+    return axis.with_ticks(tick for tick in _multiples(0.0, axis.high, (end - start) / 80) if tick == int(tick))
 
 
 def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
     """A logarithmic axis over `values`, all above 0."""
-    low, high = _padded([math.log10(value) for value in values])
-    decades = range(math.floor(low), min(math.ceil(high), 307) + 1)  # 5e307 is still a float
-    ticks = [10.0**decade * step for step in (1, 3, 2, 5) for decade in decades]
-    if high - low < 0.7:
-        ticks = _even(10**low, 10**high, 8)
-    return Axis(low, high, start, end, _large, warp=math.log10).with_ticks(ticks, 26)
+    axis = padded_axis(values, start, end, lambda value: f"{value:,.6g}", math.log10)
+    if axis.high - axis.low < 0.7:
+        return axis.with_ticks(_multiples(10**axis.low, 10**axis.high, 6))
+    decades = range(math.floor(axis.low), min(math.ceil(axis.high), 307) + 1)  # 5e307 is still a float
+    return axis.with_ticks(10.0**decade * step for step in (1, 3, 2, 5) for decade in decades)
 
 
-def _large(value: float) -> str:
-    return f"{value:,.6g}" if value < 1e5 else f"{value:.4g}".replace("e+0", "e").replace("e+", "e")
-
-
-def _padded(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    room = 0.07 * (high - low) if high - low > 1e-4 else 0.05
-    return low - room, high + room
-
-
-def _even(low: float, high: float, room: float, least: float = 0.0) -> list[float]:
-    """About `room` ticks at most: multiples of 1, 2 or 5 times a power of ten."""
-    rough = max((high - low) / room, least)
+def _multiples(low: float, high: float, most: float) -> list[float]:
+    """About `most` multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [step * number for number in range(first, last + 1)]
+    apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    return [apart * number for number in range(math.ceil(low / apart), math.floor(high / apart) + 1)]
 
 
 # --- Places for labels ------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -11,28 +10,24 @@ from markupsafe import Markup
 from pipeline.studies.report import tables
 from pipeline.studies.report.drawing import Drawing
 from pipeline.studies.report.figures import figures_of, listed, new_and_kept
-from pipeline.studies.report.runs import Group, Run, corpora, group, measure_of, not_dominated, overview
+from pipeline.studies.report.runs import Group, corpora, group, measure_of, parts
+from pipeline.studies.results import Row
 
 # CSS pixels: a column of text on a desktop, and a phone's width without margins. CSS shows the one that fits.
 WIDE, NARROW = 820.0, 358.0
-# What XML 1.0 cannot hold, even escaped.
-_UNWRITABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _TEMPLATES = Environment(
-    loader=PackageLoader("pipeline.studies.report"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
+    loader=PackageLoader("pipeline.studies.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
 )
 
 
-def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
-    """The report of `runs`, as HTML; a table compares them with `others`, the runs of another study."""
-    groups, whole = overview(runs), group(runs)
-    text = _TEMPLATES.get_template("page.html").render(
+def page(runs: Sequence[Row], title: str) -> str:
+    """The report of `runs`, as HTML."""
+    groups = group(runs)
+    shown, single = parts(groups), {name: [name] for name in corpora(groups)}
+    return _TEMPLATES.get_template("page.html").render(
         title=title,
         sources=list(dict.fromkeys(run.source for run in runs)),
-        run_count=sum(len(own.runs) for own in groups),
+        run_count=sum(len(own.rows) for own in groups),
         method_count=len(groups),
         findings=findings(groups),
         figures=[
@@ -40,13 +35,10 @@ def page(runs: Sequence[Run], title: str, others: Sequence[Run] = ()) -> str:
             for own in figures_of(groups)
         ],
         marks={own.style: _mark(own.style) for own in groups},
-        results=tables.results(groups),
-        details=tables.results(whole, [measure_of(whole).figure]) if corpora(whole) != corpora(groups) else None,
-        beside=tables.comparison(groups, overview(others)) if others else None,
-        texts=tables.texts(groups),
+        results=tables.results(groups, shown),
+        details=tables.results(groups, single) if shown != single else None,
         costs=tables.costs(groups),
     )
-    return _UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def findings(groups: Sequence[Group]) -> list[str]:
@@ -61,7 +53,11 @@ def findings(groups: Sequence[Group]) -> list[str]:
     sentences = [f"{most} learned most: {measure.noun} {measure.describe(at_most, *names)}."]
     if least != most:
         sentences.append(f"{least} forgot least: {measure.noun} {measure.describe(at_least, *names)}.")
-    best = [label for label, _ in not_dominated(placed)]
+    best = [
+        label
+        for label, at in placed
+        if not any(to.learned >= at.learned and to.forgotten <= at.forgotten and to != at for _, to in placed)
+    ]
     return [*sentences, f"On the frontier, where no other both learned more and forgot less: {listed(best)}."]
 
 
@@ -73,5 +69,4 @@ def _mark(style: int) -> Markup:
 
 def svg_file(drawing: Drawing) -> str:
     """A drawing as an SVG file, for light and dark pages."""
-    style_sheet = _TEMPLATES.get_template("figures.css").render()
-    return _UNWRITABLE.sub("\N{REPLACEMENT CHARACTER}", drawing.file(style_sheet))
+    return drawing.file(_TEMPLATES.get_template("figures.css").render())

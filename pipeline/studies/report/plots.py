@@ -5,25 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeline.run_folder.metrics import mean
 from pipeline.studies.report.drawing import (
     Axis,
     Box,
     Drawing,
-    MakeAxis,
     Point,
     around,
-    distance_axis,
-    linear_axis,
+    log_axis,
     moved_apart,
+    padded_axis,
     place_labels,
     shortened,
+    step_axis,
     style_class,
     text_width,
 )
 from pipeline.studies.report.runs import Measure, Standing
-from pipeline.studies.report.words import count, short
+from pipeline.studies.report.words import percent
 
 _LABEL, _SMALL = 13.0, 12.5  # font sizes of the style sheet
 
@@ -67,37 +68,53 @@ class Chart:
         self.drawing.line([self.at(point) for point in points], kind)
 
 
-class Plane(Chart):
-    """A chart of standings: learned to the right, forgotten upwards.
+class Mark(NamedTuple):
+    """A mark of a plane; `kind` is "mark", or "run" for a small one."""
 
-    There is room for `places`, and at the right for `labels`; `learned` and `kept` name the corpora.
+    place: Standing
+    style: int
+    tooltip: str
+    kind: str = "mark"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What stands in the plane of learning (to the right) against forgetting (upwards).
+
+    `lines` are of a style class each; `labels` name places; `learned` and `kept` name the corpora.
     """
 
-    def __init__(
-        self,
-        drawing: Drawing,
-        places: Sequence[Standing],
-        labels: Iterable[str],
-        measure: Measure,
-        learned: str,
-        kept: str,
-    ) -> None:
-        right = drawing.width - min(max(text_width(label, _LABEL) for label in labels), 0.13 * drawing.width)
-        bottom = drawing.height - 58.0
-        across, up = ([sign * measure.better * size for size in measure.rounds] for sign in (1, -1))
-        x = distance_axis([place.learned for place in places], 68.0, right, measure.on_new, across)
-        y = distance_axis([place.forgotten for place in places], bottom, 34.0, measure.on_kept, up)
-        super().__init__(drawing, x, y)
-        drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
-        drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {kept}", "axis")
-        drawing.text((right, bottom + 42), f"learned: {measure.noun}, {learned} \N{RIGHTWARDS ARROW}", "axis", "end")
+    measure: Measure
+    learned: str
+    kept: str
+    lines: Sequence[tuple[str, Sequence[Standing]]]
+    marks: Sequence[Mark]
+    labels: Sequence[tuple[str, Standing]]
 
-    def name(self, named: Sequence[tuple[str, Standing]]) -> None:
-        """Marks the base, and labels every point, with a leader line where the label is further away."""
-        drawing, x, y = self.drawing, self.x, self.y
-        points = [(x(0), y(0)), *(self.at(place) for _, place in named)]
+    def draw(self, drawing: Drawing) -> None:
+        measure, bottom = self.measure, drawing.height - 58.0
+        right = drawing.width - min(max(text_width(name, _LABEL) for name, _ in self.labels), 0.13 * drawing.width)
+        places = [*(place for _, line in self.lines for place in line), *(mark.place for mark in self.marks)]
+        across, up = ([sign * measure.better * size for size in measure.rounds] for sign in (1, -1))
+        x = padded_axis([0.0, *(place.learned for place in places)], 68.0, right, measure.on_new)
+        y = padded_axis([0.0, *(place.forgotten for place in places)], bottom, 34.0, measure.on_kept)
+        chart = Chart(drawing, x.with_ticks(across), y.with_ticks(up))
+        drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
+        drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {self.kept}", "axis")
+        where = f"learned: {measure.noun}, {self.learned} \N{RIGHTWARDS ARROW}"
+        drawing.text((right, bottom + 42), where, "axis", "end")
+        for kind, line in self.lines:
+            chart.line(line, kind)
+        for mark in self.marks:
+            drawing.mark(chart.at(mark.place), mark.style, mark.kind, 0.5 if mark.kind == "run" else 1.0, mark.tooltip)
+        self._name(chart)
+
+    def _name(self, chart: Chart) -> None:
+        """Marks the base, and labels places, with a leader line where the label is further away."""
+        drawing, x, y = chart.drawing, chart.x, chart.y
+        points = [(x(0), y(0)), *(chart.at(place) for _, place in self.labels)]
         drawing.mark(points[0], 0, "base")
-        names = ["base", *(shortened(name, _LABEL, 0.4 * drawing.width) for name, _ in named)]
+        names = ["base", *(shortened(name, _LABEL, 0.4 * drawing.width) for name, _ in self.labels)]
         room = Box(x.start, y.end - 8, drawing.width, y.start)
         hint = Box(x.end - 64, y.start - 20, x.end, y.start)
         taken = [hint, *(around(point, 12) for point in points[1:])]
@@ -108,10 +125,8 @@ class Plane(Chart):
                 drawing.line([point, near], "leader")
             drawing.text((box.left, box.bottom - 4), name, "label")
 
-
-def plane_height(width: float) -> float:
-    """The height of a figure with a plane."""
-    return min(560.0, max(380.0, 0.66 * width))
+    def figure(self, name: str, title: str, caption: str, description: str) -> Figure:
+        return Figure(name, title, caption, description, lambda width: min(560.0, max(380.0, 0.66 * width)), self.draw)
 
 
 @dataclass(frozen=True)
@@ -132,78 +147,67 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart over steps: its heading, its lines, and how its y axis is made."""
+    """Lines over steps. The y axis is logarithmic, or of shares from 0 to 1."""
 
     heading: str
     series: Sequence[Series]
-    y_axis: MakeAxis
+    is_logarithmic: bool = False
 
-    @property
-    def height(self) -> float:
-        return max(300.0, 102 + 16 * len(self.series))
-
-    def draw(self, drawing: Drawing, left: float, right: float, top: float) -> None:
-        """Draws the panel from these pixels on."""
-        points = [point for own in self.series for line in own.lines for point in _finite(line)]
-        drawing.text((left, top + 14), self.heading if points else f"{self.heading}: no finite figure", "axis")
-        if not points:
-            return
+    def draw(self, drawing: Drawing, left: float, top: float, right: float, bottom: float) -> None:
+        steps, values = zip(*(point for own in self.series for line in own.lines for point in line), strict=True)
+        start, end = bottom - 66, top + 36
+        drawing.text((left, top + 14), self.heading, "axis")
         room = min(max(text_width(own.label, _SMALL) for own in self.series), 0.36 * (right - left))
-        x = linear_axis([0.0, *(at for at, _ in points)], left + 52, right - room - 22, count, least=1.0)
-        y = self.y_axis([value for _, value in points], top + self.height - 66, top + 36)
+        x = step_axis(max(steps), left + 52, right - room - 22)
+        if self.is_logarithmic:
+            y = log_axis(values, start, end)
+        else:
+            y = Axis(0, 1, start, end, percent, (0, 0.2, 0.4, 0.6, 0.8, 1))
         chart = Chart(drawing, x, y)
         drawing.line([(x.start, y.start), (x.end, y.start)], "zero")
         drawing.text(((x.start + x.end) / 2, y.start + 37), "steps", "tick", "middle")
         for own in self.series:
             for line in own.lines if len(own.lines) > 1 else ():
-                chart.line(_finite(line), f"way {style_class(own.style)}")
-        ends = [(own, middle) for own in self.series if (middle := _finite(own.middle))]
+                chart.line(line, f"way {style_class(own.style)}")
         # The name of each line is at its end, and names are moved apart where ends are close.
-        heights = moved_apart([y(middle[-1][1]) for _, middle in ends], 16, y.end, y.start)
-        for (own, middle), height in zip(ends, heights, strict=True):
-            chart.line(middle, f"line {style_class(own.style)}")
-            across, up = chart.at(middle[-1])
+        heights = moved_apart([y(own.middle[-1][1]) for own in self.series], 16, y.end, y.start)
+        for own, height in zip(self.series, heights, strict=True):
+            chart.line(own.middle, f"line {style_class(own.style)}")
+            across, up = chart.at(own.middle[-1])
             drawing.mark((across, up), own.style, size=0.8)
             drawing.line([(across + 6, up), (x.end + 14, height)], "leader")
             drawing.text((x.end + 17, height + 4), shortened(own.label, _SMALL, room), "label small")
 
 
-def _finite(points: Sequence[Point]) -> list[Point]:
-    return [point for point in points if math.isfinite(point[1])]
-
-
-def panels_figure(name: str, title: str, caption: str, panels: Sequence[Panel]) -> Figure | None:
+def panels_figure(
+    name: str, title: str, caption: str, panels: Sequence[Panel], words: Callable[[float], str]
+) -> Figure | None:
     """A figure of panels, two in a row where it is wide enough; None where no panel has a line."""
     panels = [panel for panel in panels if panel.series]
     if not panels:
         return None
 
-    def rows(width: float) -> list[Sequence[Panel]]:
-        columns = 2 if width >= 600 and len(panels) > 1 else 1
-        return [panels[at : at + columns] for at in range(0, len(panels), columns)]
+    high = max(300.0, *(102.0 + 16 * len(panel.series) for panel in panels))
 
-    def height(row: Sequence[Panel]) -> float:
-        return max(panel.height for panel in row)
+    def columns(width: float) -> int:
+        return 2 if width >= 600 and len(panels) > 1 else 1
 
     def fill(drawing: Drawing) -> None:
-        top, shown = 0.0, rows(drawing.width)
-        wide = drawing.width / len(shown[0])
-        for row in shown:
-            for column, panel in enumerate(row):
-                panel.draw(drawing, column * wide, (column + 1) * wide - 18 * (column + 1 < len(shown[0])), top)
-            top += height(row)
+        wide = drawing.width / columns(drawing.width)
+        for index, panel in enumerate(panels):
+            row, column = divmod(index, columns(drawing.width))
+            gap = 18 if column + 1 < columns(drawing.width) else 0
+            panel.draw(drawing, column * wide, row * high, (column + 1) * wide - gap, (row + 1) * high)
 
-    several = any(len(own.lines) > 1 for panel in panels for own in panel.series)
     ends = [
-        f"{panel.heading}: "
-        + ", ".join(f"{own.label} {short(own.middle[-1][1])}" for own in panel.series if own.middle)
+        f"{panel.heading}: " + ", ".join(f"{own.label} {words(own.middle[-1][1])}" for own in panel.series)
         for panel in panels
     ]
     return Figure(
         name,
         title,
-        caption + (" Means over seeds, thin lines single runs." if several else ""),
+        f"{caption} Means over seeds; thin lines are single runs.",
         f"At the end of each line. {'; '.join(ends)}",
-        lambda width: sum(map(height, rows(width))),
+        lambda width: high * math.ceil(len(panels) / columns(width)),
         fill,
     )

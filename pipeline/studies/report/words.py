@@ -10,39 +10,29 @@ NOTHING = "\N{EN DASH}"
 _SPACE = "\N{NARROW NO-BREAK SPACE}"
 
 
-def short(value: float) -> str:
-    """Three digits or so: 0.034, 1.50, 17.2, 12,300, 1.2e+07."""
+def number(value: float, digits: int = 2) -> str:
+    """6.50, 1,234.00, 1.2e+07."""
     if not math.isfinite(value):
         return "\N{INFINITY}" if value > 0 else NOTHING
-    size = abs(value)
-    if size >= 1e6 or 0 < size < 1e-4:
-        return f"{value:.1e}"
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
-    return f"{value:,.{digits}f}".replace("-", MINUS)
+    return f"{value:,.{digits}f}" if abs(value) < 1e5 else f"{value:.1e}"
 
 
 def of_figure(name: str) -> Callable[[float], str]:
     """The format of a figure's values: the same number of decimals throughout a column."""
     if name.endswith(("accuracy", "probability", "match", "ended")):
-        return lambda value: f"{100 * value:.1f}{_SPACE}%" if math.isfinite(value) else short(value)
-    digits = 2 if name == "perplexity" else 3
-    return lambda value: f"{value:.{digits}f}" if abs(value) < 1000 else short(value)
+        return lambda value: f"{100 * value:.1f}{_SPACE}%" if math.isfinite(value) else number(value)
+    return lambda value: number(value, 2 if name == "perplexity" else 3)
 
 
 def change(nats: float) -> str:
     """The ratio of two perplexities, from its logarithm: −61 %, +1.5 %, ×2.3, ÷12,000."""
     if not math.isfinite(nats):
-        return short(nats)
+        return number(nats)
     if -math.log(1000) < nats < math.log(2) - 1e-9:
         return percent(math.expm1(nats), "+")
     ratio = math.exp(min(abs(nats), 700.0))  # exp of more overflows
     sign = "\N{MULTIPLICATION SIGN}" if nats > 0 else "\N{DIVISION SIGN}"
     return sign + (f"{ratio:,.0f}" if 99.5 <= ratio < 1e6 else f"{ratio:.3g}")
-
-
-def points(fraction: float) -> str:
-    """A difference of two shares: +12 points."""
-    return f"{100 * fraction:+.3g}{_SPACE}points".replace("-", MINUS)
 
 
 def percent(fraction: float, sign: str = "") -> str:
@@ -59,15 +49,3 @@ def count(value: float) -> str:
         if abs(value) >= least:
             return f"{value / size:.3g}{_SPACE}{unit}"
     return f"{value:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """45 s, 12 min, 3 h 20 min, 4.1 days."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 90:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min")
-    return f"{seconds / 86400:.1f} days"

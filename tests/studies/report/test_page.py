@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -13,14 +12,14 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeline.studies.report.page import findings, page
-from pipeline.studies.report.runs import Run, group, read_runs
+from pipeline.studies.report.runs import group, read_runs
+from pipeline.studies.results import Row
 from tests.programs import call
 from tests.studies.report.studies import METHODS, answers, at_rates, rows, write_study
 from tools import report
 
 SPACE = "\N{NARROW NO-BREAK SPACE}"
-PAPER = Path(__file__).parents[3] / "docs" / "results" / "paper-korean"
-STRANGE = ("<script>alert('x')</script>", '"><img src=x onerror=alert(1)> & Co', "a\x00b\x1bc", "]]></style>")
+STRANGE = ("<script>alert('x')</script>", '"><img src=x onerror=alert(1)> & Co', "]]></style>")
 
 
 class Parsed(HTMLParser):
@@ -54,7 +53,7 @@ class Parsed(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def made(folder: Path, content, title="A title") -> tuple[str, list[Run]]:
+def made(folder: Path, content, title="A title") -> tuple[str, list[Row]]:
     runs = read_runs([write_study(folder / "study", content)])
     return page(runs, title), runs
 
@@ -102,7 +101,7 @@ def test_every_number_is_that_of_the_rows(tmp_path):
 
 def test_findings_are_correct(tmp_path):
     _, runs = made(tmp_path, rows((1,)))
-    ends = {run.row.label: tuple(run.row.after[name]["perplexity"] for name in ("korean", "english")) for run in runs}
+    ends = {run.label: tuple(run.after[name]["perplexity"] for name in ("korean", "english")) for run in runs}
     most, least, frontier = findings(group(runs))
     assert most.startswith(min(ends, key=lambda label: ends[label][0]) + " learned most")
     assert least.startswith(min(ends, key=lambda label: ends[label][1]) + " forgot least")
@@ -118,10 +117,9 @@ def test_names_are_escaped(text, tmp_path):
         row |= {"label": f"label {text}", "roles": {text: "new", "english": "replay"}}
         for figures in (row["before"], row["after"], *(validation["figures"] for validation in row["during"])):
             figures[text] = figures.pop("korean")
-    shown, _ = made(tmp_path / "<b>folder", content, title=f"title {text}\ud800")
-    clean = re.sub("[\x00\x1b]", "\N{REPLACEMENT CHARACTER}", text)
+    shown, _ = made(tmp_path / "<b>folder", content, title=f"title {text}")
     texts = check(shown).texts
-    for name in (f"label {clean}", clean, f"title {clean}\N{REPLACEMENT CHARACTER}"):
+    for name in (f"label {text}", text, f"title {text}"):
         assert any(name in shown for shown in texts)
 
 
@@ -149,7 +147,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_unusual_studies_have_a_page(name, tmp_path):
     text, runs = made(tmp_path, UNUSUAL[name])
-    assert any(runs[0].row.label in text for text in check(text).texts)
+    assert any(runs[0].label in text for text in check(text).texts)
 
 
 def test_a_method_without_a_finite_figure_is_named_and_not_drawn(tmp_path):
@@ -181,7 +179,7 @@ def test_figures_are_drawn_at_two_widths(tmp_path):
     assert counts == [21, 7, 14, 21]
     own = [row for row in rows() if row["label"] == "LLaMA Pro"]
     korean, english = (100 * math.expm1(rise(own, corpus)) for corpus in ("korean", "english"))
-    means = re.findall(r"<title>LLaMA Pro: learned (\S+)\s%, forgot (\S+)\s%</title>", picture)
+    means = re.findall(r"<title>LLaMA Pro: (\S+)\s% on korean, (\S+)\s% on english</title>", picture)
     assert means == [(f"−{-korean:.0f}", f"+{english:.1f}".removesuffix(".0"))]
 
 
@@ -195,31 +193,13 @@ def test_every_learning_rate_is_drawn_where_there_are_several(rates, tmp_path):
     assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles) == bool(drawn)
 
 
-def test_the_command_line_writes_the_page_the_comparison_and_the_figures(tmp_path, capsys):
+def test_the_command_line_writes_the_page_and_the_figures(tmp_path, capsys):
     study = write_study(tmp_path / "study", [row for row in rows((1,)) if row["method"] in ("fft", "lora")])
     output, svg = tmp_path / "out" / "report.html", tmp_path / "svg"
-    call(report, study, "--output", output, "--svg", svg, "--beside", PAPER)
-    parsed = check(output.read_text(encoding="utf-8"))
-    table = parsed.texts[parsed.texts.index("paper-korean") :]
-    lora = table[table.index("LoRA") :][:5]
-    assert (lora[2], lora[4]) == (f"−62{SPACE}%", f"+20{SPACE}%")  # 6.50 of 16.9; 12.49 of 10.42
-    assert "Freeze" not in table  # which we have not run
+    call(report, study, "--output", output, "--svg", svg)
+    assert "LoRA" in check(output.read_text(encoding="utf-8")).texts
     figures = [svg / f"{name}.svg" for name in ("stability-plasticity", "perplexity")]
     assert capsys.readouterr().out.split() == [str(output), *map(str, figures)]
     for figure in figures:
         assert ElementTree.parse(figure).getroot().get("width") == "856"
         assert "prefers-color-scheme: dark" in figure.read_text()
-
-
-def test_what_the_model_writes_is_shown_as_text(tmp_path):
-    told = {"<b>Once</b>": "upon <script>alert(1)</script>\na time"}
-    lines = [
-        {"step": step, "perplexity/korean": 100 - step, "prompts": {**told, "Who?": f"Tom {step}"}}
-        for step in range(0, 21, 2)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    texts = check(page(read_runs([tmp_path]), "Prompts")).texts
-    assert "<b>Once</b>" in texts and "upon <script>alert(1)</script>\na time" in texts
-    at = texts.index("Who?")
-    assert texts[at + 2 : at + 6] == ["base", "Tom 0", "step 4", "Tom 4"]
-    assert texts[at + 10 : at + 12] == ["step 20", "Tom 20"]

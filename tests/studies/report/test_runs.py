@@ -8,16 +8,16 @@ from statistics import fmean, geometric_mean
 import pytest
 
 from pipeline.errors import RunFolderError
-from pipeline.studies.report.runs import group, overview, read_runs
+from pipeline.studies.report.runs import group, parts, read_runs, value_of
 from tests.studies.report.studies import METHODS, answers, row, rows, write_study
 
 
 def test_a_study_is_its_rows(tmp_path):
     content = rows()
     runs = read_runs([write_study(tmp_path / "korean", content)])
-    assert [run.row.model_dump(exclude_none=True, exclude={"chosen"}) for run in runs] == content
+    assert [run.model_dump(exclude_none=True, exclude={"chosen"}) for run in runs] == content
     assert {run.source for run in runs} == {"korean"}
-    assert read_runs([tmp_path / "korean" / "summary.json", tmp_path / "korean"]) == runs
+    assert read_runs([tmp_path / "korean", tmp_path / "korean"]) == runs
 
 
 def test_unknown_keys_are_ignored(tmp_path):
@@ -26,9 +26,9 @@ def test_unknown_keys_are_ignored(tmp_path):
     content[0]["after"]["korean"] |= {"verdict": "fine", "right": True, "mauve": 0.5, "perplexity": None}
     del content[0]["learning_rate"], content[0]["during"]
     (run,) = read_runs([write_study(tmp_path, content)])
-    assert run.row.after["korean"].keys() == {"perplexity", "bits_per_byte", "mauve"}
-    assert run.row.after["korean"]["perplexity"] == math.inf  # as orjson writes it
-    assert [validation.step for validation in run.row.validations] == [0, 1000]
+    assert run.after["korean"].keys() == {"perplexity", "bits_per_byte", "mauve"}
+    assert run.after["korean"]["perplexity"] == math.inf  # as orjson writes it
+    assert [validation.step for validation in run.validations] == [0, 1000]
 
 
 NOTHING = '{"step": 0, "perplexity/korean": 9.5}\n'
@@ -37,7 +37,7 @@ NOTHING = '{"step": 0, "perplexity/korean": 9.5}\n'
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "found neither"),
+        ({}, "expected a study's folder"),
         ({"metrics.jsonl": '{"step": 1, "loss": 2.0}\n'}, "no validation after the first"),
         ({"metrics.jsonl": NOTHING + "\ufffd\n[1]"}, "no validation after the first"),
     ],
@@ -54,7 +54,7 @@ def test_folders_of_the_same_name_are_distinguished(tmp_path):
     content = rows((1,))[:1]
     folders = [write_study(tmp_path / name, content) for name in ("a/korean", "b/korean", "other")]
     runs = read_runs(folders)
-    assert [run.source for run in runs] == ["a/korean", "b/korean", "other"]
+    assert [run.source for run in runs] == [str(folders[0]), str(folders[1]), "other"]
     label = content[0]["label"]
     assert [own.label for own in group(runs)] == [f"{label} ({run.source})" for run in runs]  # no seeds of one method
 
@@ -69,7 +69,7 @@ def test_runs_of_different_bases_share_no_report(tmp_path):
         own["before"]["english"]["perplexity"] *= 1.5
     other = write_study(tmp_path / "other", content)
     assert len(read_runs([other])) == 2
-    with pytest.raises(RunFolderError, match=r"ours and other: .* on english.*--beside"):
+    with pytest.raises(RunFolderError, match=r"ours and other: .* on english"):
         read_runs([ours, other])
 
 
@@ -87,7 +87,7 @@ def test_a_method_has_the_same_colour_in_every_report_and_each_group_its_own_mar
     assert len(set(several.values())) == 4
 
 
-def test_many_corpora_of_a_role_are_merged(tmp_path):
+def test_many_corpora_of_a_role_are_shown_together(tmp_path):
     content = answers()
     for own in content:
         for task in ("task 0", "task 1"):
@@ -98,9 +98,9 @@ def test_many_corpora_of_a_role_are_merged(tmp_path):
                 for part in range(5):
                     figures[f"{task}_{part}"] = {name: value * (0.8 + part / 10) for name, value in found.items()}
     runs = read_runs([write_study(tmp_path, content)])
-    merged = overview(runs)[0].rows[0]
-    assert merged.roles == {"task 1 (new)": "new", "task 0 (replay)": "replay"}
-    parts = [runs[0].row.after[f"task 1_{part}"] for part in range(5)]
-    whole = merged.after["task 1 (new)"]
-    assert whole["first_token_accuracy"] == pytest.approx(fmean(part["first_token_accuracy"] for part in parts))
-    assert whole["perplexity"] == pytest.approx(geometric_mean(part["perplexity"] for part in parts))
+    shown = parts(group(runs))
+    assert {name: len(names) for name, names in shown.items()} == {"task 1 (new)": 5, "task 0 (replay)": 5}
+    figures, task1 = runs[0].after, [f"task 1_{part}" for part in range(5)]
+    for name, expected in {"first_token_accuracy": fmean, "perplexity": geometric_mean}.items():
+        whole = value_of(figures, shown["task 1 (new)"], name)
+        assert whole == pytest.approx(expected(figures[part][name] for part in task1))

@@ -101,7 +101,7 @@ class Corpus(Section):
     """or that of a chat in JSON, a list of {role, content} or {from, value}: framed by the tokenizer's chat template,
     with the loss on the assistant's messages only. With role rehearsal the openings are such chats: the base writes
     each answer itself"""
-    document: Literal["line", "file", "blank_line"] = "line"
+    document: Literal["line", "file"] = "line"
     """of .txt files: what is one document, up to 32 MiB"""
     encoding: str | None = None
     """of text files that are not UTF-8, as Python names it, such as cp949 or utf-16"""

@@ -19,15 +19,13 @@ from pipeline.errors import DataError
 _BLOCK_BYTES = 4 << 20
 # Past the end of a range only the rest of one document is needed, and going back in a compressed file is slow.
 _BLOCK_BYTES_PAST_END = 64 << 10
-_LOOK_BACK_BYTES = 64 << 10
-_BLANK = b" \t\r\v\f"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SHOWN_KEYS = 20
 _ARRAY_START = re.compile(rb"(?:%s)?\s*\[" % _BYTE_ORDER_MARK)
 
 
 class Line(NamedTuple):
-    """A line without its line end, or several as one document. Beyond MAX_RECORD_BYTES `content` may be a beginning."""
+    """A line without its line end, or a whole file. Beyond MAX_RECORD_BYTES `content` may be a beginning."""
 
     offset: int
     content: bytes
@@ -49,9 +47,8 @@ def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -
 
 
 def _line_records(stream: Stream, start: int, stop: int, keys: Keys, *, is_json: bool) -> Iterator[Record]:
-    documents = {"line": lines, "blank_line": _paragraphs, "file": _whole_file}[keys.document]
     incomplete: Line | None = None
-    for line in documents(stream, start, stop):
+    for line in (_whole_file if keys.document == "file" else lines)(stream, start, stop):
         if stream.fault and not stream.read_at(line.offset + line.size, 1):
             incomplete = line
             continue
@@ -66,12 +63,12 @@ def _line_records(stream: Stream, start: int, stop: int, keys: Keys, *, is_json:
         yield Rejected(offset, stream.fault, excerpt)
 
 
-def lines(stream: Stream, start: int, stop: int, *, past_stop: bool = False) -> Iterator[Line]:
-    """The lines that begin in [start, stop), or with `past_stop` those after them too."""
+def lines(stream: Stream, start: int, stop: int) -> Iterator[Line]:
+    """The lines that begin in [start, stop)."""
     offset = position = _first_line_start(stream, start, stop)
     pieces: list[bytes] = []  # of the line at `offset`, whose end has not been read
     size = 0
-    while offset < stop or past_stop:
+    while offset < stop:
         wanted = min(_BLOCK_BYTES, stop - position) if position < stop else _BLOCK_BYTES_PAST_END
         block = stream.read_at(position, wanted)
         if not block:
@@ -83,7 +80,7 @@ def lines(stream: Stream, start: int, stop: int, *, past_stop: bool = False) -> 
             yield Line(offset, b"".join([*pieces, content]), size)
             offset += size + 1
             pieces, size = [], 0
-            if offset >= stop and not past_stop:
+            if offset >= stop:
                 return
         pieces.append(rest)
         size += len(rest)
@@ -103,34 +100,6 @@ def _first_line_start(stream: Stream, start: int, stop: int) -> int:
             return position + found + 1
         position += len(block)
     return stop
-
-
-def _paragraphs(stream: Stream, start: int, stop: int) -> Iterator[Line]:
-    """What lines of white space separate, where it begins in [start, stop)."""
-    first = _first_line_start(stream, start, stop)
-    back = min(first, _LOOK_BACK_BYTES)
-    before = stream.read_at(first - back, back)[:-1].rstrip(_BLANK)
-    is_rest = bool(before) and not before.endswith(b"\n")  # of one that begins before
-    pieces: list[bytes] = []
-    offset, size = 0, 0
-    for line in lines(stream, start, stop, past_stop=True):
-        if line.content.strip():
-            if size or (not is_rest and line.offset < stop):
-                offset = offset if size else line.offset
-                pieces.append(line.content.removesuffix(b"\r"))
-                size = line.offset + line.size + 1 - offset
-                if size > MAX_RECORD_BYTES:
-                    del pieces[1:]
-                continue
-        else:
-            is_rest = False
-        if size:
-            yield Line(offset, b"\n".join(pieces), size)
-            pieces, size = [], 0
-        if line.offset >= stop:
-            return
-    if size:
-        yield Line(offset, b"\n".join(pieces), size)
 
 
 def _whole_file(stream: Stream, start: int, _: int) -> Iterator[Line]:

@@ -14,7 +14,7 @@ Reason = Literal[
     "truncated_file", "corrupt_file",
 ]  # fmt: skip
 
-DocumentUnit = Literal["line", "file", "blank_line"]
+DocumentUnit = Literal["line", "file"]
 
 EXCERPT_BYTES = 200
 # Every worker must have room for one record of this size.

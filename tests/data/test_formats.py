@@ -143,55 +143,33 @@ def test_going_back_further_than_the_window(tmp_path: Path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".zst"])
-def test_a_book_by_lines_by_paragraphs_and_as_a_whole(tmp_path, suffix):
+def test_a_book_by_lines_and_as_a_whole(tmp_path, suffix):
     path = tmp_path / f"book.txt{suffix}"
     path.write_bytes(COMPRESS[suffix](b"\xef\xbb\xbf" + BOOK.encode()))
     assert texts_of(path) == ["Chapter 1", "It was late.", "Chapter 2", "둘째 장.", "The end"]
-    assert texts_of(path, keys=BY_PARAGRAPH) == ["Chapter 1\nIt was late.", "Chapter 2\n둘째 장.", "The end"]
     assert texts_of(path, keys=AS_A_WHOLE) == [BOOK.replace("\r\n", "\n")]
-    assert tokenize(tmp_path / "out", path, document="blank_line").documents == 3
-    assert load_manifest(tmp_path / "out").document == "blank_line"
-    with pytest.raises(DataError, match="begun with another document: expected 'line', found 'blank_line'"):
+    assert tokenize(tmp_path / "out", path, document="file").documents == 1
+    assert load_manifest(tmp_path / "out").document == "file"
+    with pytest.raises(DataError, match="begun with another document: expected 'line', found 'file'"):
         tokenize(tmp_path / "out", path)
 
 
-BY_PARAGRAPH, AS_A_WHOLE = Keys(document="blank_line"), Keys(document="file")
-
-
-@given(
-    st.lists(st.sampled_from(["a", "bb", "", " ", "\t \r", "c c", "딱"]), max_size=12),
-    st.integers(1, 9),
-    st.booleans(),
-)
-def test_paragraphs_do_not_depend_on_where_a_file_is_cut(tmp_path_factory, lines, unit_bytes, ends):
-    path = tmp_path_factory.mktemp("text") / "x.txt"
-    path.write_bytes("\n".join(lines).encode() + b"\n" * (ends or len(lines) < 2))  # an empty file is refused
-    blocks = itertools.groupby((line.rstrip("\r") for line in lines), lambda line: bool(line.strip()))
-    expected = ["\n".join(block) for is_text, block in blocks if is_text]
-    assert texts_of(path, keys=BY_PARAGRAPH, unit_bytes=unit_bytes) == expected
-
-
-def test_a_long_stretch_of_white_space_is_one_blank_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_LOOK_BACK_BYTES", 60)
-    path = tmp_path / "x.txt"
-    path.write_text("one\n" + " " * 50 + "\ntwo\nmore\n\nthree")
-    for unit_bytes in range(1, 70):
-        assert texts_of(path, keys=BY_PARAGRAPH, unit_bytes=unit_bytes) == ["one", "two\nmore", "three"]
+AS_A_WHOLE = Keys(document="file")
 
 
 def test_a_document_that_is_too_large_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
     path = tmp_path / "x.txt"
-    path.write_text("short\n\n" + "long line\n" * 200 + "\nlast")
-    assert texts_of(path, keys=BY_PARAGRAPH) == ["short", "too_large", "last"]
+    path.write_text("short\n" + "long line " * 200 + "\nlast")
+    assert texts_of(path) == ["short", "too_large", "last"]
     assert texts_of(path, keys=AS_A_WHOLE) == ["too_large"]
 
 
 def test_a_truncated_file_loses_its_last_document_only(tmp_path):
     path = tmp_path / "x.txt.gz"
-    whole = COMPRESS[".gz"]("".join(f"document {number}\n\n" for number in range(5000)).encode())
+    whole = COMPRESS[".gz"]("".join(f"document {number}\n" for number in range(5000)).encode())
     path.write_bytes(whole[: len(whole) // 2])
-    *found, last = texts_of(path, keys=BY_PARAGRAPH, unit_bytes=1000)
+    *found, last = texts_of(path, unit_bytes=1000)
     assert found == [f"document {number}" for number in range(len(found))] and len(found) > 100
     assert last == "truncated_file"
     assert texts_of(path, keys=AS_A_WHOLE) == ["truncated_file"]

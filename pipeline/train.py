@@ -36,7 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     planned.add_argument(
         "--base-config", type=Path, help="the base's config.json, if its folder is not on this machine"
     )
-    planned.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -44,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
         from pipeline.checks.plan import dry_run  # training's ranks need none of it
 
         return dry_run(arguments)
-    if arguments.base_config or arguments.json or any(hasattr(arguments, field.name) for field in fields(Cluster)):
+    if arguments.base_config or any(hasattr(arguments, field.name) for field in fields(Cluster)):
         raise ConfigError("only --dry-run takes these options: training gets its ranks from the launcher, or --ranks")
     if arguments.ranks is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,46 +27,53 @@ def plan_of(config: Path, cluster: Cluster = WORLD) -> Plan:
     return make_plan(load_config(config), cluster)
 
 
+def numbers(plan: Plan, row: str) -> list[float]:
+    """Those in the texts of a row."""
+    texts = " ".join(text for name, text in plan.rows if name == row)
+    return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", texts)]
+
+
 def test_the_plan_is_what_the_run_does(tokens, tmp_path):
     wide = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 8}
     changes = {"method__expansion": wide, "schedule__steps": 4, "checkpoints__every_steps": 3}
     config = make_run(tmp_path, tokens, **changes, checkpoints__keep_last=5)
     plan = plan_of(config)
     assert plan.faults == plan.to_make == []
-    assert plan.figures["dp_size"] == 2
-    assert plan.figures["duration_s"] > 0
+    assert "dp 2, " in dict(plan.rows)["layout"] and " for 4 steps, " in dict(plan.rows)["duration"]
 
     assert run_ranks(train, 2, config) == [0, 0]
-    checkpoints = plan.figures["checkpoints"]
+    written, gb_each, at_once, gb_needed, _ = numbers(plan, "checkpoints")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(list((tmp_path / "checkpoints").glob("step_*"))) == checkpoints["written"] == 2
+    assert len(list((tmp_path / "checkpoints").glob("step_*"))) == written == 2
     # Without random states, names and padding, which matter in so small a model.
-    assert checkpoints["bytes_each"] == pytest.approx(held_bytes(tmp_path / "checkpoints/step_00000004"), rel=0.1)
-    assert checkpoints["most_at_once"] == 6
-    assert checkpoints["needed_bytes"] == pytest.approx(6 * 1.1 * checkpoints["bytes_each"])
-    assert plan.figures["validations"] == sum("perplexity/korean" in line for line in lines)
+    assert gb_each * 1e9 == pytest.approx(held_bytes(tmp_path / "checkpoints/step_00000004"), rel=0.1)
+    assert at_once == 6
+    assert gb_needed == pytest.approx(6 * 1.1 * gb_each, rel=0.01)
+    assert numbers(plan, "validation")[0] == sum("perplexity/korean" in line for line in lines)
     done = json.loads((tmp_path / "training.json").read_text())
-    assert done["trainable_parameters"] == plan.figures["parameters"]["trained"]
-    assert done["tokens_seen"] == plan.figures["tokens"]
+    assert f"trained {done['trainable_parameters']:,} " in dict(plan.rows)["parameters"]
+    assert numbers(plan, "steps") == [4, done["tokens_seen"]]
 
 
 def test_epochs_match_the_samples(tokens, tmp_path):
     plan = plan_of(make_run(tmp_path, tokens, schedule__steps=50))
-    drawn = {"korean": 0.75 * 400, "english": 0.25 * 400}  # of 50 steps of 8 samples; off by one at most
-    for name, corpus in plan.figures["corpora"].items():
-        samples = -(-corpus["tokens"] // 32)
-        assert corpus["epochs"] == pytest.approx(drawn[name] / samples, abs=1.5 / samples)
-        assert corpus["validation_sequences"] == 5
-    plan = plan_of(write_config(tmp_path, tokens, data__replay_fraction=0.0))
-    unread = {name: corpus["epochs"] == 0 for name, corpus in plan.figures["corpora"].items()}
-    assert unread == {"korean": False, "english": True}
+    for name, drawn in (
+        ("korean", 0.75 * 400),
+        ("english", 0.25 * 400),
+    ):  # of 50 steps of 8 samples; off by one at most
+        corpus_tokens, epochs = numbers(plan, f"corpus {name}")
+        samples = -(-corpus_tokens // 32)
+        assert epochs == pytest.approx(drawn / samples, abs=1.5 / samples + 0.005 * epochs)
+    assert "sequences: 5 of english, 5 of korean" in dict(plan.rows)["validation"]
+    rows = dict(plan_of(write_config(tmp_path, tokens, data__replay_fraction=0.0)).rows)
+    assert rows["corpus english"].endswith(", not read") and rows["corpus korean"].endswith(" epochs")
 
 
 def test_what_earlier_stages_make_is_not_a_fault(tmp_path):
     plan = plan_of(write_config(tmp_path, tmp_path / "none"))
     assert plan.faults == []
     assert [line.rpartition("(")[2] for line in plan.to_make] == ["scale-cpt tokenize)", "scale-cpt upscale)"]
-    assert [corpus["tokens"] for corpus in plan.figures["corpora"].values()] == [None, None]
+    assert dict(plan.rows)["corpus korean"] == "new, not made yet"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +114,8 @@ def test_training_takes_no_options():
 
 def test_a_base_that_is_not_downloaded():
     base_config = ["--base-config", "configs/bases/llama-3.2-1b.json"]
-    done = command("--dry-run", "--json", "--gpus", "8", *base_config, "configs/cpt_korean_llama3.2_1b.yaml")
+    done = command("--dry-run", "--gpus", "8", *base_config, "configs/cpt_korean_llama3.2_1b.yaml")
     assert done.returncode == 1
-    plan = json.loads(done.stdout)
-    assert plan["could_start"] is False
-    assert any("models/Llama-3.2-1B: no such folder here" in fault for fault in plan["faults"])
-    assert plan["parameters"]["base"] == 1_235_814_400
-    assert plan["tokens"] == 59_999_518_720
-    assert plan["fits"]
+    assert "models/Llama-3.2-1B: no such folder here" in done.stdout
+    assert "base 1,235,814,400" in done.stdout and "59,999,518,720 tokens in all" in done.stdout
+    assert "memory a rank" in done.stdout and "memory: a rank needs" not in done.stdout

@@ -90,13 +90,9 @@ class TrainingSamples:
         drawn = self._order.blend.drawn_before(samples)
         return {name: drawn[name] / len(corpus) for name, corpus in self.corpora.items()}
 
-    def corpus_of(self, index: int) -> str:
-        """The corpus that the sample at the global `index` comes from."""
-        return self._order.blend[index].corpus
-
     def role_of(self, index: int) -> Role:
-        """The role of that corpus."""
-        return self._roles[self.corpus_of(index)]
+        """The role of the corpus that the sample at the global `index` comes from."""
+        return self._roles[self._order.blend[index].corpus]
 
 
 @dataclass(frozen=True)

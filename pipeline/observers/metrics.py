@@ -5,7 +5,6 @@ A run that resumes from step k, or rolls back to it, drops what was written afte
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from collections.abc import Mapping
@@ -13,10 +12,11 @@ from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+import orjson
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline import log
-from pipeline.run_folder.metrics import METRICS, TEXTS
+from pipeline.run_folder.metrics import METRICS
 from pipeline.training.observer import Observer, StepEvent
 
 BOARD = "tensorboard"
@@ -36,9 +36,9 @@ class MetricsFiles(Observer):
         self._go_back_to(step)
 
     def on_step(self, event: StepEvent) -> None:
-        texts = {TEXTS: dict(event.texts)} if event.texts else {}
-        line = json.dumps({"step": event.step, **event.figures, **texts}).encode() + b"\n"
-        self._waiting.append((event.step, line))
+        texts = {"prompts": dict(event.texts)} if event.texts else {}
+        values = {"step": event.step, **event.figures, **texts}  # what is not finite becomes null
+        self._waiting.append((event.step, orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE)))
         try:
             self._write_lines()
             self._write_board(event)
@@ -105,7 +105,7 @@ def cut_after(path: Path, step: int) -> None:
                 while end:
                     begin = content.rfind(b"\n", 0, end - 1) + 1
                     with suppress(ValueError, TypeError, KeyError):  # a line that the disk damaged
-                        if json.loads(content[begin:end])["step"] <= step:
+                        if orjson.loads(content[begin:end])["step"] <= step:
                             break
                     end = begin
         file.truncate(end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pipeline.errors import RunFolderError
 
 METRICS = "metrics.jsonl"
-TEXTS = "prompts"
-"""The key of what the model wrote after each prompt, in the lines of validations."""
 # Figures derived from others of the same line, or of a layer, a probe or a phase instead of a corpus.
-# Earlier versions also wrote perplexity_growth, which is forgetting by another name.
-_NOT_OF_A_CORPUS = ("forgetting", "perplexity_growth", "seconds", "kl_from_base", "base_stream_cosine")
+_NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base", "base_stream_cosine")
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
@@ -55,21 +51,13 @@ def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]
                 file.seek(max(0, file.seek(0, 2) - tail_bytes))
             for text in file:
                 try:
-                    line = _parsed(text)
-                except (ValueError, RecursionError):
+                    line = orjson.loads(text)
+                except orjson.JSONDecodeError:
                     continue
                 if isinstance(line, dict) and isinstance(line.get("step"), int):
                     yield line
     except (FileNotFoundError, NotADirectoryError):
         pass
-
-
-def _parsed(text: bytes) -> object:
-    """orjson is quicker by far; only json reads Infinity, which a run that diverged may have written."""
-    try:
-        return orjson.loads(text)
-    except ValueError:
-        return json.loads(text)
 
 
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.data.samples import HeldoutSamples, load_heldout
+from pipeline.data.samples import load_heldout
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.gating.effect import chosen_perplexities, heldout_perplexities
 from pipeline.methods import training_method
@@ -44,18 +44,6 @@ class AveragedModel(TrainedModel):
         return torch.lerp(base, self.reader.read(name), self.share) if name in self.trained else base
 
 
-def averaged_perplexities(config: RunConfig, shares: Sequence[float]) -> list[dict[str, float]]:
-    """The held-out perplexities, by corpus, of a finished run's weights averaged with its base's, for each share.
-
-    Raises:
-        CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
-    """
-    trained = open_trained(newest_checkpoint(config), config.base)
-    own = {field.name: getattr(trained, field.name) for field in fields(trained)}
-    heldout = _heldout(config)
-    return [heldout_perplexities(AveragedModel(**own, share=share), heldout, config) for share in shares]
-
-
 def derived_perplexities(
     config: RunConfig, averages: Sequence[float], gated: RunConfig | None
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
@@ -69,16 +57,15 @@ def derived_perplexities(
     if config.gate is not None:
         heldout = open_record(config.folder / GATE_FOLDER).heldout
         yield " + gate", {name: text.gated_perplexity or math.inf for name, text in heldout.items()}
-    if averages:
-        for share, perplexities in zip(averages, averaged_perplexities(config, averages), strict=True):
-            yield f", averaged: {share:g}", perplexities
+    if not averages and gated is None:
+        return
+    trained = open_trained(newest_checkpoint(config), config.base)
+    samples = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
+    own = {field.name: getattr(trained, field.name) for field in fields(trained)}
+    for share in averages:
+        yield f", averaged: {share:g}", heldout_perplexities(AveragedModel(**own, share=share), samples, config)
     if gated is not None:
-        trained, gate = open_trained(newest_checkpoint(config), config.base), open_gate(gated.folder / GATE_FOLDER)[0]
-        yield BY_DOCUMENT, chosen_perplexities(trained, gate, _heldout(config), config)
-
-
-def _heldout(config: RunConfig) -> dict[str, HeldoutSamples]:
-    return load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
+        yield BY_DOCUMENT, chosen_perplexities(trained, open_gate(gated.folder / GATE_FOLDER)[0], samples, config)
 
 
 def inference_cost(config: RunConfig) -> float:

@@ -39,8 +39,6 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
     """
     spec = read_spec(wanted.architecture)
     made_of = wanted.model_dump(mode="json")
-    for part in made_of["tokenizer"]["texts"] if isinstance(wanted.tokenizer, NewTokenizer) else ():
-        part["input"] = [str(Path(path).resolve()) for path in part["input"]]  # their spelling does not count
     if (path := folder / _MADE_OF).exists():
         found = read_object(path, ConfigError, "remove the study's folder")
         if changed := [key for key in made_of if found.get(key) != made_of[key]]:

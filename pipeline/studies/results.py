@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import RunConfig
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.table import cell, over_seeds, readable, table
 from pipeline.files import first_fault, read_bytes, read_object, write_json
@@ -100,7 +99,9 @@ def summarise(runs: StudyRuns) -> str:
         )
         rows.append(row)
         if row.chosen:
-            gated = _run_with_gate(runs, compared.chosen_by, config.seed)
+            gated = None
+            if (method := compared.chosen_by) is not None and (rate := runs.chosen_rate(method)) is not None:
+                gated = runs.compared(method, rate, config.seed).config
             for suffix, perplexities in derived_perplexities(config, compared.averages, gated):
                 changes: dict[str, Any] = {
                     "label": f"{row.label}{suffix}",
@@ -115,13 +116,6 @@ def summarise(runs: StudyRuns) -> str:
                 rows.append(row.model_copy(update=changes))
     write_json(runs.study.folder / SUMMARY, [row.model_dump() for row in rows])
     return "\n\n".join(filter(None, [rates_table(rows), methods_table(rows)]))
-
-
-def _run_with_gate(runs: StudyRuns, method: str | None, seed: int) -> RunConfig | None:
-    """The configuration of that method's run, at its chosen rate."""
-    if method is None or (rate := runs.chosen_rate(method)) is None:
-        return None
-    return runs.compared(method, rate, seed).config
 
 
 def recorded(folder: Path, history: History) -> dict[str, Any]:

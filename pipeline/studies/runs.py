@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -68,7 +67,8 @@ class StudyRun:
         """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
         if not self.path.exists():
             return
-        found, wanted = comparable(load_config(self.path, base="named")), comparable(self.config)
+        runs = load_config(self.path, base="named"), self.config
+        found, wanted = (run.model_dump(exclude={"gate"}) for run in runs)  # a gate may be added to a finished run
         if changed := [key for key in wanted if found[key] != wanted[key]]:
             raise ConfigError(
                 f"{self.path}: this run was made with other settings than the study has now ({', '.join(changed)}); "
@@ -117,19 +117,6 @@ class StudyRun:
         """
         figures, corpora = read_history(self.folder / METRICS).validations[-1].figures, self.config.data.corpora
         return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == "new"])
-
-
-def comparable(config: RunConfig) -> dict[str, Any]:
-    """What a run is trained with, with absolute paths of texts, so that their spelling does not count.
-
-    A gate may be added to a finished run.
-    """
-    values = config.model_dump(exclude={"gate"})
-    for corpus in values["data"]["corpora"].values():
-        for section, part in ((corpus, "input"), (corpus, "heldout_input"), (corpus["sample"] or {}, "openings")):
-            if part in section:
-                section[part] = [str(Path(path).resolve()) for path in section[part]]
-    return values
 
 
 @dataclass(frozen=True)

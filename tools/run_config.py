@@ -47,6 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
     init.add_argument("--text-key", default="text", help="the key or column that holds the texts (default: text)")
     init.add_argument("--vocabulary", type=Path, metavar="DIR", help="a tokenizer extended by `scale-cpt vocabulary`")
+    init.add_argument(
+        "--without-gate", action="store_true", help="for an export that any server runs: narrower, rehearsed instead"
+    )
     init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")
     add_cluster_options(init)
 
@@ -83,6 +86,7 @@ def _write_first(arguments: argparse.Namespace) -> int:
         cluster,
         text_key=arguments.text_key,
         vocabulary=arguments.vocabulary,
+        gated=not arguments.without_gate,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)

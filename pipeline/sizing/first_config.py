@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.records import Document, Keys
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +28,8 @@ from pipeline.sizing.estimate import open_estimator
 
 _SAMPLE_BYTES = 4 * 2**20
 _WIDER_BY, _L_FP_SHARE = 1 / 8, 3 / 16  # the paper's shares: of every width, and of the layers without W12
+_WIDER_WITH_GATE = 1 / 4
+"""With W12 in attention and FFN, 1.4 times the base's FLOPs and 1.5 times its parameters (docs/results/frontier.md)."""
 _MULTIPLE_OF = 8
 _PAPER_HIDDEN_SIZE, _PAPER_RATE = 2048, 1e-3
 _LONGEST, _SHORTEST = 8192, 64
@@ -101,11 +103,13 @@ def propose(
     *,
     text_key: str = "text",
     vocabulary: Path | None = None,
+    gated: bool = True,
 ) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
     `base` may be a model on the hub, which is fetched; the YAML names it as it was given. `text_key` is that of all
-    texts, `vocabulary` the folder of a tokenizer that extends the base's.
+    texts, `vocabulary` the folder of a tokenizer that extends the base's. What the base writes itself teaches a gate
+    where to stay closed; without one (`gated`) it is rehearsed, and the model may leave as an ordinary one.
 
     Raises:
         BaseModelError, DataError: the base or a text cannot be read.
@@ -116,7 +120,7 @@ def propose(
     learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, text_key)
     schedule, length = _schedule(learned, spec, cluster)
     own: dict[str, Any] = {
-        "tokens": max(20_000, min(50_000_000, _read(learned) // 300)),
+        "tokens": max(20_000, min(4 * GateSettings().tokens if gated else 50_000_000, _read(learned) // 300)),
         "max_tokens": min(length, 2048),
     }
     if not tokenizer.document_start:  # nothing to begin a text with
@@ -128,26 +132,29 @@ def propose(
         "old": {**_corpus(known, length), "role": "replay", **key},
         "own_text": {"role": "rehearsal", "sample": own, **key},
     }
-    values = {
+    values: dict[str, Any] = {
         "name": name,
         "folder": f"runs/{name}",
         "base": str(folder),
-        "method": _method(spec),
+        "method": _method(spec, gated=gated),
         "data": {"folder": f"runs/{name}/tokens", "sequence_length": length, "corpora": corpora},
         "schedule": schedule,
         "validation": {"every_steps": max(1, schedule["steps"] // 20), "max_sequences": 64},
         "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
         "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
-    values |= {"gate": {}} | ({} if vocabulary is None else {"vocabulary": {"folder": str(vocabulary)}})
+    if gated:
+        values["data"]["rehearsal_fraction"], values["gate"] = 0.0, {}
+    if vocabulary is not None:
+        values["vocabulary"] = {"folder": str(vocabulary)}
     config, values = _fitted(values, cluster)
     return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
 
 
-def _method(spec: DecoderSpec) -> dict[str, Any]:
-    """SCALE with all widths grown by an eighth, as closely as heads and an ordinary model without zeros allow."""
-    base = spec.widths
-    hidden_size = _MULTIPLE_OF * max(1, round(_WIDER_BY * base.hidden_size / _MULTIPLE_OF))
+def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
+    """SCALE with all widths grown by a share, as closely as heads and an ordinary model without zeros allow."""
+    base, wider_by = spec.widths, _WIDER_WITH_GATE if gated else _WIDER_BY
+    hidden_size = _MULTIPLE_OF * max(1, round(wider_by * base.hidden_size / _MULTIPLE_OF))
     share = hidden_size / base.hidden_size
     intermediate_size = _MULTIPLE_OF * max(1, round(share * base.intermediate_size / _MULTIPLE_OF))
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
@@ -155,7 +162,8 @@ def _method(spec: DecoderSpec) -> dict[str, Any]:
     whole = asdict(stock_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
     added = {name: whole[name] - width for name, width in asdict(base).items() if name != "num_key_value_heads"}
     l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
-    return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp, "norm": "base"}
+    own = {"collaborative_modules": "both"} if gated else {"norm": "base"}
+    return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp, **own}
 
 
 def _read(learned: Texts) -> int:
@@ -209,6 +217,7 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
 
 def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster) -> str:
     schedule, base, added = values["schedule"], asdict(spec.widths), values["method"]["expansion"]
+    gated = "gate" in values
     names = {"hidden_size": "hidden", "intermediate_size": "FFN", "num_attention_heads": "attention heads"}
     growth = ", ".join(f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items())
     tokens = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
@@ -216,19 +225,26 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
         "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
         "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
         "method": f"The base's widths grow: {growth}. The paper's grow by an\n"
-        "eighth each, a small base's by what servers can split.\n"
+        f"eighth each, {'those under a gate by a quarter, ' * gated}a small base's by what servers can split.\n"
         f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks. preserve in place of adapt "
         "forgets and learns less.\n"
-        "norm: base, so that the model can also leave as an ordinary one, for any server (docs/serving.md).",
+        + (
+            "collaborative_modules: both learns more, and forgets more where no gate is closed "
+            "(docs/results/frontier.md)."
+            if gated
+            else "norm: base, so that the model can also leave as an ordinary one, for any server (docs/serving.md)."
+        ),
         "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
         f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
-        "base, and keeps the model near it (docs/rehearsal.md)."
+        + ("base: the gate learns from it where to stay closed" if gated else "base, and keeps the model near it")
+        + " (docs/rehearsal.md)."
         + f"\nOf a sample of new {learned.copies:.0%} are copies and {learned.foreign:.0%} are in another script: "
         "`clean` drops them (docs/data.md#cleaning),\nwhich needs pip install 'scale-cpt[clean]'; or remove it."
         * learned.look_uncleaned
         + _BYTES * (learned.tokens_per_byte > _MANY_TOKENS_PER_BYTE and "vocabulary" not in values)
         + _LINES * any(".txt" in name for name in [*learned.inputs, *known.inputs]),
-        "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).",
+        "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).\n"
+        "For an ordinary model, which any server runs: scale-cpt config init --without-gate.",
         "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "
         "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: also try half and twice.",
         "deepspeed": f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "

@@ -31,6 +31,7 @@ from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 ENGLISH, KOREAN = stories(60)[:30], stories(30)[30:]
 
 
@@ -45,14 +46,14 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     schedule, data = config.schedule, config.data
     assert schedule.global_batch_size % (cluster.gpus * schedule.micro_batch_size) == 0
     added = config.method.expansion
-    assert (added.hidden_size, added.intermediate_size, added.num_attention_heads, config.method.l_fp) == (16, 24, 2, 1)
+    assert (added.hidden_size, added.intermediate_size, added.num_attention_heads, config.method.l_fp) == (16, 40, 2, 1)
     spec = open_base(STORIES).spec
     own, whole = plan_expansion(config.method, spec.widths, spec.num_layers).expansion, asdict(spec.widths)
     assert asdict(stock_widths(own, spec)) == {name: whole[name] + added for name, added in asdict(own).items()}
     assert config.deepspeed.name == ("zero1_fp32.json" if cluster.on_cpu else "zero1.json")
-    assert config.gate is not None and set(data.fractions) == {"replay", "rehearsal"}
+    assert config.gate is not None and data.fractions == {"replay": 0, "rehearsal": 0}
     assert 1e-3 < schedule.learning_rate < 1e-2
-    assert "hidden 64 by 25%, FFN 172 by 14%, attention heads 8 by 25%" in text
+    assert "hidden 64 by 25%, FFN 172 by 23%, attention heads 8 by 25%" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
 
@@ -124,11 +125,22 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(call, tmp_path):
     assert not (tmp_path / "b.yaml").exists()
 
 
-def test_widths_grow_by_an_eighth():
-    """Llama-3.2-1B: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without W12."""
-    method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"))
-    assert method["expansion"] == {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
-    assert method["l_fp"] == 3
+@pytest.mark.parametrize(
+    ("gated", "added", "own"),
+    [(True, (512, 2048, 8), {"collaborative_modules": "both"}), (False, (256, 1024, 4), {"norm": "base"})],
+)
+def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, added, own):
+    """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without W12."""
+    method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"), gated=gated)
+    assert method.pop("expansion") == dict(zip(WIDTHS, added, strict=True))
+    assert method == {"name": "scale", "variant": "adapt", "l_fp": 3, **own}
+
+
+def test_without_a_gate_the_base_is_rehearsed_and_the_model_may_leave_as_an_ordinary_one(call, tmp_path):
+    call("config", "init", "--base", STORIES, "--new", *NEW, "--old", *OLD, "--without-gate", "--output", "plain.yaml")
+    config = load_config(tmp_path / "plain.yaml")
+    assert config.gate is None and config.data.fractions["rehearsal"] > 0
+    assert dict(make_plan(config, Cluster(1, on_cpu=True)).rows)["export"].startswith("stock")
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.zst", "x.parquet"])

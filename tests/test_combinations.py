@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compile": {"compile": True},
     "recomputing": {"activation_checkpointing": "all"},
     "asynchronous": {"checkpoints__asynchronous": True},
+    "muon": {"schedule__optimizer": "muon"},
     "upscaled": {"upscaled": "expansion"},
     "widened base": {},
     "mixture of experts": {},
@@ -70,6 +71,7 @@ IN_JOURNEYS: dict[str, tuple[str, Any]] = {
     "norm: base": ("norm", "base"),
     "recomputing": ("activation_checkpointing", "all"),
     "asynchronous": ("asynchronous", True),
+    "muon": ("optimizer", "muon"),
 }
 MATRIX = "tests/training/test_journeys.py::test_it_resumes_to_the_bit"
 

@@ -112,7 +112,7 @@ def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
 def test_a_compiled_run_of_either_kind_resumes(first, tokens, tmp_path):
     kinds = {
         "upscaled": {"zero": 1, "upscaled": str(first.folder / "expansion")},
-        "widened": {"zero": 2, "base": str(first.folder / "hf")},
+        "widened": {"zero": 2, "base": str(first.folder / "hf"), "schedule__optimizer": "muon"},
     }
     settings = {"schedule__steps": 2, "checkpoints": {"every_steps": 1, "asynchronous": True}, **WIDE}
     for kind, own in kinds.items():

@@ -43,13 +43,14 @@ class Journey(NamedTuple):
     activation_checkpointing: str
     sequence_parallel: bool
     norm: str
+    optimizer: str
 
     def __str__(self) -> str:
         flags = [name for name in ("vocabulary", "asynchronous", "sequence_parallel") if getattr(self, name)]
-        values = [self.replay_loss, self.base_precision, self.activation_checkpointing, self.norm, *flags]
-        usual = ("nll", "bf16", "none", "separate")
+        values = [self.replay_loss, self.base_precision, self.activation_checkpointing, self.norm, self.optimizer]
+        usual = ("nll", "bf16", "none", "separate", "adamw")
         layout = f"ZeRO-{self.zero}, {self.layout.ranks} ranks, tp {self.layout.tp_size}"
-        return ", ".join((self.method, layout, *(value for value in values if value not in usual)))
+        return ", ".join((self.method, layout, *(value for value in [*values, *flags] if value not in usual)))
 
     @property
     def allowed(self) -> bool:
@@ -79,6 +80,7 @@ class Journey(NamedTuple):
             "base_precision": self.base_precision,
             "checkpoints": {"every_steps": 1, "asynchronous": self.asynchronous},
             "activation_checkpointing": self.activation_checkpointing,
+            "schedule__optimizer": self.optimizer,
             "schedule__learning_rate": 1e-4 if self.method == "fft" else 1e-3,
         }
 
@@ -94,36 +96,37 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "activation_checkpointing": ("none", "all"),
     "sequence_parallel": (False, True),
     "norm": ("separate", "base"),
+    "optimizer": ("adamw", "muon"),
 }
 QUICK = [
-    #        method       ZeRO layout  vocabulary     base    asynchronous  seq. parallel
+    #        method       ZeRO layout  vocabulary     base    asynchronous  seq. parallel      optimizer
     #                                         replay loss           checkpointing   norm
-    Journey("preserve",  1, DP2,     True,  "nll", "fp8",  False, "all",  False, "base"),
-    Journey("adapt",     3, DP2_TP2, True,  "nll", "bf16", True,  "none", True,  "separate"),
-    Journey("route",     3, TP2,     True,  "nll", "bf16", True,  "all",  True,  "base"),
-    Journey("fft",       1, TP2,     False, "nll", "bf16", False, "all",  True,  "separate"),
-    Journey("freeze",    3, DP2,     False, "kl",  "bf16", False, "none", False, "separate"),
-    Journey("lora",      2, DP2,     True,  "kl",  "nf4",  True,  "none", False, "separate"),
-    Journey("llama_pro", 1, DP2,     False, "kl",  "bf16", False, "all",  False, "separate"),
+    Journey("preserve",  1, DP2,     True,  "nll", "fp8",  False, "all",  False, "base",      "adamw"),
+    Journey("adapt",     3, DP2_TP2, True,  "nll", "bf16", True,  "none", True,  "separate",  "muon"),
+    Journey("route",     3, TP2,     True,  "nll", "bf16", True,  "all",  True,  "base",      "adamw"),
+    Journey("fft",       1, TP2,     False, "nll", "bf16", False, "all",  True,  "separate",  "muon"),
+    Journey("freeze",    3, DP2,     False, "kl",  "bf16", False, "none", False, "separate",  "adamw"),
+    Journey("lora",      2, DP2,     True,  "kl",  "nf4",  True,  "none", False, "separate",  "adamw"),
+    Journey("llama_pro", 1, DP2,     False, "kl",  "bf16", False, "all",  False, "separate",  "adamw"),
 ]  # fmt: skip
 """Every value of every setting; with the other rows every pair."""
 JOURNEYS = [
     *QUICK,
-    Journey("preserve",  1, DP2,     True,  "nll", "nf4",  True,  "none", False, "base"),
-    Journey("preserve",  2, TP2,     False, "kl",  "bf16", True,  "none", False, "separate"),
-    Journey("preserve",  3, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate"),
-    Journey("adapt",     1, TP2,     False, "kl",  "fp8",  True,  "none", False, "base"),
-    Journey("adapt",     2, DP2,     False, "nll", "nf4",  False, "all",  False, "base"),
-    Journey("route",     1, DP2,     True,  "nll", "nf4",  False, "none", False, "separate"),
-    Journey("route",     2, DP2_TP2, False, "kl",  "fp8",  False, "all",  True,  "base"),
-    Journey("fft",       2, DP2_TP2, True,  "kl",  "bf16", True,  "none", False, "separate"),
-    Journey("fft",       3, DP2,     False, "nll", "bf16", True,  "all",  False, "separate"),
-    Journey("freeze",    1, DP2_TP2, False, "nll", "bf16", False, "all",  True,  "separate"),
-    Journey("freeze",    2, TP2,     True,  "nll", "bf16", True,  "all",  True,  "separate"),
-    Journey("lora",      1, DP2_TP2, False, "nll", "fp8",  False, "all",  True,  "separate"),
-    Journey("lora",      3, TP2,     False, "nll", "bf16", True,  "none", True,  "separate"),
-    Journey("llama_pro", 2, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate"),
-    Journey("llama_pro", 3, TP2,     True,  "nll", "bf16", False, "none", True,  "separate"),
+    Journey("preserve",  1, DP2,     True,  "nll", "nf4",  True,  "none", False, "base",      "muon"),
+    Journey("preserve",  2, TP2,     False, "kl",  "bf16", True,  "none", False, "separate",  "adamw"),
+    Journey("preserve",  3, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate",  "adamw"),
+    Journey("adapt",     1, TP2,     False, "kl",  "fp8",  True,  "none", False, "base",      "adamw"),
+    Journey("adapt",     2, DP2,     False, "nll", "nf4",  False, "all",  False, "base",      "adamw"),
+    Journey("route",     1, DP2,     True,  "nll", "nf4",  False, "none", False, "separate",  "adamw"),
+    Journey("route",     2, DP2_TP2, False, "kl",  "fp8",  False, "all",  True,  "base",      "muon"),
+    Journey("fft",       2, DP2_TP2, True,  "kl",  "bf16", True,  "none", False, "separate",  "adamw"),
+    Journey("fft",       3, DP2,     False, "nll", "bf16", True,  "all",  False, "separate",  "adamw"),
+    Journey("freeze",    1, DP2_TP2, False, "nll", "bf16", False, "all",  True,  "separate",  "adamw"),
+    Journey("freeze",    2, TP2,     True,  "nll", "bf16", True,  "all",  True,  "separate",  "muon"),
+    Journey("lora",      1, DP2_TP2, False, "nll", "fp8",  False, "all",  True,  "separate",  "adamw"),
+    Journey("lora",      3, TP2,     False, "nll", "bf16", True,  "none", True,  "separate",  "muon"),
+    Journey("llama_pro", 2, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate",  "adamw"),
+    Journey("llama_pro", 3, TP2,     True,  "nll", "bf16", False, "none", True,  "separate",  "muon"),
 ]  # fmt: skip
 
 

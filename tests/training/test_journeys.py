@@ -47,7 +47,7 @@ from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, Data
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
 from pipeline.methods.vocabulary import with_new_rows
-from pipeline.model.decoder import Decoder
+from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -186,7 +186,7 @@ def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
     # A divergence is what is left of log probabilities of size ten, however small it is.
     divergences = [[line.get("kl_rehearsal", 0.0) for line in metrics(path)] for path in (folder, reference)]
     assert divergences[0] == pytest.approx(divergences[1], rel=ROUNDING, abs=10 * ROUNDING)
-    assert diagnostics(folder) == pytest.approx(diagnostics(reference), rel=1e-3)
+    assert diagnostics(folder) == pytest.approx(diagnostics(reference), rel=5e-3)
     if METHODS[journey.method]["name"] == "scale":
         preserved = METHODS[journey.method].get("l_fp", 5)  # how many of the five layers
         figures = diagnostics(reference)
@@ -204,6 +204,8 @@ def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
         way = torch.linalg.vector_norm(wanted - start[name])
         assert torch.linalg.vector_norm(found.read(name) - wanted) <= WEIGHT_TOLERANCE * way, name
         for moment, tolerance in MOMENT_TOLERANCES.items():
+            if moment == "exp_avg_sq" and is_muons(journey, name, wanted):
+                continue
             wanted = expected.read(name, moment)
             error = (found.read(name, moment) - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
             assert error <= tolerance, f"{moment} of {name}: off by {error:.1e} of the largest"
@@ -224,10 +226,11 @@ def test_it_starts_at_its_base_and_changes_only_what_trains(run: Trained, journe
                 assert name in trained, f"{name} does not train, and changed"
                 moved.add(name)
     assert len(moved) > 0.7 * len(trained)
-    held = sum(rank["parameters"][name].numel() for rank in ranks[:tp_size] for name in trained)
+    held = [(name, rank["parameters"][name]) for rank in ranks[:tp_size] for name in trained]
+    moments = sum(own.numel() * (1 if is_muons(journey, name, own) else 2) for name, own in held)
     for rank in ranks:
         assert rank["step0_max_abs_logit_difference"] == (None if journey.method in TRAINS_BASE else 0.0)
-        assert rank["optimizer_state_elements"] == 2 * held
+        assert rank["optimizer_state_elements"] == moments
 
 
 NEW_ROWS_OF_BASELINES = [
@@ -264,6 +267,16 @@ def test_a_checkpoint_is_described(run: Trained, journey: Journey):
     assert model.trained == {name for name, _ in named_trained_parameters(model.structure)}
     assert facts["trainable_parameters"] == sum(model.read(name).numel() for name in model.trained)
     assert facts["method"]["name"] == journey.method and facts["step"] == STEPS
+
+
+@rows([journey for journey in QUICK if journey.optimizer == "muon"][:1])
+def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Path):
+    shutil.copytree(run.stopped, tmp_path / "run")
+    values = yaml.safe_load((run.stopped / "run.yaml").read_text())
+    values["schedule"]["optimizer"] = "adamw"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"folder": str(tmp_path / "run")}))
+    with pytest.raises(CheckpointError, match=r"another optimizer \(expected 'muon', found 'adamw'\)"):
+        read_inputs(load_config(tmp_path / "run.yaml"), journey.layout.ranks)
 
 
 # --- Extended vocabularies --------------------------------------------------------------------------------------------
@@ -368,6 +381,10 @@ def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, c
         record.write_text(json.dumps(values | changes))
     with pytest.raises(DataError, match=message):
         read_inputs(load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})), 1)
+
+
+def is_muons(journey: Journey, name: str, parameter: torch.Tensor) -> bool:
+    return journey.optimizer == "muon" and is_layer_matrix(name, parameter)
 
 
 def diagnostics(run: Path) -> dict[str, float]:

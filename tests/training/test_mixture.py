@@ -22,7 +22,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapt": {"zero": 1, **TP2, "parallel__sequence_parallel": True, "activation_checkpointing": "all"},
     "route": {"zero": 3, **TP2, "activation_checkpointing": "collaborative", "data__replay_loss": "kl"},
     "lora": {"zero": 2, "base_precision": "nf4"},
-    "fft": {"zero": 3, "activation_checkpointing": "all", "data__replay_loss": "kl"},
+    "fft": {"zero": 3, "schedule__optimizer": "muon", "activation_checkpointing": "all", "data__replay_loss": "kl"},
     "llama_pro": {"zero": 3, "method__added_layers": 1},
     "freeze": {"zero": 2, **TP2, "method__frozen_layers": 1},
 }

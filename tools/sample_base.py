@@ -70,6 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--text-key", default="text", help="the key or column that holds them (default: text)")
     add("--chat-template", action="store_true", help="they are a user's messages, framed by the chat template")
     add("--thinking", action=argparse.BooleanOptionalAction, help="whether the base thinks before it answers")
+    add("--system-prompts", nargs="+", default=[], metavar="TEXT", help="one is drawn for each message")
     add("--seed", type=int, default=0, help="of the text (default: 0)")
 
 

@@ -34,6 +34,8 @@ class Sampling(Section):
     thinking: bool | None = None
     """of openings that are chats: whether the base thinks before it answers, the template's `enable_thinking`; default:
     as the template has it"""
+    system_prompts: Texts = []
+    """a system's message is drawn of these for each chat that has none; default: none is added"""
     seed: int = 0
     """of the text; not the run's, because runs with other seeds read the same corpus"""
 

@@ -6,7 +6,7 @@ answers only, and each is learned once. The template is a stranger's program; tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ class ChatTemplate:
     """The chat template of the tokenizer at `path`; two of the same template are equal.
 
     `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
+    Chats without a system's message get one of `systems`, which the `seed` and their first message decide.
 
     Raises DataError where it has none, or no `enable_thinking`, or its library does not see special tokens in a text.
     """
 
-    def __init__(self, path: Path, thinking: bool | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, thinking: bool | None = None, systems: Sequence[str] = (), seed: int = 0) -> None:
+        self.path, self._systems, self._seed = path, systems, seed
         file = tokenizer_file(path)
         if file.suffix == ".model":
             raise DataError(f"{file}: it would read the markers of chats as text, expected a tokenizer.json; {_ADVICE}")
@@ -96,6 +97,9 @@ class ChatTemplate:
             render_jinja_template,  # takes a second, and only chats need it
         )
 
+        if self._systems and messages[0]["role"] != "system":
+            drawn = int(json_hash([self._seed, messages[0]["content"]]), 16) % len(self._systems)
+            messages = [{"role": "system", "content": self._systems[drawn]}, *messages]
         with faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError):
             texts, _ = render_jinja_template(
                 conversations=[messages], chat_template=self.source, add_generation_prompt=is_open, **self._variables
@@ -104,9 +108,11 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=4)
-def chat_template(path: Path, thinking: bool | None = None) -> ChatTemplate:
-    """The chat template of the tokenizer at `path`, read once. Raises as `ChatTemplate`."""
-    return ChatTemplate(path, thinking)
+def chat_template(
+    path: Path, thinking: bool | None = None, systems: tuple[str, ...] = (), seed: int = 0
+) -> ChatTemplate:
+    """The chat template of the tokenizer at `path`, read once. Arguments and errors are those of `ChatTemplate`."""
+    return ChatTemplate(path, thinking, systems, seed)
 
 
 def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:

@@ -85,6 +85,7 @@ class SamplingRecord(_Strict):
     seed: int
     batch_size: int
     thinking: bool | None = None
+    system_prompts: list[str] = []
 
 
 class Description(_Strict):

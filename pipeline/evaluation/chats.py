@@ -32,9 +32,9 @@ class ChatScore:
     """A model's greedy answers to the chats of a file.
 
     Attributes:
-        exact_match: the share that end and are the reference, white space around them aside.
+        exact_match: the share that end and are the reference; thoughts before them and white space around them aside.
         ended: the share that end by themselves, before the limit of tokens.
-        answer_tokens: the mean length, without the end.
+        answer_tokens: the mean length, thoughts included, without the end.
     """
 
     chats: int
@@ -141,10 +141,15 @@ def score_chats(
             for prompt, ids in zip(batch, _answers(model, [prompt.ids for prompt in batch], ends, new), strict=True):
                 length = next((at for at, id_ in enumerate(ids) if id_ in ends), None)
                 has_ended, answer = length is not None, ids[:length]
-                is_right = has_ended and tokenizer.decode(answer).strip() == prompt.reference.strip()
+                is_right = has_ended and _said(tokenizer.decode(answer)) == _said(prompt.reference)
                 found[prompt.name].append((is_right, has_ended, len(answer)))
             bar.update(len(batch))
     return {name: ChatScore(len(own), *map(fmean, zip(*own, strict=True))) for name, own in found.items()}
+
+
+def _said(answer: str) -> str:
+    """What follows the thoughts, of which some templates have opened the block already."""
+    return answer.rpartition("</think>")[2].strip()
 
 
 def _encoded(chat: Chat, template: ChatTemplate, tokenizer: Tokenizer, context: int) -> list[int]:

@@ -131,8 +131,10 @@ def plan_of(job: SamplingJob) -> Plan:
     template = None
     if job.messages_key or job.sampling.chat_template:
         template = chat_template(job.base, job.sampling.thinking)
-    elif job.sampling.thinking is not None:
-        raise ConfigError("thinking is of openings that are chats; give messages_key or chat_template")
+    else:
+        for name in ("thinking", "system_prompts"):
+            if getattr(job.sampling, name) not in (None, []):
+                raise ConfigError(f"{name} is of openings that are chats; give messages_key or chat_template")
     batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     sampling = SamplingRecord(
         base=base.hashes,

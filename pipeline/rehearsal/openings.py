@@ -40,7 +40,9 @@ def write_openings(
         DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
     """
     tokenizer = load_tokenizer(base)
-    template = chat_template(base, sampling.thinking) if sampling.chat_template or messages_key else None
+    template = None
+    if sampling.chat_template or messages_key:
+        template = chat_template(base, sampling.thinking, tuple(sampling.system_prompts), sampling.seed)
     keys = Keys(messages_key, messages_key, chat=template) if messages_key else Keys(text_key)
 
     def encode(document: Document) -> _Ids:

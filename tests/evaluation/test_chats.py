@@ -84,6 +84,29 @@ def test_a_score_is_of_transformers_greedy_answers(batch_tokens, model, answers,
     }
 
 
+def test_thoughts_are_no_part_of_an_answer(model, answers, tmp_path):
+    """The model writes what it always does; its tokenizer shows the first word as the end of thoughts."""
+    asked, text = next(
+        (asked, AutoTokenizer.from_pretrained(STORIES).decode(answer))
+        for asked, answer in zip(ASKED, answers, strict=True)
+        if 2 < len(answer) < LIMIT
+    )
+    word, said = text.split(maxsplit=1)
+    decoder = json.loads((STORIES / "tokenizer.json").read_text())["decoder"]
+    decoder["decoders"].append({"type": "Replace", "pattern": {"String": word}, "content": "</think>"})
+    thinking = copied_stories(
+        tmp_path / "thinking",
+        tokenizer={"decoder": decoder},
+        tokenizer_config={"chat_template": TEMPLATE},
+        generation_config={"eos_token_id": list(ENDS)},
+    )
+    references = [said, f"<think>\nOther thoughts.\n</think>\n\n{said}", text, f"{said}</think>"]
+    path = write(tmp_path / "x.jsonl", *(record(*asked, ("assistant", one)) for one in references))
+    score = score_chats(thinking, read_chats([path]), max_answer_tokens=LIMIT)["x"]
+    assert (score.exact_match, score.ended) == (0.5, 1)
+    assert score.answer_tokens > 2, "thoughts are part of the length"
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

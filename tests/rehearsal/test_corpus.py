@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -167,6 +168,46 @@ def test_a_setting_decides_whether_the_base_thinks_before_it_answers(tmp_path: P
         assert {tuple(document[: len(ids)]) for document in documents_in(output)} == {tuple(ids)}
     with pytest.raises(DataError, match="begun with another thinking"):
         sample(tmp_path / "thinking False", base, thinking=True, **openings)
+
+
+def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws(tmp_path: Path):
+    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE})
+    names = ["Tom", "Mia", "Lily", "Ben", "Sam", "Sue"]
+    file = write_jsonl(tmp_path / "q.jsonl", names)
+    systems = ["Be kind.", "Be brief."]
+    begun = []
+    for seed in (0, 1):
+        output = tmp_path / f"seed {seed}"
+        settings = {"openings": [str(file)], "chat_template": True, "system_prompts": systems, "max_tokens": 40}
+        assert sample(output, base, seed=seed, **settings).sampling.system_prompts == systems
+        encode = load_tokenizer(base).reference.encode
+        prompts = {(name, one): f"<s>[system] {one}[user] {name}=>" for name in names for one in systems}
+        ids = {key: encode([prompt]).ids.tolist() for key, prompt in prompts.items()}
+        found = documents_in(output)
+        begun.append({key for key, opening in ids.items() for document in found if document[: len(opening)] == opening})
+        assert all(any(document[: len(opening)] == opening for opening in ids.values()) for document in found)
+        assert [name for name, _ in sorted(begun[-1])] == sorted(names), "each name has one of them"
+        assert {one for _, one in begun[-1]} == set(systems)
+    assert begun[0] != begun[1]
+    with pytest.raises(DataError, match="begun with another system prompts"):
+        sample(output, base, seed=1, **{**settings, "system_prompts": systems[:1]})
+
+
+def test_all_turns_of_a_chat_have_one_systems_message_and_its_own_is_kept(tmp_path: Path):
+    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")})
+    chats = [
+        [("user", "Hi"), ("assistant", "Yes?"), ("user", "Tom ran"), ("assistant", "No.")],
+        [("system", "Mine"), ("user", "Oh"), ("assistant", "No.")],
+    ]
+    lines = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    given = {"openings": [str(path)], "messages_key": "messages", "system_prompts": ["A", "B", "C"]}
+    sample(tmp_path / "own", base, max_tokens=60, **given)
+    found = " ".join(map(load_tokenizer(base).decode, documents_in(tmp_path / "own")))
+    systems = set(re.findall(r"\[system\] (\w+)\[user\] (Hi|Oh)(?:\[assistant\] Yes\?\[user\] (Tom))?", found))
+    (drawn,) = {system for system, user, _ in systems if user == "Hi"}
+    assert systems == {("Mine", "Oh", ""), (drawn, "Hi", ""), (drawn, "Hi", "Tom")} and drawn in ("A", "B", "C")
 
 
 @given(count=st.integers(1, 40), stride=st.integers(1, 9), seed=st.integers(0, 5), passes=st.integers(1, 3))

@@ -106,6 +106,7 @@ def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path
         ((), "name a run, or give all of --base, --output, --tokens and --max-tokens"),
         (("--max-tokens", "16", "--temperature", "0"), "temperature: Input should be greater than 0 (found 0.0)"),
         (("--max-tokens", "16", "--no-thinking"), "thinking is of openings that are chats"),
+        (("--max-tokens", "16", "--system-prompts", "Be kind."), "system_prompts is of openings that are chats"),
         (("--max-tokens", "16", "--chat-template"), "chat_template frames messages; name files of them as openings"),
     ],
 )

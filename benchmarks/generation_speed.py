@@ -9,7 +9,8 @@ becomes: a wider Llama, as stock exports are, and the scale format's two streams
 opens and with one that opens at once; and four expansions by an eighth beside each other, none or one of which opens.
 They take turns in one process, and the fastest turn of each counts, so that load on the machine changes little. The
 scale format's models have the base's own matrices, in one memory: the same product takes up to a fifth longer where the
-weights lie on other pages. A turn generates --new-tokens tokens after --prompt-tokens, without a batch.
+weights lie on other pages. A turn generates --new-tokens tokens after --prompt-tokens, for each of --batch texts. In a
+batch, the gate also opens for one of them alone.
 
 --loading measures instead how long the base and the four expansions beside it take from their files until every weight
 has been read once, each in a process of its own and in turns, and what memory that process then has needed.
@@ -41,7 +42,9 @@ from pipeline.conversion.remote_code.scale_gate import ScaleGate
 
 SHARES = (8, 2)
 """An expansion is one such part of each width."""
-THRESHOLDS = {"gate shut": 1e30, "gate open": -1e30}
+THRESHOLDS = {"gate shut": 1e30, "one open": 8.0, "gate open": -1e30}
+OPENING = 63
+"""The token for which all gates' scores are far above the second of these thresholds, in one text of a batch."""
 SEVERAL = 4
 """How many expansions by the first of these shares are beside each other."""
 HEAD_DIM, CONTEXT = 64, 2048
@@ -113,6 +116,9 @@ def models(
         model.to(dtype).eval().set_attn_implementation("sdpa")
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
+    for gate in (part for model in made.values() for part in model.modules() if isinstance(part, ScaleGate)):
+        gate.weight.data.zero_()[0] = 1
+        gate.std.data.fill_(1)
     of_base = made["base"]
     for model in made.values():
         if isinstance(model, ScaleForCausalLM):
@@ -120,39 +126,44 @@ def models(
                 for name, matrix in MATRICES.items():
                     setattr(layer.get_submodule(name).base, "weight", same.get_submodule(matrix).weight)  # noqa: B010
             model.output.base = of_base.lm_head.weight
+            model.embedding.base.weight.data[OPENING, 0] = 1e3
     several.share_base()
-    made |= {name.replace("shut", "open"): model for name, model in made.items()}
+    made |= {name.replace("gate shut", state): model for name, model in made.items() for state in THRESHOLDS}
     return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
 
 
 @torch.no_grad()
-def seconds(name: str, model: PreTrainedModel, new_tokens: int, prompt_tokens: int) -> float:
+def seconds(name: str, model: PreTrainedModel, new_tokens: int, prompt_tokens: int, batch: int) -> float:
     """The time that one turn takes."""
     if (threshold := THRESHOLDS.get(name.partition(", ")[2])) is not None:
         # Of several expansions the first one's opens.
         for index, gate in enumerate(part for part in model.modules() if isinstance(part, ScaleGate)):
             gate.threshold = gate.lower = threshold if index == 0 else THRESHOLDS["gate shut"]
-    prompt, start = torch.arange(prompt_tokens).remainder(32).unsqueeze(0), time.perf_counter()
+    prompt, start = torch.arange(prompt_tokens).remainder(32).repeat(batch, 1), time.perf_counter()
+    if name.endswith("one open"):
+        prompt[0, -1] = OPENING
     limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits)
     assert found.shape[1] == prompt.shape[1] + new_tokens
     return time.perf_counter() - start
 
 
-def measure(made: dict[str, PreTrainedModel], new_tokens: int, turns: int, prompt_tokens: int = 16) -> list[Row]:
+def measure(
+    made: dict[str, PreTrainedModel], new_tokens: int, turns: int, prompt_tokens: int = 16, batch: int = 1
+) -> list[Row]:
     """A row for each model: its fastest turn, tokens a second, and its time over the base's."""
     for name, model in made.items():
-        seconds(name, model, 2, prompt_tokens)  # warms up: memory, threads
+        seconds(name, model, 2, prompt_tokens, batch)  # warms up: memory, threads
     taken: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(turns):
         for name, model in made.items():
-            taken[name].append(seconds(name, model, new_tokens, prompt_tokens))
+            taken[name].append(seconds(name, model, new_tokens, prompt_tokens, batch))
     return [
         {
             "model": name,
             "parameters": sum(parameter.numel() for parameter in made[name].parameters()),
             "seconds": min(own),
-            "tokens_per_second": new_tokens / min(own),
+            "tokens_per_second": batch * new_tokens / min(own),
             "ratio_to_base": min(own) / min(taken["base"]),
         }
         for name, own in taken.items()
@@ -222,6 +233,7 @@ def main() -> None:
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the weights (default: fp32)")
     add("--new-tokens", type=positive, default=32, help="of a turn (default: 32)")
     add("--prompt-tokens", type=positive, default=16, help="before them (default: 16)")
+    add("--batch", type=positive, default=1, help="texts at a time (default: 1)")
     add("--gate-features", choices=["token", "token+running_mean"], default="token", help="what gates read")
     add("--turns", type=positive, default=5, help="of each model (default: 5)")
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
@@ -242,7 +254,9 @@ def main() -> None:
             del made
             rows = measure_loading(folders, options.turns)
     else:
-        rows = measure(made, options.new_tokens, options.turns, options.prompt_tokens)
+        if options.batch == 1:
+            made = {name: model for name, model in made.items() if not name.endswith("one open")}
+        rows = measure(made, options.new_tokens, options.turns, options.prompt_tokens, options.batch)
     print_rows(rows)
     write_rows(options, rows)
 

@@ -54,6 +54,7 @@ from pipeline.files import (
     write_json,
     write_text,
 )
+from pipeline.run_folder.lock import RunLock
 
 COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
 EXPANSION = "expansion.json"
@@ -165,8 +166,18 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
         ConversionError: an export cannot be combined, or is of another base; a name is taken or is not there; what was
             written computes something else than the export.
         OutputError: `folder` holds something else.
+        FolderTakenError: another process is changing it.
     """
     exports = {name: open_export(path) for name, path in added.items()}
+    real = Path(os.path.realpath(folder))
+    with RunLock(real.parent, f"{real.name}.combine"):  # beside the folder, which is replaced
+        records = _changed(folder, exports, removed)
+    _logger.info("%s: added %s; removed %s", folder, ", ".join(added) or "nothing", ", ".join(removed) or "nothing")
+    return records
+
+
+def _changed(folder: Path, exports: Mapping[str, Export], removed: Collection[str]) -> dict[str, dict[str, Any]]:
+    """As `combine`, where no other process changes the folder."""
     finish_replacement(folder)
     exists = holds(COMBINATION, folder)
     if not exists:
@@ -207,10 +218,6 @@ def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = 
         config = _write_model(partial, base, entries, kept)
         for name, export in exports.items():
             _verify(partial, config, name, export)
-        now = read_object(folder / "config.json", ConversionError) if holds(COMBINATION, folder) else {}
-        if now != before:
-            raise ConversionError(f"{folder}: another program has changed it meanwhile; run this again")
-    _logger.info("%s: added %s; removed %s", folder, ", ".join(added) or "nothing", ", ".join(removed) or "nothing")
     return kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -31,12 +32,14 @@ from pipeline.conversion.remote_code.scale_vocabulary import NEVER
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.vocabulary import learn_extension
-from pipeline.errors import ConversionError, DataError, OutputError
+from pipeline.errors import ConversionError, DataError, FolderTakenError, OutputError
 from pipeline.files import file_hash, write_json, write_record
 from pipeline.model.spec import MixtureSpec
+from pipeline.run_folder.lock import living_owner, lock_path
 from tests.conversion.checkpoints import generate_greedily
 from tests.programs import call
 from tests.tolerances import assert_near, rounding_of
+from tests.waiting import wait_until
 from tools import combine as combine_tool
 
 DEMO = Path("data/models/stories260K")
@@ -171,6 +174,17 @@ def test_each_text_of_a_batch_is_continued_as_alone(model):
             text = tokens[row : row + 1, int((mask[row] == 0).sum()) :]
             assert torch.equal(generate_greedily(model, text, new_tokens=12, **options)[0, -12:], found[row, -12:])
     assert len({tuple(row) for row in found[:, -12:].tolist()}) == len(REQUESTS)
+
+
+@torch.no_grad()
+def test_a_servers_table_has_a_model_for_each_name_and_the_weights_once(model):
+    (tokens, mask), models = prompts(), model.by_name()
+    model.set_active([])
+    expected = {name: model(tokens, attention_mask=mask, active=model.allowed([[name]] * 4)).logits for name in ALL}
+    assert [*models] == sorted(ALL) and not torch.equal(expected["ko"], expected["code"])
+    for name, own in models.items():
+        assert torch.equal(own(tokens, attention_mask=mask).logits, expected[name])
+        assert {*map(id, own.parameters())} == {*map(id, model.parameters())}
 
 
 @torch.no_grad()
@@ -334,6 +348,20 @@ def test_a_strangers_links_and_another_tokenizer_are_refused(exports, tmp_path):
     with pytest.raises(ConversionError, match="ko and pieces have different tokenizers"):
         combine(folder, {"ko": tmp_path / "other"})
     assert hashes(folder).items() <= before.items() and secret.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_second_process_that_changes_the_folder_is_refused(exports, tmp_path):
+    folder, lock = tmp_path / "served", lock_path(tmp_path, "served.combine")
+    with subprocess.Popen([sys.executable, "-m", "tools.combine", folder, "--add", f"ko={exports['ko']}"]) as first:
+        assert wait_until(lambda: getattr(living_owner(lock), "pid", None) == first.pid, every_s=0.005)
+        first.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(FolderTakenError, match=rf"\(pid {first.pid}, .* is at the stage served.combine"):
+                combine(folder, {"law": exports["law"]})
+        finally:
+            first.send_signal(signal.SIGCONT)
+    combine(folder, {"law": exports["law"]})
+    assert first.returncode == 0 and [*expansions_in(folder)] == ["ko", "law"] and not lock.exists()
 
 
 def test_names_are_checked(exports, combined, tmp_path, model):

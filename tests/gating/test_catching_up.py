@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from pipeline.conversion.remote_code import scale_gate
 from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
@@ -83,7 +84,9 @@ def test_generation_is_that_of_the_full_computation(name, bias):
     with always_whole():
         expected = model(tokens, attention_mask=mask).logits
     real = mask.bool()
-    assert_near(model(tokens, attention_mask=mask).logits[real], expected[real], rounding_of(model.config))
+    for cache in (None, DynamicCache()):
+        found = model(tokens, attention_mask=mask, past_key_values=cache).logits
+        assert_near(found[real], expected[real], rounding_of(model.config))
 
 
 @torch.no_grad()

@@ -156,7 +156,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             raise ValueError("give input_ids or inputs_embeds")
         embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = DynamicCache()
+        if type(past_key_values) is DynamicCache and not past_key_values.layers:
+            past_key_values.layers = DynamicCache(config=self.config).layers  # before those of a gate
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         layers = range(self.config.num_hidden_layers)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 
 from pipeline.conversion.remote_code import scale_gate
@@ -62,11 +63,11 @@ def always_whole():
 
 
 @contextmanager
-def expanded_tokens(model: ScaleForCausalLM) -> Iterator[list[int]]:
-    """How many tokens' expansion each pass through the first layer computed."""
-    seen: list[int] = []
+def expanded_tokens(model: ScaleForCausalLM) -> Iterator[list[tuple[int, int]]]:
+    """Of how many sequences and tokens each pass through the first layer computed the expansion."""
+    seen: list[tuple[int, int]] = []
     block = model.layers[0].attention.query.expansion_to_expansion
-    handle = block.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[:-1].numel()))
+    handle = block.register_forward_hook(lambda _, inputs, __: seen.append(tuple(inputs[0].shape[:-1])))
     yield seen
     handle.remove()
 
@@ -97,7 +98,7 @@ def test_batches_open_in_the_prompt_and_while_generating():
         model, (tokens, mask) = gated("sliding", bias), prompts()
         with expanded_tokens(model) as computed:
             generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
-        first.add(computed[0] > tokens.numel() if computed else None)
+        first.add(computed[0][1] > tokens.shape[1] if computed else None)
     assert first == {False, True, None}
 
 
@@ -114,13 +115,34 @@ def test_tokens_are_guessed_ahead_while_the_gate_opens(name):
 @pytest.mark.parametrize(("name", "bias"), [*((name, -30.0) for name in MODELS), ("adapt", 30.0)])
 def test_a_shut_text_computes_no_expansion_and_an_open_one_computes_it_once(name, bias):
     model, (tokens, mask) = gated(name, bias), prompts()
-    once = [tokens.numel(), *[len(tokens)] * (NEW_TOKENS - 1)]
+    once = [tuple(tokens.shape), *[(len(tokens), 1)] * (NEW_TOKENS - 1)]
     with expanded_tokens(model) as computed:
         found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
     assert computed == ([] if bias < 0 else once)
     with always_whole(), expanded_tokens(model) as computed:
         assert torch.equal(found, generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS))
     assert computed == once
+
+
+@torch.no_grad()
+def test_only_texts_whose_gate_opens_are_computed_again_and_the_others_stay_the_bases():
+    """The second text has a new piece in the prompt, the third one follows it."""
+    model, (tokens, mask) = gated("new pieces", -30.0), prompts()
+    opening, mask = F.pad(tokens, (0, 1), value=7), F.pad(mask, (0, 1), value=1)
+    opening[1, -2] = opening[2, -1] = 500
+    closed, prompt, last = [0, 3], opening[:, :-1], opening[:, -1:]
+    with expanded_tokens(model) as computed:
+        cache = model(prompt, attention_mask=mask[:, :-1]).past_key_values
+        found = model(last, attention_mask=mask, past_key_values=cache).logits
+        assert computed == [(1, 9), (4, 1), (1, 10)]
+        model(opening, attention_mask=mask, use_cache=False)
+        assert computed[3:] == [(2, 10)]
+        shut = model(tokens, attention_mask=mask[:, :-1]).past_key_values
+        expected = model(torch.full_like(last, 7), attention_mask=mask, past_key_values=shut).logits
+        assert len(computed) == 4 and torch.equal(found[closed], expected[closed])
+    with always_whole():
+        expected = model(opening, attention_mask=mask).logits[:, -1:]
+    assert_near(found, expected, rounding_of(model.config))
 
 
 def test_with_gradients_or_hidden_states_everything_is_computed():
@@ -130,7 +152,7 @@ def test_with_gradients_or_hidden_states_everything_is_computed():
         with torch.no_grad():
             model(tokens, output_hidden_states=True)
             model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
-    assert computed == [tokens.numel()] * 3 + [len(tokens)]
+    assert computed == [tuple(tokens.shape)] * 3 + [(len(tokens), 1)]
 
 
 @torch.no_grad()

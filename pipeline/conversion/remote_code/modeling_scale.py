@@ -222,7 +222,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     ) -> tuple[list[StreamPath], Tensor | None]:
         """The paths after the last layer, and the gate's decisions [B, S, 1] if there is one, or those `decided`.
 
-        Ends at the gate where the base ran alone and it opens.
+        Ends at the gate where the base ran alone and it opens for all.
         """
         config = self.config
         _, masks, positions, cache, options = inputs
@@ -235,7 +235,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 recorded[index] = paths[-1]
             if self.token_gate is not None and index == config.gate_layer:
                 levels = self._levels(paths, inputs) if decided is None else decided
-                if len(paths[0].x_up) == 0 and (levels == 2).any():
+                if len(paths[0].x_up) == 0 and (levels == 2).any(1).all():
                     return paths, levels
                 if not config.routed:
                     shut = [levels < 2] if config.gate_lower is None else [levels < 2, levels == 0]
@@ -259,7 +259,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return paths, levels
 
     def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
-        """Whether a batch may do without the expansion until the gate opens: where its text can be run again."""
+        """Whether sequences may do without the expansion until the gate opens: where their text can be run again."""
         config = self.config
         if (
             config.gate_layer is None
@@ -279,32 +279,44 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         kinds = {type(layer) for layer in cache.layers}
         if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache} or cache.offloading:
             return False
-        has_expansion = any(getattr(layer, "has_expansion", False) for layer in cache.layers)
-        return lacks_expansion(cache) or (cache.get_seq_length() == 0 and not has_expansion)
+        length: int = sum(layer.get_seq_length() for layer in cache.layers if type(layer) is TextCache)
+        return length == cache.get_seq_length()
 
     def _from_open_on(self, start: StreamPath, inputs: Inputs) -> tuple[list[StreamPath], Tensor | None]:
-        """`_run` of the base alone; where the gate opens for a sequence, of the text so far with the expansion.
+        """`_run` of the base alone until the gate opens for a sequence of the batch, then with the expansion.
 
-        There all is closed but the end. The cache becomes that of the second run.
+        A sequence for which it opens is computed again from its start, all closed but the end. The past of the others
+        has zeros for the expansion: closed tokens do not read it.
         """
-        tokens, mask, positions, cache, options = inputs
-        text = [part.expand_as(tokens)[:, None, :, None] for part in (tokens, positions)]
-        if cache is not None:
-            text = layer_of(TextCache, cache).update(*text)
-        alone, levels = self._run([start._replace(x_up=start.x_up[:0])], inputs)
+        inputs = inputs._replace(positions=inputs.positions.expand_as(inputs.tokens))
+        tokens, _, positions, cache, _ = inputs
+        text = TextCache() if cache is None else layer_of(TextCache, cache)
+        before = text.opened(tokens)
+        [path], levels = self._run([start if text.has_expansion else start._replace(x_up=start.x_up[:0])], inputs)
         assert levels is not None, "`_waits_for_open` has seen a gate"
-        if not (levels == 2).any():
-            return alone, levels
-        tokens, positions = (part[:, 0, :, 0] for part in text)
-        whole = Inputs(tokens, mask, positions, None if cache is None else DynamicCache(config=self.config), options)
+        whole, _ = text.update(torch.stack([tokens, positions], dim=-1).unsqueeze(1), levels.unsqueeze(1))
+        rows = text.opened(tokens) & ~before
+        if not rows.any():
+            return [path], levels
+        own, text.has_expansion = DynamicCache(config=self.config), True
         if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
-            whole.cache.activate_past_recording()
-        decided = F.pad(levels, (0, 0, tokens.shape[1] - levels.shape[1], 0))
-        [path], _ = self._run([self._start(self.embedding(tokens))], whole, decided=decided)
-        if cache is not None:
-            cache.layers[: len(self.layers)] = whole.cache.layers
-            layer_of(TextCache, cache).has_expansion = True
-        return [StreamPath(*(stream[:, -levels.shape[1] :] for stream in path[:2]))], levels
+            own.activate_past_recording()
+        again = inputs._replace(tokens=whole[:, 0, :, 0], positions=whole[:, 0, :, 1]).of(rows, own)
+        decided = F.pad(levels, (0, 0, whole.shape[2] - levels.shape[1], 0))[rows]
+        [opened], _ = self._run([self._start(self.embedding(again.tokens))], again, decided=decided)
+        opened = StreamPath(*(stream[:, -levels.shape[1] :] for stream in opened[:2]))
+        if cache is not None and rows.all():
+            cache.layers[: len(self.layers)] = own.layers
+        elif cache is not None:
+            for layer, other in zip(cache.layers, own.layers, strict=False):
+                heads = (0, 0, 0, 0, 0, other.keys.shape[1] - layer.keys.shape[1])
+                layer.keys, layer.values = F.pad(layer.keys, heads), F.pad(layer.values, heads)
+                layer.keys[rows], layer.values[rows] = other.keys, other.values
+        if rows.all():
+            return [opened], levels
+        x_up = path.x_up if len(path.x_up) else torch.zeros_like(start.x_up)
+        path.x[rows], x_up[rows] = opened[:2]
+        return [path._replace(x_up=x_up)], levels
 
     def _start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""

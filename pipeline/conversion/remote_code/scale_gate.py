@@ -48,11 +48,17 @@ class GateCache(DynamicLayer):  # type: ignore[misc]
 
 
 class TextCache(DynamicLayer):  # type: ignore[misc]
-    """The text so far, its tokens and positions, while the base runs alone: a layer more, as a GateCache."""
+    """The text so far, its tokens and positions, and its gates' decisions: a layer more, as a GateCache."""
 
     is_compileable = True
     has_expansion = False
-    """Whether the other layers have the expansion's heads too."""
+    """Whether the other layers have the expansion's heads too, those of sequences that have not been open as zeros."""
+
+    def opened(self, tokens: Tensor) -> Tensor:
+        """For which of the sequences, to be continued by `tokens` [B, S], the gate has opened: bool [B]."""
+        if self.get_seq_length() == 0:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        return self.values.flatten(1).any(1)
 
     def reset(self) -> None:
         super().reset()
@@ -71,8 +77,8 @@ def layer_of(kind: type[_Layer], cache: Any) -> _Layer:
 
 def lacks_expansion(cache: Any) -> bool:
     """Whether `cache` holds a text that the base has read alone."""
-    layers = [] if cache is None else cache.layers
-    return any(type(one) is TextCache and one.get_seq_length() > 0 and not one.has_expansion for one in layers)
+    texts = [] if cache is None else [layer for layer in cache.layers if type(layer) is TextCache]
+    return any(text.get_seq_length() > 0 and not text.opened(text.keys).all() for text in texts)
 
 
 class ScaleGate(nn.Module):

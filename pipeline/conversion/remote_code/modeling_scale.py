@@ -12,8 +12,8 @@ without those blocks, and an open one the other. Tokens that the base does not h
 open, and none follows a closed token. With `gate_lower` some tokens are neither: they get the mean of both
 probabilities, for which the layers from `gate_layer` on run twice, with these tokens closed and with them open.
 
-In inference a text pays for the expansion from where the gate first opens. Until then the base runs alone; then the
-whole text so far is computed anew, with the expansion. See `ScaleForCausalLM._from_open_on`.
+In inference the base runs alone until the gate first opens. Then the text for which it opens is computed anew, with the
+expansion, which from there on runs for all texts of the batch. See `ScaleForCausalLM._from_open_on`.
 
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
 """
@@ -33,7 +33,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
 from .scale_attention import ScaleRotary
-from .scale_gate import GateCache, ScaleGate, TextCache, lacks_expansion, layer_of, texts_of
+from .scale_gate import GateCache, ScaleGate, TextCache, empty_like, lacks_expansion, layer_of, texts_of
 from .scale_layer import ScaleLayer
 from .scale_streams import StreamPath, WidenedNorm
 from .scale_vocabulary import ScaleEmbedding, ScaleOutput
@@ -298,13 +298,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         rows = text.opened(tokens) & ~before
         if not rows.any():
             return [path], levels
-        own, text.has_expansion = DynamicCache(config=self.config), True
-        if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
-            own.activate_past_recording()
+        own, text.has_expansion = empty_like(cache, self.config), True
         again = inputs._replace(tokens=whole[:, 0, :, 0], positions=whole[:, 0, :, 1]).of(rows, own)
         decided = F.pad(levels, (0, 0, whole.shape[2] - levels.shape[1], 0))[rows]
-        [opened], _ = self._run([self._start(self.embedding(again.tokens))], again, decided=decided)
-        opened = StreamPath(*(stream[:, -levels.shape[1] :] for stream in opened[:2]))
+        [again_path], _ = self._run([self._start(self.embedding(again.tokens))], again, decided=decided)
+        x, x_up = (stream[:, -levels.shape[1] :] for stream in again_path[:2])
         if cache is not None and rows.all():
             cache.layers[: len(self.layers)] = own.layers
         elif cache is not None:
@@ -313,10 +311,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 layer.keys, layer.values = F.pad(layer.keys, heads), F.pad(layer.values, heads)
                 layer.keys[rows], layer.values[rows] = other.keys, other.values
         if rows.all():
-            return [opened], levels
-        x_up = path.x_up if len(path.x_up) else torch.zeros_like(start.x_up)
-        path.x[rows], x_up[rows] = opened[:2]
-        return [path._replace(x_up=x_up)], levels
+            return [StreamPath(x, x_up)], levels
+        path = path if len(path.x_up) else path._replace(x_up=torch.zeros_like(start.x_up))
+        path.x[rows], path.x_up[rows] = x, x_up
+        return [path], levels
 
     def _start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""

@@ -39,7 +39,7 @@ from transformers.utils import can_return_tuple
 from .configuration_scale import ScaleConfig
 from .configuration_scale_combined import CombinedConfig, chosen
 from .modeling_scale import Inputs, ScaleForCausalLM
-from .scale_gate import texts_of
+from .scale_gate import empty_like, texts_of
 from .scale_path_cache import BASE, State
 from .scale_streams import StreamPath
 from .scale_vocabulary import NEVER
@@ -248,7 +248,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 parts.append((path.runs_on, streams[index]))
             joining = (winner == index).any(1) & ~path.runs_on
             if joining.any():
-                cache = path.for_joining()
+                cache = empty_like(path.inner, model.config)
                 parts.append((joining, self._run_on(index, joining, whole, cache, levels)))
                 path.join(joining, cache)
                 if is_preserve(model):

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
@@ -73,6 +74,14 @@ def layer_of(kind: type[_Layer], cache: Any) -> _Layer:
     added = kind()
     cache.layers.append(added)
     return added
+
+
+def empty_like(cache: DynamicCache | None, config: ScaleConfig) -> DynamicCache:
+    """An empty cache for a model, which keeps what sliding windows no longer read where `cache` does, for cropping."""
+    new = DynamicCache(config=config)
+    if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
+        new.activate_past_recording()
+    return new
 
 
 def lacks_expansion(cache: Any) -> bool:

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
-from .scale_gate import GateCache, TextCache
+from .scale_gate import GateCache, TextCache, empty_like
 
 BASE = 0
 """The index of the base among the paths; expansions follow, from 1 on."""
@@ -22,14 +22,10 @@ class PathCache(DynamicLayer):  # type: ignore[misc]
     To the cache of the batch it is one layer more, so that it is reordered and cropped with the others.
     """
 
-    record_past = False
-    """Whether sliding windows keep what they no longer read, so that the cache can be cropped."""
-
-    def __init__(self, config: ScaleConfig, runs_on: Tensor) -> None:
+    def __init__(self, inner: DynamicCache, runs_on: Tensor) -> None:
         """`runs_on` [B]: the sequences on which the path runs."""
         super().__init__()
-        self.config, self.runs_on = config, runs_on
-        self.inner = DynamicCache(config=config)
+        self.inner, self.runs_on = inner, runs_on
 
     def get_seq_length(self) -> int:
         length: int = self.inner.get_seq_length()
@@ -40,7 +36,6 @@ class PathCache(DynamicLayer):  # type: ignore[misc]
             self.inner.crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        self.record_past = True
         self.inner.activate_past_recording()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -59,13 +54,6 @@ class PathCache(DynamicLayer):  # type: ignore[misc]
         """The path no longer runs on the sequences `rows` [B]."""
         self.inner.batch_select_indices((~rows[self.runs_on]).nonzero()[:, 0])
         self.runs_on = self.runs_on & ~rows
-
-    def for_joining(self) -> DynamicCache:
-        """An empty cache, for sequences that `join`."""
-        cache = DynamicCache(config=self.config)
-        if self.record_past:
-            cache.activate_past_recording()
-        return cache
 
     def join(self, rows: Tensor, joining: DynamicCache) -> None:
         """The path runs on the sequences `rows` [B] too, whose keys and values are `joining`."""
@@ -104,12 +92,9 @@ class State(NamedTuple):
         if cache is not None and (type(cache) is not DynamicCache or cache.offloading):
             raise ValueError("a model with several expansions takes a DynamicCache, or use_cache=False")
         nowhere = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        paths = [PathCache(config, nowhere) for config in configs]
+        paths = [PathCache(empty_like(cache, config), nowhere) for config in configs]
         paths[BASE].runs_on = ~nowhere
         state = cls(TextCache(), [GateCache() for _ in range(count)], paths)
         if cache is not None:
-            if any(getattr(layer, "record_past", False) for layer in cache.layers):
-                for path in paths:
-                    path.activate_past_recording()
             cache.layers = [state.text, *state.gates, *state.paths]
         return state

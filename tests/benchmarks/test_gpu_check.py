@@ -8,12 +8,8 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.gpu import __main__ as parts
-from benchmarks.gpu.ranks import check_new_group
-from benchmarks.gpu.runs import compared, idle_share
 from benchmarks.gpu.setting import ROOT, Setting
 from pipeline.errors import ConfigError
 
@@ -54,31 +50,6 @@ def test_a_part_is_rehearsed(part, outcomes, tmp_path):
     assert [row.passed for row in rows_of(part, tmp_path).values()] == outcomes
 
 
-def test_a_new_group_is_told_its_device(tmp_path):
-    row = check_new_group(Setting("cpu", tmp_path, 60.0))
-    assert row.passed and row.found == "through gloo"
-
-
-intervals = st.tuples(st.integers(-20, 120), st.integers(0, 50)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-
-
-@given(st.lists(intervals))
-def test_the_idle_share_counts_every_moment_once(busy):
-    free = [at for at in range(100) if not any(begin <= at < end for begin, end in busy)]
-    assert idle_share(busy, (0, 100)) == pytest.approx(len(free) / 100)
-
-
-def test_a_benchmark_that_takes_too_long_is_a_fault(tmp_path):
-    rows = list(parts.rows_of("step-1b-8192", Setting("cpu", tmp_path, 5.2)))
-    assert [row.passed for row in rows] == [False] and "in time" in rows[0].check
-
-
-def test_an_estimate_that_is_off_is_a_fault():
-    assert compared("", 1.05, 1.0).passed is True and compared("", 0.95, 1.0).passed is True
-    assert compared("", 1.2, 1.0).passed is False and compared("", 0.8, 1.0).passed is False
-    assert compared("", 1.0, None).passed is None
-
-
 def call(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", *arguments])
     return parts.main()
@@ -90,12 +61,6 @@ def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(tmp_path
     assert [row["check"] for row in written["rows"]] == ["ends in time"] and written["about"]["torch"]
     assert "| attention | ends in time | FAILED |" in (tmp_path / "results.md").read_text()
     assert "1 of 1 parts rehearsed: 0 checks passed, 1 failed" in capsys.readouterr().out
-
-
-def test_parts_beyond_the_time_of_all_are_skipped(tmp_path, monkeypatch):
-    assert call(monkeypatch, "--cpu", "--minutes", "0", "--output", str(tmp_path)) == 1
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["part"] for row in rows] == list(parts.PARTS) and all("no time left" in row["found"] for row in rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

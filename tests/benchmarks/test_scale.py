@@ -62,12 +62,3 @@ def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for row in by_steps["rows"]:
         assert row["report_files"] <= 4, "the metrics are read once"
         assert row["report_cpu_s"] > 0 and row["a_step_cpu_s"] > 0
-
-
-def test_the_picture_of_slopes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = {"corpora": [{"title": "Corpora: …", "goals": {"open_cpu_s": 5}, "slopes": {"open_cpu_s": 1.25}}]}
-    found["corpora"][0]["rows"] = [{"shards": 5}, {"shards": 10}]
-    (tmp_path / "x.json").write_text(json.dumps(found))
-    run(monkeypatch, "--only", "--json", tmp_path / "x.json", "--picture", tmp_path / "x.svg")
-    text = (tmp_path / "x.svg").read_text()
-    assert "Corpora: open_cpu_s by shards" in text and "<title>1.25</title>" in text

@@ -15,12 +15,6 @@ def check(*options: str | Path) -> str:
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_check_prints_every_kind_and_step() -> None:
-    printed = check()
-    assert "one line, repeated" in printed
-    assert printed.splitlines()[-1].startswith("contamination")
-
-
 def test_the_crawl_is_written_for_the_study(tmp_path: Path) -> None:
     check("--write", tmp_path / "texts" / "crawl.jsonl")
     texts = [json.loads(line)["text"] for line in (tmp_path / "texts" / "crawl.jsonl").read_text().splitlines()]

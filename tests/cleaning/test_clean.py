@@ -16,7 +16,7 @@ from datatrove.executor import LocalPipelineExecutor
 
 from pipeline.cleaning import clean as module
 from pipeline.cleaning.clean import clean
-from pipeline.cleaning.report import PAGE, examples
+from pipeline.cleaning.report import PAGE
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
@@ -50,15 +50,6 @@ def test_every_kind_of_fault_is_treated_by_its_step(crawl: Crawl) -> None:
     assert min(precision for _, precision in precisions.values()) >= 0.75, precisions
 
 
-def test_every_document_is_counted(crawl: Crawl) -> None:
-    steps = crawl.cleaned.steps
-    assert steps["records"]["total"] == sum(map(len, crawl.planted.values()))
-    assert steps["records"]["total"] - sum(step["dropped"] for step in steps.values() if "dropped" in step) == (
-        crawl.cleaned.documents
-    )
-    assert steps["records"]["dropped_malformed_json"] == COPIES
-
-
 def test_a_task_cut_short_is_done_again_with_the_same_bytes(
     crawl: Crawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,12 +67,6 @@ def test_a_task_cut_short_is_done_again_with_the_same_bytes(
     assert len(shards) > 6
     assert shards.items() <= contents(crawl.job.output).items()
     assert not again.job.work.exists()
-
-
-def test_examples_of_what_a_step_dropped(crawl: Crawl) -> None:
-    shown = [*examples(crawl.job.output, 2)]
-    assert sum(line.startswith("language: ") for line in shown) == 2
-    assert sum(line.startswith("quality (gopher_short_doc): ") for line in shown) == 2
 
 
 def test_a_page_shows_what_each_step_dropped(crawl: Crawl) -> None:
@@ -227,21 +212,6 @@ def test_bad_settings_are_refused_in_one_line(
     with pytest.raises(kind, match=message) as refused:
         call(clean_corpora, run_of(tmp_path, stories(3)[:3], **settings), "--workers", 1)
     assert "\n" not in str(refused.value)
-
-
-def test_a_benchmark_that_is_not_jsonl_is_named(tmp_path: Path) -> None:
-    (tmp_path / "arc.jsonl").write_text("question,answer\n")
-    run = run_of(tmp_path, stories(3)[:3], language="en", benchmarks=[str(tmp_path / "arc.jsonl")])
-    with pytest.raises(DataError, match=r"arc\.jsonl: a benchmark is JSONL, found .question,answer"):
-        call(clean_corpora, run, "--workers", 1)
-
-
-def test_without_fasttext_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = "datatrove.utils._import_utils._is_distribution_available"
-    monkeypatch.setattr(installed, lambda name: name != "fasttext-numpy2-wheel")
-    run = run_of(tmp_path, ["text"], language="en", language_model=str(tmp_path / "run.yaml"))
-    with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean,fasttext\]'"):
-        call(clean_corpora, run)
 
 
 @pytest.mark.parametrize("missing", ["datatrove.executor", "ftfy"])

@@ -7,19 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     ContinuousBatchingConfig,
     GenerationConfig,
-    Trainer,
-    TrainingArguments,
-    pipeline,
 )
 
-from pipeline.conversion.hf_folder import load_hf_model
 from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
@@ -145,55 +139,6 @@ def test_continuous_batching_generates_the_same_or_is_refused(load):
             load(name).generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 
-def test_the_trainer_trains_it_and_saves_what_can_be_loaded(load, tmp_path):
-    model = load("gemma3")
-    tokens = some_tokens(model.config, 24)
-    before = model(tokens.unsqueeze(0), labels=tokens.unsqueeze(0)).loss.item()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "trainer"),
-        max_steps=4,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
-        learning_rate=1e-2,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    Trainer(model=model, args=arguments, train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8).train()
-    model.eval()
-    after = model(tokens.unsqueeze(0), labels=tokens.unsqueeze(0)).loss
-    assert after.item() < 0.8 * before
-    model.save_pretrained(tmp_path / "saved")
-    again = load_hf_model(tmp_path / "saved")
-    assert torch.equal(again(tokens.unsqueeze(0)).logits, model(tokens.unsqueeze(0)).logits)
-
-
-def test_the_pipeline_continues_texts(exports):
-    folder, _ = exports("stories260K", "route stories")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or "<unk>"
-    say = pipeline("text-generation", model=load_hf_model(folder), tokenizer=tokenizer)
-    prompts = ["Once upon a time", "Lily had a dog. One day the dog"]
-    alone = [say(prompt, max_new_tokens=8, do_sample=False)[0]["generated_text"] for prompt in prompts]
-    together = say(prompts, max_new_tokens=8, do_sample=False, batch_size=2)
-    assert [one[0]["generated_text"] for one in together] == alone
-    assert all(text.startswith(prompt) and len(text) > len(prompt) for text, prompt in zip(alone, prompts, strict=True))
-
-
-@torch.no_grad()
-def test_device_map_puts_layers_elsewhere(load, tmp_path):
-    """Half of the layers lie on the disk, and are read when they run."""
-    plain = load("gemma3")
-    places = {"embedding": "cpu", "final_norm": "cpu", "output": "cpu"}
-    places |= {f"layers.{index}": "disk" if index else "cpu" for index in range(len(plain.layers))}
-    split = load("gemma3", device_map=places, offload_folder=str(tmp_path / "disk"))
-    tokens = some_tokens(plain.config, 2, 24)
-    assert torch.equal(split(tokens).logits, plain(tokens).logits)
-    assert torch.equal(generate(split, tokens), generate(plain, tokens))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_a_forward_pass_makes_no_tensor_from_python_values(name, load, monkeypatch):
@@ -212,14 +157,3 @@ def test_a_forward_pass_makes_no_tensor_from_python_values(name, load, monkeypat
     # Casting leaves the rotary frequencies alone.
     cast, loaded = load(name).to(torch.bfloat16), load(name, dtype=torch.bfloat16)
     assert torch.equal(cast(tokens, use_cache=False).logits, loaded(tokens, use_cache=False).logits)
-
-
-@torch.no_grad()
-def test_weights_may_be_offloaded_under_a_tied_output(load):
-    model = load("gemma2")
-    assert model.output.base is model.embedding.base.weight
-    tokens = some_tokens(model.config, 2, 20)
-    expected = model(tokens, use_cache=False).logits
-    cpu_offload(model, execution_device=torch.device("cpu"))
-    assert model.embedding.base.weight.is_meta
-    assert torch.equal(model(tokens, use_cache=False).logits, expected)

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.data import preprocess, records
 from pipeline.data.jobs import QUARANTINE
-from pipeline.data.records import Document, Keys, Rejected
+from pipeline.data.records import Keys
 from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
 from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, tokenize, write_jsonl
@@ -112,20 +112,6 @@ def test_bad_rows_of_parquet(tmp_path: Path):
 def saved(folder: Path) -> Path:
     datasets.Dataset.from_dict({"text": ["good", "first", "last"]}).save_to_disk(folder)
     return folder
-
-
-def test_damaged_bytes_of_an_arrow_file(tmp_path: Path):
-    (path,) = input_files([str(saved(tmp_path / "saved"))])
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"goodfirstlast", b"goodf\xffrstlast"))
-    first, second, third = read(path)
-    assert isinstance(first, Document) and isinstance(third, Document)
-    assert second == Rejected(1, "invalid_utf8", b"f\xffrst")
-    offsets = b"".join(number.to_bytes(4, "little") for number in (0, 4, 9, 13))
-    assert offsets in content
-    path.write_bytes(content.replace(offsets, offsets.replace(b"\x09", b"\x63")))
-    with pytest.raises(DataError, match=r"not a complete \.arrow file, copy it again"):
-        read(path)
 
 
 @pytest.mark.parametrize(

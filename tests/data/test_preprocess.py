@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.data import jobs
 from pipeline.data import preprocess as preprocessing
 from pipeline.data.corpora import is_heldout
 from pipeline.data.preprocess import preprocess
@@ -229,29 +228,6 @@ def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, fini
     assert contents(output) == before
 
 
-@pytest.mark.parametrize("was_empty", [True, False])
-def test_of_two_different_jobs_that_begin_at_once_one_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_empty: bool
-):
-    """The other begins, and stops at a bad record, before or after this one looks whether the folder is empty."""
-    output, check_replaceable = tmp_path / "corpus", jobs.check_replaceable
-    source = write_jsonl(tmp_path / "x.jsonl", [*documents(20), 7])
-
-    def other_begins(*arguments: Any, **options: Any) -> None:
-        monkeypatch.setattr(jobs, "check_replaceable", check_replaceable)
-        if was_empty:
-            check_replaceable(*arguments, **options)
-        with pytest.raises(DataError, match="bad"):
-            tokenize(output, source, unit_bytes=500, max_bad_fraction=0)
-        if not was_empty:
-            check_replaceable(*arguments, **options)
-
-    monkeypatch.setattr(jobs, "check_replaceable", other_begins)
-    with pytest.raises(DataError, match="was begun with another unit size: expected 400, found 500"):
-        tokenize(output, source, unit_bytes=400)
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_the_manifest_and_the_documents_held_out_by_their_hash(tmp_path: Path):
     texts = documents(400)
     first = write_jsonl(tmp_path / "a.jsonl.gz", [*texts[:200], 5])
@@ -297,17 +273,6 @@ def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
     shutil.rmtree(output)
     assert tokenize(output, source, reference_only=True).tokenizer.backend == "tokenizers"
     assert tokenize(output, source) == load_manifest(output), "either encoder may have made a finished corpus"
-
-
-def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path):
-    tokenizer = preprocessing.cached_tokenizer(STORIES260K, None)
-    object.__setattr__(tokenizer, "vocab_size", 300)
-    try:
-        with pytest.raises(DataError, match="but has a vocabulary of 300"):
-            tokenize(tmp_path / "corpus", write_jsonl(tmp_path / "x.jsonl", documents(20)))
-    finally:
-        preprocessing.cached_tokenizer.cache_clear()
-    assert not list((tmp_path / "corpus").glob("*.bin"))
 
 
 def test_memory_follows_neither_the_corpus_nor_a_document_that_is_too_large(tmp_path: Path):
@@ -371,14 +336,3 @@ def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[.
     done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == 0
     assert not list(output.rglob("*.partial"))
-
-
-def test_an_output_that_cannot_be_a_folder_is_named(tmp_path: Path):
-    (tmp_path / "corpus").write_text("a file")
-    source = write_jsonl(tmp_path / "x.jsonl", ["one"])
-    arguments = ["--input", source, "--tokenizer", STORIES260K, "--workers", "1", "--output"]
-    named = {tmp_path / "corpus": "corpus: expected nothing here", tmp_path / "corpus" / "below": "below: Not"}
-    for output, message in named.items():
-        done = run_main("preprocess_data.py", *arguments, output)
-        assert (done.returncode, done.stderr.count("error: ")) == (1, 1) and message in done.stderr
-    assert (tmp_path / "corpus").read_text() == "a file"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pipeline.errors import CheckpointError
-from pipeline.gating.fit_run import as_text
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
 from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
@@ -108,15 +106,6 @@ def test_a_damaged_gate_is_refused(damage, folder):
     change(folder)
     with pytest.raises(CheckpointError, match=message):
         open_gate(folder)
-
-
-def test_a_gate_of_an_earlier_version_that_measured_other_figures_is_read(folder):
-    text = {"role": "new", "sequences": 1, "tokens": 9, "open_fraction": 0.5, "closed_sequences": 0}
-    text |= {f"{kind}_perplexity": 2.0 for kind in ("base", "ungated", "gated")}
-    values = json.loads((folder / GATE_RECORD).read_text())
-    (folder / GATE_RECORD).write_text(json.dumps(values | {"heldout": {"korean": text}, "roc": [[0.0, 0.0]]}))
-    record = open_gate(folder)[1]
-    assert record.heldout["korean"].cost_of_first_tokens is None and "korean (new)" in as_text(record)
 
 
 @pytest.mark.parametrize(

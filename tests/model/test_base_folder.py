@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import merge, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import Widths
-from tests.bases import CONFIGS, random_model, reference, save_base
+from tests.bases import reference, save_base
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
@@ -124,13 +123,6 @@ def test_any_rows_of_a_shard_are_those_of_the_whole_shard(base, name, tp_size):
                 assert torch.equal(rows, shard[first:stop]), (parameter, first, stop)
 
 
-def test_different_bases_have_different_hashes(base, tmp_path):
-    other = tmp_path / "other"
-    random_model(CONFIGS["llama"], seed=1).save_pretrained(other)
-    assert open_base(save_base("llama", tmp_path / "same")).hashes == base("llama").hashes
-    assert open_base(other).hashes != base("llama").hashes
-
-
 CONFIG_FAULTS = {
     "rope type": (
         {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
@@ -142,10 +134,6 @@ CONFIG_FAULTS = {
     ),
     "architecture": ({"model_type": "cohere"}, "model_type 'cohere' is not among llama"),
     "activation": ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not among"),
-    "heads beyond all sizes": (
-        {"hidden_size": 2**31, "head_dim": None, "model_type": "smollm3"},
-        "heads of 536870912 channels",
-    ),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "a size that is none": ({"hidden_size": "wide"}, "hidden_size"),
     "heads in no equal groups": ({"num_attention_heads": 5}, "num_key_value_heads: 2 does not divide"),
@@ -156,20 +144,10 @@ CONFIG_FAULTS = {
     "too many layers": ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3"),
     "biases that are not there": ({"attention_bias": True}, "lacks the tensor .*q_proj.bias"),
     "other heads": ({"num_key_value_heads": 4}, "attention.key.base.weight has shape"),
-    **{
-        f"{name} {value!s:.20}": ({name: value}, "config.json")
-        for name, values in {
-            "num_hidden_layers": [0, 10**9, 1.5, True, None],
-            "num_attention_heads": [0, 3, 10**12],
-            "hidden_size": [0, 10**15, [[]]],
-            "head_dim": [-8, 7],
-            "vocab_size": [96, 2**63],
-            "rms_norm_eps": [-1e-6, "small"],
-            "rope_parameters": [5, {"rope_type": "linear", "rope_theta": "x"}],
-            "model_type": [None, [], "x" * 10**6],
-        }.items()
-        for value in values
-    },
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    "a vocabulary beyond 64 bits": ({"vocab_size": 2**63}, "vocab_size"),
+    "a model_type that is no name": ({"model_type": []}, "config.json"),
+    "rope_parameters that are none": ({"rope_parameters": 5}, "config.json"),
 }
 
 
@@ -215,9 +193,6 @@ MIXTURE_FAULTS = {
         r"router.weight has shape \(7, 32\)",
     ),
     "more experts to a token than there are": ({}, {"num_experts_per_tok": 7}, "num_experts_per_tok: expected .* 6,"),
-    "no experts": ({}, {"num_local_experts": 0}, "num_experts: expected"),
-    "experts that no tensor holds": ({}, {"moe_intermediate_size": 2**30}, "moe_intermediate_size: expected"),
-    "no step": ({}, {"decoder_sparse_step": 0}, "not a qwen3_moe config"),
 }
 
 
@@ -254,16 +229,6 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def change_header(path, **entries):
-    file = path / json.loads((path / INDEX_FILE).read_text())["weight_map"]["model.norm.weight"]
-    content = file.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    header["model.norm.weight"].update(entries)
-    changed = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(changed)) + changed + content[8 + length :])
-
-
 FILE_FAULTS = {
     "no folder": (shutil.rmtree, "config.json: no such file"),
     "no config": (lambda path: (path / "config.json").unlink(), "config.json: no such file"),
@@ -290,12 +255,6 @@ FILE_FAULTS = {
         "lacks the tensor",
     ),
     "an index that leads outside": (move_weights_out, "names files outside its folder"),
-    "a type that is no weight's": (
-        lambda path: change_header(path, dtype="I32", shape=[32]),
-        "expected a weight in one of",
-    ),
-    "another shape": (lambda path: change_header(path, shape=[4, 8]), "config.json implies"),
-    "offsets beyond the file": (lambda path: change_header(path, data_offsets=[0, 2**50]), "damaged"),
 }
 
 

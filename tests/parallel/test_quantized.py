@@ -32,7 +32,6 @@ from pipeline.parallel.sharding import Partition, local_shape, sharded_parameter
 from pipeline.parallel.topology import TensorParallel
 
 PRECISIONS = get_args(QuantizedPrecision)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def some_matrix(rows, columns, dtype=torch.float32, seed=0):

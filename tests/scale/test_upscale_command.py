@@ -55,10 +55,3 @@ def test_a_missing_expansion_to_continue_from_is_refused(tmp_path, run_here):
     assert code == 2
     assert "elsewhere: holds no expansion; convert the run to train on with --format expansion" in output
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_users_fault_is_one_line_and_leaves_nothing(tmp_path, run_here):
-    code, output = run_here(write_config(tmp_path / "run", tmp_path, method__expansion__num_attention_heads=3))
-    assert code == 2
-    assert "error: method.expansion.num_attention_heads: 3" in output and len(output.splitlines()) == 1
-    assert not (tmp_path / "run" / "upscaled").exists()

@@ -20,12 +20,7 @@ PRESERVE = METHODS["preserve"]
     ("name", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA GH200 480GB", 989.5),
-        ("NVIDIA GB200", 2500.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA L4", 121.0),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
         ("NVIDIA A10G", None),
     ],

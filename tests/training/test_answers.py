@@ -34,7 +34,6 @@ PAIRS = [
     for name in ("girl", "boy", "dog", "cat")
     for answer in ("happy.", "sad.", "happy and", "blue")
 ] + [("Once upon a", "time, there"), ("Lily and", "Tom")] * 4
-BATCH = 8
 
 
 @pytest.fixture(scope="module")

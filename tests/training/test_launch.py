@@ -134,25 +134,6 @@ def test_the_group_of_checkpoints_connects_a_rank_to_its_neighbours_only(tmp_pat
         assert 0 < opened <= 3  # one listens, two neighbours in a ring
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), ("pass", 0), ("1 / 0", 1)])
-def test_a_process_exits_with_its_code_and_output_and_without_clean_up(end, code):
-    program = f"""
-import atexit, sys
-from pipeline.training import launch
-
-def program():
-    print("last words")
-    {end}
-
-atexit.register(print, "cleaned up")
-launch.leave_after(program)
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert result.returncode == code
-    assert result.stdout == "last words\n" + ("cleaned up\n" if "/" in end else "")
-    assert ("ZeroDivisionError" in result.stderr) == ("/" in end)
-
-
 def test_a_port_in_use_is_reported_in_one_line_and_retried():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = Launch(0, 0, 2, "127.0.0.1", taken.getsockname()[1])

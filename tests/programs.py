@@ -1,9 +1,31 @@
-"""Calls a program of tools/ in this process."""
+"""Runs `scale-cpt`, or the main function of one of its programs, in this process."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import subprocess
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from types import ModuleType
+from unittest import mock
+
+from pipeline import cli
+
+
+def scale_cpt(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """What `scale-cpt` does with these arguments: its exit code, and what it prints."""
+    words, out, err = [*map(str, arguments)], StringIO(), StringIO()
+    logger = logging.getLogger("pipeline")
+    before = logger.handlers[:], logger.level, logger.propagate
+    try:
+        with redirect_stdout(out), redirect_stderr(err), mock.patch("sys.argv", ["scale-cpt", *words]):
+            cli.main()
+    except SystemExit as end:
+        return subprocess.CompletedProcess(words, int(end.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = before
+    raise AssertionError("a program always exits")
 
 
 def call(program: ModuleType, *arguments: object) -> int:

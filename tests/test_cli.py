@@ -13,15 +13,8 @@ from pipeline import cli
 from pipeline.config.run import load_config, parse_config
 from pipeline.errors import CONFIG_ERROR
 from pipeline.files import shipped
+from tests.programs import scale_cpt
 from tests.training.runs import write_config
-
-
-def called(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
-    monkeypatch.setattr(sys, "argv", ["scale-cpt", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-        raise SystemExit(0)
-    return end.value.code or 0
 
 
 def test_the_help_of_the_stages_loads_no_torch():
@@ -46,35 +39,36 @@ def test_a_program_runs_as_a_file_too(command):
     assert done.stdout.startswith(f"usage: {program.name} ")
 
 
-def test_changes_need_a_run(monkeypatch, capsys):
-    assert called(monkeypatch, "tokenize", "--set", "seed=7") == CONFIG_ERROR
-    assert capsys.readouterr().err == "error: --set changes a run; name its YAML file or its folder\n"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tokenize", "--set", "seed=7"), "error: --set changes a run; name its YAML file or its folder\n"),
+        (("evalute",), "error: evalute: no such command (did you mean evaluate?)"),
+        (("train", "--gpus", "2", "configs/demo.yaml"), "error: only --dry-run takes these options"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused(words, said):
+    done = scale_cpt(*words)
+    assert done.returncode == CONFIG_ERROR and done.stderr.startswith(said)
 
 
-def test_a_misspelt_command_gets_the_nearest_one(monkeypatch, capsys):
-    assert called(monkeypatch, "evalute") == CONFIG_ERROR
-    assert capsys.readouterr().err.startswith("error: evalute: no such command (did you mean evaluate?)")
-
-
-def test_the_effective_configuration_is_shown_with_its_sources(tmp_path, monkeypatch, capsys):
+def test_the_effective_configuration_is_shown_with_its_sources(tmp_path):
     write_config(tmp_path, tmp_path, name="base.yaml")
     path = tmp_path / "run.yaml"
     path.write_text("extends: base.yaml\nseed: 5\nstability: {loss_increase: null}\n")
-    assert called(monkeypatch, "config", "show", path, "--set", "schedule.steps=20") == 0
-    shown = capsys.readouterr().out
+    shown = scale_cpt("config", "show", path, "--set", "schedule.steps=20").stdout
     assert parse_config(yaml.safe_load(shown), source="shown") == load_config(path, ["schedule.steps=20"])
     for line in (rf"seed: 5 +# {path}", r"  steps: 20 +# --set", rf"  micro_batch_size: 2 +# {tmp_path}/base.yaml"):
         assert re.search(f"(?m)^{line}$", shown), line
     assert re.search(r"(?m)^  window: 128 +# default$", shown)
-    assert called(monkeypatch, "config", "show", path, "--set", "schedule.step=20") == CONFIG_ERROR
-    assert "did you mean steps?" in capsys.readouterr().err
+    refused = scale_cpt("config", "show", path, "--set", "schedule.step=20")
+    assert refused.returncode == CONFIG_ERROR and "did you mean steps?" in refused.stderr
 
 
-def test_completion_knows_commands_and_options(monkeypatch, capsys):
+def test_completion_knows_commands_and_options():
     pytest.importorskip("shtab")
     for shell, syntax in (("bash", ["bash", "-n"]), ("zsh", None)):
-        assert called(monkeypatch, "completion", shell) == 0
-        script = capsys.readouterr().out
+        script = scale_cpt("completion", shell).stdout
         for word in ("tokenize", "inspect-data", "--max-bad-fraction", "--ranks"):
             assert word in script, (shell, word)
         if syntax:

@@ -31,9 +31,10 @@ from pipeline.studies.study import RandomBase
 from studies.biographies.make_texts import write_corpora
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
-from tests.data.helpers import contents, documents, job, run_main, stories, write_jsonl
+from tests.data.helpers import contents, documents, job, stories, write_jsonl
 from tests.distributed import run_ranks
 from tests.gating.test_gate import RECORD
+from tests.programs import scale_cpt
 from tests.rehearsal.helpers import job as sampling_job
 from tests.widened import scale_settings
 
@@ -124,7 +125,7 @@ def _into(conversion: Conversion, path: Path, format: str) -> Conversion:
 
 
 def run_new(path: Path) -> None:
-    ended = run_main("new_folder.py", path)
+    ended = scale_cpt("new", path)
     if ended.returncode:
         raise UserError(ended.stderr)
 

@@ -22,8 +22,8 @@ from pipeline.data.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
-from tests.data.helpers import run_main
 from tests.distributed import run_ranks
+from tests.programs import scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 TEXTS = {"english": [str(STORIES_HELDOUT)], "korean": [str(REVIEWS_HELDOUT)]}
@@ -165,13 +165,13 @@ def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
 def test_the_command_line(models, tmp_path):
     checkpoint = models("stories260K", "adapt norm base").checkpoint
     named = ["--checkpoint", checkpoint, "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
-    done = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
+    done = scale_cpt("convert", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
     assert done.returncode == 0 and "verified" in done.stderr, done.stderr
     assert type(load_hf_model(tmp_path / "out")).__name__ == "LlamaForCausalLM"
     text = ["--text", "nothing.jsonl"]
-    again = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "out", *text)
+    again = scale_cpt("convert", *named, "--output", tmp_path / "out", *text)
     assert again.returncode == 0, "it is done already: the text is not read"
-    done = run_main("convert_checkpoint.py", *named, "--output", tmp_path / "second", *text)
+    done = scale_cpt("convert", *named, "--output", tmp_path / "second", *text)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
     assert not (tmp_path / "second").exists()

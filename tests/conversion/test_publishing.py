@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from huggingface_hub.utils import filter_repo_objects
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline import cli
 from pipeline.checkpoint.manifest import load_manifest
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import copy_base_files, load_hf_model
@@ -28,8 +26,8 @@ from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
-from tests.data.helpers import run_main
 from tests.distributed import run_ranks
+from tests.programs import scale_cpt
 from tests.widened import some_tokens
 
 METHODS = {
@@ -110,17 +108,14 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
         assert kept[name] == (STORIES / name).read_bytes()
 
 
-def test_the_card_names_the_base_on_the_hub_and_the_command_that_was_given(base, checkpoints, tmp_path, monkeypatch):
-    """Of a base that training had from the hub, wherever it lies now; by the front as by the tool."""
+def test_the_card_names_the_base_on_the_hub_and_the_command_that_was_given(base, checkpoints, tmp_path):
+    """Of a base that training had from the hub, wherever it lies now."""
     checkpoint = shutil.copytree(checkpoints["peft"], tmp_path / "checkpoints" / checkpoints["peft"].name)
     manifest = load_manifest(checkpoint)
     record = manifest.run.base.model_copy(update={"hub": "someone/stories@abc"})
     manifest.model_copy(update={"run": manifest.run.model_copy(update={"base": record})}).save(checkpoint)
     arguments = ["--checkpoint", checkpoint, "--base", base, "--output", tmp_path / "my hf", "--format", "peft"]
-    monkeypatch.setattr(sys, "argv", ["scale-cpt", "convert", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
+    assert scale_cpt("convert", *arguments).returncode == 0
     assert front_matter(tmp_path / "my hf")["base_model"] == "someone/stories"
     adapters = json.loads((tmp_path / "my hf" / "adapter_config.json").read_text())
     assert adapters["base_model_name_or_path"] == "someone/stories"
@@ -247,8 +242,8 @@ def hub(monkeypatch):
 
 def test_what_was_verified_is_pushed(base, checkpoints, hub, tmp_path):
     named = ["--checkpoint", checkpoints["stock"], "--base", base, "--output", tmp_path / "hf", "--format", "stock"]
-    assert run_main("convert_checkpoint.py", *named).returncode == 0 and not hub
-    done = run_main("convert_checkpoint.py", *named, "--push", "someone/stories-ko", "--private")
+    assert scale_cpt("convert", *named).returncode == 0 and not hub
+    done = scale_cpt("convert", *named, "--push", "someone/stories-ko", "--private")
     assert done.returncode == 0 and "pushed to https://hub/someone/stories-ko" in done.stderr, done.stderr
     assert hub["create_repo"] == {"private": True, "exist_ok": True}
     upload = hub["upload_folder"]

@@ -1,29 +1,23 @@
-"""Small corpora and jobs, and the command lines in this process."""
+"""Small corpora and jobs."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import json
-import logging
 import lzma
 import random
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from functools import cache
-from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import zstandard
 
-from pipeline import command_line
 from pipeline.config.data import Corpus
 from pipeline.data.corpora import Job
 from pipeline.data.preprocess import preprocess
@@ -121,22 +115,6 @@ def contents(*folders: Path) -> dict[str, str]:
     }
 
 
-def run_main(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What the command line `tool` does with `arguments`, in this process."""
-    program = runpy.run_path(str(PROJECT / "tools" / tool))
-    logger = logging.getLogger("pipeline")
-    before = logger.handlers[:], logger.level, logger.propagate
-    out, err = StringIO(), StringIO()
-    try:
-        with redirect_stdout(out), redirect_stderr(err), mock.patch("sys.argv", [tool, *map(str, arguments)]):
-            command_line.run_program(program["add_options"], program["main"], program["__doc__"])
-    except SystemExit as ended:
-        return subprocess.CompletedProcess([tool], int(ended.code or 0), out.getvalue(), err.getvalue())
-    finally:
-        logger.handlers[:], logger.level, logger.propagate = before
-    raise AssertionError("a program always exits")
-
-
 def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The same of scale-cpt tokenize in a process of its own."""
+    """What scale-cpt tokenize does with `arguments`, in a process of its own."""
     return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True, cwd=PROJECT, check=False)

@@ -12,7 +12,8 @@ import pytest
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.token_shards import BLOCK_BYTES, HASH_DIGITS, check_file, content_of
 from pipeline.errors import DataError
-from tests.data.helpers import contents, documents, run_main, tokenize, write_jsonl
+from tests.data.helpers import contents, documents, tokenize, write_jsonl
+from tests.programs import scale_cpt
 
 SETTINGS = {"heldout_fraction": 0.2, "unit_bytes": 1500}
 
@@ -64,7 +65,7 @@ def test_what_is_done_about_a_damaged_corpus(finished: Path, tmp_path: Path):
     corpus = shutil.copytree(finished, tmp_path / "copy") / "corpus"
     first = corpus / "00000-000000.bin"
     first.write_bytes(changed(first.read_bytes(), 5))
-    done = run_main("inspect_data.py", corpus, "--verify")
+    done = scale_cpt("inspect-data", corpus, "--verify")
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {first}: damaged: the bytes 0 to ")
     assert f"copy the corpus again, or remove the folder {corpus} and start scale-cpt tokenize" in done.stderr
@@ -74,7 +75,7 @@ def test_what_is_done_about_a_damaged_corpus(finished: Path, tmp_path: Path):
     shutil.rmtree(corpus)
     tokenize(corpus, finished.parent / "x.jsonl", **SETTINGS)
     assert [*contents(tmp_path / "copy").values()] == [*contents(finished).values()]
-    assert "every byte is the one that was written" in run_main("inspect_data.py", corpus, "--verify").stdout
+    assert "every byte is the one that was written" in scale_cpt("inspect-data", corpus, "--verify").stdout
 
 
 def test_an_id_beyond_the_vocabulary_is_named_where_it_is_read(finished: Path, tmp_path: Path):

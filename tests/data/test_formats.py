@@ -29,12 +29,12 @@ from tests.data.helpers import (
     documents,
     jsonl,
     read,
-    run_main,
     texts_in,
     texts_of,
     tokenize,
     write_jsonl,
 )  # fmt: skip
+from tests.programs import scale_cpt
 
 TEXTS = documents(60)
 DOCUMENTS = [f"{number}번째 문서입니다. 오늘은 날씨가 좋아서 산책을 갔다." for number in range(40)]
@@ -184,7 +184,7 @@ def tokenize_tool(folder: Path, *arguments: str | Path) -> str:
     """The error line of scale-cpt tokenize; empty where it made the corpus `out`."""
     shutil.rmtree(folder / "out", ignore_errors=True)
     where = ["--tokenizer", STORIES260K, "--output", folder / "out", "--workers", "1"]
-    done = run_main("preprocess_data.py", "--input", *arguments, *where)
+    done = scale_cpt("tokenize", "--input", *arguments, *where)
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr
     return next((line for line in done.stderr.splitlines() if line.startswith("error: ")), "")
 

@@ -13,7 +13,8 @@ from pipeline.config.run import load_config
 from pipeline.data.corpora import check_heldout, heldout_corpora
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.errors import DataError
-from tests.data.helpers import documents, run_main, stories, stories_tokenizer, tokenize, write_jsonl
+from tests.data.helpers import documents, stories, stories_tokenizer, tokenize, write_jsonl
+from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
 
@@ -57,8 +58,8 @@ def test_the_command_line_and_several_sequences_in_a_document(tmp_path):
     texts = documents(50)
     prefix = write_megatron(tmp_path / "their", encoded(texts), sentences=3)
     other = write_megatron(tmp_path / "other", [*encoded(texts[:3]), []])
-    tool = ("preprocess_data.py", "--import", prefix, other, "--tokenizer", stories_tokenizer().path)
-    done = run_main(*tool, "--output", tmp_path / "out.heldout", "--workers", 1, "--max-bad-fraction", "0.1")
+    tool = ("tokenize", "--import", prefix, other, "--tokenizer", stories_tokenizer().path)
+    done = scale_cpt(*tool, "--output", tmp_path / "out.heldout", "--workers", 1, "--max-bad-fraction", "0.1")
     assert done.returncode == 0, done.stderr
     corpus = TokenCorpus(tmp_path / "out.heldout")
     assert corpus.manifest.part == "heldout"

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from pipeline.data.tokenizer import load_tokenizer
-from tests.data.helpers import STORIES260K, documents, run_main, tokenize, write_jsonl
+from tests.data.helpers import STORIES260K, documents, tokenize, write_jsonl
+from tests.programs import scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 
@@ -15,7 +16,7 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
     texts = documents(30)
     source = write_jsonl(tmp_path / "x.jsonl", [*texts, 1, ""])
     tokenize(tmp_path / "corpus", source, unit_bytes=1000)
-    done = run_main("inspect_data.py", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "30")
+    done = scale_cpt("inspect-data", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "30")
     assert done.returncode == 0, done.stderr
     summary, *decoded = done.stdout.split("\n--- ")
     values = dict(re.split("  +", line, maxsplit=1) for line in summary.splitlines())
@@ -29,7 +30,7 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
     described = (STORIES260K / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(described.replace('"ignore_merges": false', '"ignore_merges": true'))
     (tmp_path / "tokenizer_config.json").write_bytes((STORIES260K / "tokenizer_config.json").read_bytes())
-    done = run_main("inspect_data.py", tmp_path / "corpus", "--tokenizer", tmp_path)
+    done = scale_cpt("inspect-data", tmp_path / "corpus", "--tokenizer", tmp_path)
     assert done.returncode == 1
     assert f"tokenizer.json: did not make {tmp_path / 'corpus'}" in done.stderr
 
@@ -37,21 +38,21 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
 def test_a_folder_of_corpora_has_a_line_for_each(tmp_path: Path):
     tokenize(tmp_path / "korean", write_jsonl(tmp_path / "x.jsonl", documents(30)), heldout_fraction=0.2)
     (tmp_path / "begun" / ".units").mkdir(parents=True)
-    done = run_main("inspect_data.py", tmp_path, "--verify")
+    done = scale_cpt("inspect-data", tmp_path, "--verify")
     assert done.returncode == 0, done.stderr
     begun, korean, heldout = (line.split() for line in done.stdout.splitlines()[2:])
     assert begun[:3] == ["begun", "not", "finished:"]
     assert (korean[:2], heldout[:2]) == (["korean", "train"], ["korean.heldout", "heldout"])
     assert int(korean[2]) + int(heldout[2]) == 30
     next((tmp_path / "korean").glob("*.bin")).unlink()
-    done = run_main("inspect_data.py", tmp_path)
+    done = scale_cpt("inspect-data", tmp_path)
     assert done.returncode == 1 and ".bin: no such file" in done.stderr
-    assert "unfinished" in run_main("inspect_data.py", tmp_path / "begun").stderr
+    assert "unfinished" in scale_cpt("inspect-data", tmp_path / "begun").stderr
 
 
 def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
-    done = run_main(
-        "train_tokenizer.py",
+    done = scale_cpt(
+        "tokenizer",
         *("--input", REVIEWS_HELDOUT, STORIES_HELDOUT, "--max-mib", "0.3"),
         *("--output", tmp_path / "t.model", "--vocab-size", "1500", "--model-type", "unigram"),
         *("--compare", STORIES260K),

@@ -34,12 +34,12 @@ from tests.data.helpers import (
     documents,
     job,
     jsonl,
-    run_main,
     texts_in,
     tokenize,
     write_jsonl,
 )  # fmt: skip
 from tests.disks import SmallDisk
+from tests.programs import scale_cpt
 from tests.texts import REVIEWS, STORIES
 from tests.training.runs import write_config
 from tests.waiting import PATIENCE_S
@@ -166,7 +166,7 @@ def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str])
 
 def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
+    done = scale_cpt("tokenize", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
     assert done.returncode == 1
     assert "error: --mpi: expected 4 ranks, as Slurm allocated, found 1" in done.stderr
 
@@ -304,22 +304,22 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
         "english": {"input": [str(english)], "heldout_input": [str(heldout)], "role": "replay"},
     }
     path, tokens = write_config(tmp_path / "run", tmp_path / "tokens", data__corpora=corpora), tmp_path / "tokens"
-    tool = ("preprocess_data.py", path, "--workers", "1")
+    tool = ("tokenize", path, "--workers", "1")
     heldout.rename(tmp_path / "later")
-    early = run_main(*tool)
+    early = scale_cpt(*tool)
     assert (early.returncode, early.stderr.count("\n")) == (1, 1) and "2.jsonl: no such file" in early.stderr
     assert not tokens.exists()  # the file of the last job is looked for before the first job
     (tmp_path / "later").rename(heldout)
-    early = run_main(*tool, "--set", "deepspeed=none.json")
+    early = scale_cpt(*tool, "--set", "deepspeed=none.json")
     assert early.returncode == 2 and "none.json: no such file" in early.stderr
     assert not tokens.exists()  # it would stop training
-    done = run_main(*tool)
+    done = scale_cpt(*tool)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tokens.iterdir()} == {"english", "english.heldout", "korean", "korean.heldout"}
     assert load_manifest(tokens / "english.heldout").part == "heldout"
     assert texts_in(tokens / "english.heldout") == documents(30, seed=2)
     made = {path: path.stat().st_mtime_ns for path in tokens.rglob("*")}
-    assert run_main(*tool).stderr.count("already complete") == 3
+    assert scale_cpt(*tool).stderr.count("already complete") == 3
     assert {path: path.stat().st_mtime_ns for path in tokens.rglob("*")} == made
 
 
@@ -327,12 +327,12 @@ def test_every_corpus_of_a_configuration(tmp_path: Path):
 def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[..., SmallDisk], workers: str):
     disk = small_disk(mib=1)
     output = disk.path / "corpus"
-    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
+    done = scale_cpt("tokenize", *ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == PASSING_FAULT
     assert "error: no space left on the disk" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (output / "manifest.json").exists()
     disk.grow(mib=100)
-    done = run_main("preprocess_data.py", *ARGUMENTS, "--output", output, "--workers", workers)
+    done = scale_cpt("tokenize", *ARGUMENTS, "--output", output, "--workers", workers)
     assert done.returncode == 0
     assert not list(output.rglob("*.partial"))

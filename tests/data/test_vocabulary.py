@@ -19,7 +19,8 @@ from pipeline.data.tokenizer import Tokenizer, agree, load_tokenizer
 from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
 from pipeline.data.vocabulary import Comparison, Extension, learn_extension, read_vocabulary, write_extension
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, run_main, write_jsonl
+from tests.data.helpers import STORIES260K, write_jsonl
+from tests.programs import scale_cpt
 from tests.texts import DATA, REVIEWS, REVIEWS_HELDOUT, STORIES, STORIES_HELDOUT
 
 OF_20B = DATA / "tokenizers" / "20B_tokenizer.json"
@@ -181,20 +182,20 @@ def test_merges_hold_new_characters_come_by_frequency_and_are_kept_where_they_sa
 
 
 def test_the_tool_reports_and_publishes(tmp_path: Path):
-    tool = ("extend_vocabulary.py", "--base", STORIES260K, "--old-texts", STORIES_HELDOUT, "--add", "50")
+    tool = ("vocabulary", "--base", STORIES260K, "--old-texts", STORIES_HELDOUT, "--add", "50")
     wanted = ("--corpus", REVIEWS_HELDOUT, "--max-mib", "0.3", "--output", tmp_path / "v")
-    ended = run_main(*tool, *wanted, "--report-on", f"stories={STORIES}")
+    ended = scale_cpt(*tool, *wanted, "--report-on", f"stories={STORIES}")
     assert ended.returncode == 0, ended.stderr
     assert "50 new pieces from id 512 on" in ended.stdout
     row = next(line for line in ended.stdout.splitlines() if line.startswith("stories"))
     assert row.split()[1] == row.split()[-1] == "600"
     first = (tmp_path / "v" / "vocabulary.json").read_bytes()
-    assert run_main(*tool, *wanted).returncode == 0
+    assert scale_cpt(*tool, *wanted).returncode == 0
     assert (tmp_path / "v" / "vocabulary.json").read_bytes() == first
     before, after = (fertility(load_tokenizer(path), iter(["한국 영화"])) for path in (STORIES260K, tmp_path / "v"))
     assert after.tokens < before.tokens and after.tokens_per_byte == after.tokens / len("한국 영화".encode())
 
-    ended = run_main(*tool, "--corpus", write_jsonl(tmp_path / "e.jsonl", ENGLISH), "--output", tmp_path / "w")
+    ended = scale_cpt(*tool, "--corpus", write_jsonl(tmp_path / "e.jsonl", ENGLISH), "--output", tmp_path / "w")
     assert ended.returncode == 1 and "keep this tokenizer" in ended.stderr
     with pytest.raises(DataError, match="found none"):
         read_vocabulary(tmp_path)

@@ -26,8 +26,8 @@ from pipeline.evaluation.benchmarks import (
 )
 from pipeline.evaluation.scoring_model import ScoringModel
 from tests.bases import STORIES
-from tests.data.helpers import run_main
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
+from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories, own_decoder
 
 
@@ -171,7 +171,7 @@ def test_errors_name_what_is_missing(files, tmp_path, monkeypatch):
 def test_the_command_line_compares_models(files):
     models = [str(STORIES), os.path.relpath(STORIES)]
     options = ["--include-path", files, "--tasks", "copa", "passive", "--limit", "3", "--json"]
-    done = run_main("evaluate.py", *options, "--model", *models)
+    done = scale_cpt("evaluate", *options, "--model", *models)
     assert done.returncode == 0, done.stderr
     first, second = (results := json.loads(done.stdout)).values()
     assert list(results) == models and first == second

@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation import chats
 from pipeline.evaluation.chats import ChatScore, read_chats, score_chats
 from tests.bases import STORIES
-from tests.data.helpers import run_main
+from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,7 +150,7 @@ def test_other_faults_of_files_and_models(tmp_path):
 def test_the_command_line_compares_models(model, tmp_path):
     path = write(tmp_path / "x.jsonl", record(*ASKED[0], ("assistant", "b")))
     options = ["--model", model, os.path.relpath(model), "--chats", path, "--max-answer-tokens", "3"]
-    done = run_main("evaluate.py", *options)
+    done = scale_cpt("evaluate", *options)
     assert done.returncode == 0, done.stderr
     header, _, first, second = done.stdout.splitlines()
     assert header.split() == ["chats", "exact", "match", "answers", "that", "end", "tokens"]

@@ -23,7 +23,8 @@ from pipeline.evaluation import perplexity
 from pipeline.evaluation.perplexity import score_folder, windows
 from pipeline.model.attention import Documents
 from tests.bases import STORIES
-from tests.data.helpers import run_main, stories_tokenizer
+from tests.data.helpers import stories_tokenizer
+from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories, own_decoder
 from tests.texts import REVIEWS_HELDOUT as KOREAN
 from tests.texts import STORIES_HELDOUT as ENGLISH
@@ -134,7 +135,7 @@ def test_errors_name_what_is_missing(tmp_path):
 
 def test_the_command_line_scores_any_folder():
     options = ["--data", ENGLISH, KOREAN, "--max-bytes", "3000", "--context", "128"]
-    done = run_main("evaluate.py", "--model", STORIES, *options)
+    done = scale_cpt("evaluate", "--model", STORIES, *options)
     assert done.returncode == 0, done.stderr
     english, korean, note = done.stdout.splitlines()[2:]
     assert note.startswith("Scored is a part of") and note.endswith("all of it: --max-bytes 0.")
@@ -142,10 +143,10 @@ def test_the_command_line_scores_any_folder():
 
 
 def test_command_lines_that_are_refused():
-    missing = run_main("evaluate.py", "--model", STORIES, "nowhere", "--data", ENGLISH)
+    missing = scale_cpt("evaluate", "--model", STORIES, "nowhere", "--data", ENGLISH)
     assert missing.returncode == 1 and "windows" not in missing.stderr  # no model is scored before all are found
     assert missing.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")
-    missing = run_main("evaluate.py", "--model", STORIES, "--data", "none.jsonl")
+    missing = scale_cpt("evaluate", "--model", STORIES, "--data", "none.jsonl")
     assert missing.returncode == 1 and missing.stderr.splitlines()[-1].startswith("error: none.jsonl")
     for arguments in (["--context", "no"], ["run.yaml"], ["--tasks", "arc_easy", "--data", "a"]):
-        assert run_main("evaluate.py", "--model", STORIES, *arguments).returncode == 2
+        assert scale_cpt("evaluate", "--model", STORIES, *arguments).returncode == 2

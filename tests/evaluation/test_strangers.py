@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.bases import STORIES
-from tests.data.helpers import run_main
+from tests.programs import scale_cpt
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 def refusal(folder) -> str | None:
     """The line in which the tool refuses the folder, or None if it scores it."""
-    done = run_main("evaluate.py", "--model", folder, "--data", folder.parent / "text.jsonl", "--context", 16)
+    done = scale_cpt("evaluate", "--model", folder, "--data", folder.parent / "text.jsonl", "--context", 16)
     lines = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "Traceback"))]
     assert done.returncode in (0, 1) and len(lines) == done.returncode
     assert all(line.startswith(f"error: {folder}") and len(line) < 800 for line in lines)

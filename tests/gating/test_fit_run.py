@@ -16,7 +16,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from benchmarks import code_switching
-from pipeline import cli
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
@@ -31,6 +30,7 @@ from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate_folder import open_gate
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
+from tests.programs import scale_cpt
 from tests.training.runs import in_turn, make_run, train
 
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
@@ -277,20 +277,14 @@ def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):
         with_changes(runs["adapt"], data=only_new)
 
 
-def test_the_command_line(fitted, monkeypatch, capsys):
-    def run_gate(path: Path) -> int:
-        monkeypatch.setattr(sys, "argv", ["scale-cpt", "gate", str(path)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
+def test_the_command_line(fitted):
     runs, _ = fitted
-    assert run_gate(runs["adapt"]) == 0
-    shown = capsys.readouterr()
-    assert "korean (new)" in shown.out and "AUC" in shown.out and "is already fitted" in shown.err
+    done = scale_cpt("gate", runs["adapt"])
+    assert done.returncode == 0 and "korean (new)" in done.stdout and "AUC" in done.stdout
+    assert "is already fitted" in done.stderr
     values = yaml.safe_load(runs["adapt"].read_text())
     del values["gate"]
     path = runs["adapt"].with_name("ungated.yaml")
     path.write_text(yaml.safe_dump(values))
-    assert run_gate(path) == 0
-    assert "nothing to fit" in capsys.readouterr().err
+    done = scale_cpt("gate", path)
+    assert done.returncode == 0 and "nothing to fit" in done.stderr

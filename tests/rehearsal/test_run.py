@@ -24,7 +24,8 @@ from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.sizing.cluster import Cluster
 from tests.bases import STORIES
-from tests.data.helpers import PROJECT, contents, run_main, write_jsonl
+from tests.data.helpers import PROJECT, contents, write_jsonl
+from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +54,7 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert len(plan.to_make) == 2, "and the initial expansion"
 
     monkeypatch.setenv("ATTEMPT", "7.0")
-    done = run_main("sample_base.py", path, "--workers", "1", "--device", "cpu")
+    done = scale_cpt("sample", path, "--workers", "1", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert "/own: " in done.stdout and "tokens that the base wrote" in done.stdout
     ended = read_attempts(config.folder)[-1].ended
@@ -67,16 +68,16 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert f"{manifest.tokens:,} tokens" in dict(plan.rows)["corpus own"]
 
     made = contents(copied_tokens)
-    again = run_main("sample_base.py", path)
+    again = scale_cpt("sample", path)
     assert again.returncode == 0
     assert "own: already complete" in again.stderr
     assert contents(copied_tokens) == made
     other = rehearsing(tmp_path / "run", copied_tokens, temperature=0.5)
-    refused = run_main("sample_base.py", other)
+    refused = scale_cpt("sample", other)
     assert refused.returncode == 1
     assert "own: was begun with another temperature: expected 0.5, found 1.0" in refused.stderr
 
-    shown = run_main("inspect_data.py", copied_tokens / "own", "--tokenizer", STORIES, "--samples", "1")
+    shown = scale_cpt("inspect-data", copied_tokens / "own", "--tokenizer", STORIES, "--samples", "1")
     assert shown.returncode == 0, shown.stderr
     assert "temperature 1.0, at most 32 tokens a document" in shown.stdout
     assert "ids, sampled by transformers" in shown.stdout
@@ -111,7 +112,7 @@ def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path
     ],
 )
 def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message: str):
-    done = run_main("sample_base.py", "--base", STORIES, "--output", tmp_path / "own", "--tokens", "9", *flags)
+    done = scale_cpt("sample", "--base", STORIES, "--output", tmp_path / "own", "--tokens", "9", *flags)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "own").exists()
@@ -141,16 +142,16 @@ def test_a_checkpoint_does_not_record_where_openings_lie(tmp_path: Path):
 def test_two_tools_do_not_make_corpora_in_one_folder(tmp_path: Path):
     begun, own = tmp_path / "begun", tmp_path / "own"
     bad, file = write_jsonl(tmp_path / "bad.jsonl", ["one", 2]), write_jsonl(tmp_path / "o.jsonl", ["one", "two"])
-    sample_to = ("sample_base.py", "--base", STORIES, "--tokens", "20", "--max-tokens", "8", "--workers", "1")
-    tokenize_to = ("preprocess_data.py", "--tokenizer", STORIES, "--workers", "1")
-    assert run_main(*tokenize_to, "--input", bad, "--output", begun).returncode == 1
+    sample_to = ("sample", "--base", STORIES, "--tokens", "20", "--max-tokens", "8", "--workers", "1")
+    tokenize_to = ("tokenize", "--tokenizer", STORIES, "--workers", "1")
+    assert scale_cpt(*tokenize_to, "--input", bad, "--output", begun).returncode == 1
     options = ("--batch-size", "2", "--seed", "3", "--temperature", "0.5")
-    done = run_main(*sample_to, "--openings", file, "--opening-tokens", "2", "--output", own, *options)
+    done = scale_cpt(*sample_to, "--openings", file, "--opening-tokens", "2", "--output", own, *options)
     assert done.returncode == 0, done.stderr
     sampling = load_manifest(own).sampling
     assert sampling is not None
     assert (sampling.batch_size, sampling.seed, sampling.temperature, sampling.max_tokens) == (2, 3, 0.5, 8)
     for tool, maker, output in ((sample_to, "sample", begun), (tokenize_to, "tokenize", own)):
-        done = run_main(*tool, *(("--input", file) if tool is tokenize_to else ()), "--output", output)
+        done = scale_cpt(*tool, *(("--input", file) if tool is tokenize_to else ()), "--output", output)
         assert done.returncode == 1
         assert f"{output}: was not made by scale-cpt {maker}; choose another --output" in done.stderr

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import cli
 from pipeline.config.run import load_config
 from pipeline.errors import (
     FINISHED,
@@ -26,6 +25,7 @@ from pipeline.run_folder.attempts import decide, record_end, record_stage, recor
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING, as_text, read_status
 from tests.distributed import run_ranks
+from tests.programs import scale_cpt
 from tests.training.runs import STEPS, make_run, train
 
 PROJECT = Path(__file__).parents[2]
@@ -85,11 +85,8 @@ def test_the_tool_prints_a_run_or_a_line_for_each_of_a_study_or_json_and_loads_n
     assert [run["state"] for run in json.loads(tool(tmp_path, "--json").stdout)] == ["done", "failed"]
 
 
-def test_its_newest_checkpoint_is_inspected(finished, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["scale-cpt", "inspect", "--json", str(finished[0])])
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
-    assert json.loads(capsys.readouterr().out)["step"] == STEPS
+def test_its_newest_checkpoint_is_inspected(finished):
+    assert json.loads(scale_cpt("inspect", "--json", finished[0]).stdout)["step"] == STEPS
 
 
 @pytest.fixture

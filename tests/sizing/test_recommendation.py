@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from pipeline.sizing.estimate import Choice, Estimator, open_estimator
 from pipeline.sizing.table import recommend
 from pipeline.sizing.traffic import GATHER
 from tests.bases import STORIES
+from tests.programs import scale_cpt
 from tests.sizing.real_runs import run_config
 
 ROOT = Path(__file__).parents[2]
@@ -130,19 +129,16 @@ def test_what_is_offloaded_or_copied_is_in_the_hosts_memory():
 def test_the_command_prints_a_table(tmp_path):
     run_config(tmp_path, "zero1", "adapt", Layout(2), base="not/here")
 
-    def estimate(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pipeline", "estimate", str(tmp_path / "run.yaml"), *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    missing = estimate("--gpus", "2")
+    estimate = partial(scale_cpt, "estimate", tmp_path / "run.yaml", "--gpus")
+    missing = estimate(2)
     assert missing.returncode == 1
     assert missing.stderr.count("\n") == 1 and "--base-config" in missing.stderr
-    described = ("--base-config", str(STORIES / "config.json"))
-    text = estimate("--gpus", "2", *described, "--set", "parallel.tp_size=2").stdout
+    described = ("--base-config", STORIES / "config.json")
+    text = estimate(2, *described, "--set", "parallel.tp_size=2").stdout
     assert "ZeRO-1 x tp 2 (this run's)" in text
     assert "\nrecommended: ZeRO-1 x tp 1: " in text
     assert text.startswith("parameters  base 260,032, expansion ")
     assert {line.split()[1] for line in text.splitlines() if line.startswith("   ")} == {"1", "2"}
-    nothing = estimate("--gpus", "64", *described)  # more ranks than sequences in a batch
+    nothing = estimate(64, *described)  # more ranks than sequences in a batch
     assert nothing.returncode == 1
     assert "no layout is possible" in nothing.stdout

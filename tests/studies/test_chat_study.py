@@ -17,7 +17,8 @@ from pipeline.errors import DataError
 from pipeline.studies.study import load_study
 from studies.chat import make_chats, score
 from studies.chat.make_chats import KOREAN_TASKS, NUMBERS, SYSTEM_PROMPTS, TASKS, write_texts
-from tests.data.helpers import PROJECT, contents, run_main, write_jsonl
+from tests.data.helpers import PROJECT, contents, write_jsonl
+from tests.programs import scale_cpt
 
 WORDS = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in ("lem", "rin", "sot")]
 HANGUL = [f"{a}{b}" for a in "가나다라마바" for b in "고노도로모보"]
@@ -134,7 +135,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     }
     for name, values in (("study", changes), ("plain", plain)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        done = run_main("run_study.py", tmp_path / f"{name}.yaml", "--data", texts)
+        done = scale_cpt("study", tmp_path / f"{name}.yaml", "--data", texts)
         assert done.returncode == 0, done.stderr
     arguments = [tmp_path / "study", "--texts", texts, "--plain", tmp_path / "plain", "--max-bytes", 4000]
     monkeypatch.setattr(sys, "argv", ["score.py", *map(str, arguments)])

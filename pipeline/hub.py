@@ -8,12 +8,10 @@ work as everywhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline import log
-from pipeline.errors import BaseModelError, UserError, in_one_line
+from pipeline.errors import BaseModelError, faults_of_library
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt")
@@ -22,23 +20,7 @@ _TERMS = ("README.md", "LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "COPYRIGHT*",
 _WEIGHTS = "*.safetensors"
 # Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.
 _IGNORED = ("*/*", "consolidated*")
-_OUT_OF_REACH = (
-    "the hub cannot be reached (or HF_HUB_OFFLINE is set), and the cache does not hold it; fetch it where there is a "
-    "network, with the same HF_HOME, or name a folder"
-)
-_ADVICE = {
-    "GatedRepoError": "its owner grants access; accept the terms on its page, then `hf auth login`",
-    "RepositoryNotFoundError": "it does not exist, or is private; check the name, or `hf auth login`",
-    "RevisionNotFoundError": "it has no such revision; name a branch, tag or commit of it",
-    "LocalEntryNotFoundError": _OUT_OF_REACH,
-    "OfflineModeIsEnabled": _OUT_OF_REACH,
-    "HFValidationError": "",
-    "HfHubHTTPError": "",
-    "EntryNotFoundError": "",
-    "TransportError": _OUT_OF_REACH,
-    "ConnectionError": _OUT_OF_REACH,
-}
-"""By the names of the exceptions of huggingface_hub and of its HTTP libraries; empty: what the exception says."""
+ADVICE = "check its name and revision, `hf auth login` and, where there is no network or HF_HUB_OFFLINE is set, HF_HOME"
 _logger = log.get_logger(__name__)
 
 
@@ -58,7 +40,8 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
         return path
     from huggingface_hub import snapshot_download  # only who names a model on the hub waits for it
 
-    with hub_faults(f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub", BaseModelError):
+    what = f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub ({ADVICE})"
+    with faults_of_library(what, BaseModelError):
         found = snapshot_download(
             named["repo"],
             revision=named["revision"],
@@ -76,17 +59,3 @@ def source_of(folder: Path) -> str | None:
     if snapshot.parent.name != "snapshots" or not cached.startswith("models--"):
         return None
     return f"{cached.removeprefix('models--').replace('--', '/', 1)}@{snapshot.name}"
-
-
-@contextmanager
-def hub_faults(what: str, kind: type[UserError]) -> Iterator[None]:
-    """Turns what the libraries of the hub raise into an error of one line, of the type `kind`."""
-    try:
-        yield
-    except Exception as error:
-        # By name: the hub's client has another HTTP library from version to version.
-        names = [base.__name__ for base in type(error).__mro__]
-        for name in names:
-            if name in _ADVICE:
-                raise kind(f"{what}: {_ADVICE[name] or f'{in_one_line(error):.300}'}") from None
-        raise

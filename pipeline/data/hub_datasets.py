@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from pipeline import log
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import json_hash, published_file, read_record, write_record
-from pipeline.hub import hub_faults
+from pipeline.hub import ADVICE
 from pipeline.log import progress_bar
 
 PREFIX = "hf://"
@@ -159,11 +159,8 @@ def _rows(named: _Named, dataset: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN
         yield from dataset
 
 
-@contextmanager
-def _faults(named: _Named) -> Iterator[None]:
-    what = f"{named.name}: cannot be streamed"
-    with faults_of_library(what, DataError), hub_faults(what, DataError):
-        yield
+def _faults(named: _Named) -> AbstractContextManager[None]:
+    return faults_of_library(f"{named.name}: cannot be streamed ({ADVICE})", DataError)
 
 
 def _commit(named: _Named) -> str | None:

@@ -163,22 +163,14 @@ def _compare(job: Job, heldout: tuple[Path, ...], shard: File) -> UnitPart:
 
 
 def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: Iterable[Path]) -> DataError:
-    """The error about too many rejected records: three examples, and what to do about the most frequent reason."""
+    """The error about too many rejected records, with three examples."""
     lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
     examples = list(islice(lines, 3))
     shown = "; ".join(f"{one['file']} at {one['offset']}: {one['reason']} {one['excerpt'][:60]!r}" for one in examples)
-    reason = rejected.most_common(1)[0][0]
-    if reason in ("no_text_key", "no_prompt_key"):
-        key = reason.removeprefix("no_")
-        advice = (
-            f"set {key} (--{key.replace('_', '-')}) to one of the keys, for chats messages_key (--messages-key), and "
-            "remove the output folder"
-        )
-    else:
-        advice = next(filter(None, (encoding_advice(Path(one["file"])) for one in examples)), None) or (
-            "raise --max-bad-fraction and start again (finished work is kept), or correct the input and remove the "
-            "output folder"
-        )
+    advice = next(filter(None, (encoding_advice(Path(one["file"])) for one in examples)), None) or (
+        "set text_key (--text-key), prompt_key, or for chats messages_key, or correct the input, and remove the output "
+        "folder; or raise --max-bad-fraction and start again: finished work is kept"
+    )
     return DataError(
         f"{rejected.total()} of {total} records are bad, more than --max-bad-fraction {fraction} allows: {shown}; "
         f"{advice}"

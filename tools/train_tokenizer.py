@@ -1,27 +1,26 @@
-"""Trains a SentencePiece tokenizer (BPE or unigram), and compares tokenizers on given texts.
+"""Trains a tokenizer (BPE with byte fallback), and compares tokenizers on given texts.
 
-    scale-cpt tokenizer --input 'corpus/*.jsonl.zst' --output korean.model --vocab-size 8000 \\
+    scale-cpt tokenizer --input 'corpus/*.jsonl.zst' --output korean.json --vocab-size 8000 \\
         --compare data/models/stories260K --report-on korean=data/ko/reviews.heldout.jsonl.zst
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from pipeline.command_line import mebibytes, run_program
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
+from pipeline.data.tokenizer_training import fertility, texts
+from pipeline.files import write_text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="as for scale-cpt tokenize")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
-    add("--output", type=Path, required=True, help="the .model to write")
+    add("--output", type=Path, required=True, help="the tokenizer.json to write")
     add("--vocab-size", type=int, default=32_000, help="pieces in all (default: 32000)")
-    add("--model-type", choices=["bpe", "unigram"], default="bpe")
     add("--character-coverage", type=float, default=0.9999, help="of the text; rarer characters become bytes (0.9999)")
     add("--max-mib", type=mebibytes, default="256", help="learn from so much text, equally much of each file (256)")
     add("--compare", nargs="*", type=Path, default=[], metavar="TOKENIZER", help="other tokenizers for the table")
@@ -29,15 +28,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    train_sentencepiece(
-        texts(options.input, text_key=options.text_key, max_bytes=options.max_mib),
-        options.output,
-        vocab_size=options.vocab_size,
-        model_type=options.model_type,
-        character_coverage=options.character_coverage,
-        threads=len(os.sched_getaffinity(0)),
-    )
-    print(f"{options.output}: {options.vocab_size} pieces, {options.model_type}")
+    from pipeline.studies.random_base import train_tokenizer  # --help does not wait for torch
+
+    documents = texts(options.input, text_key=options.text_key, max_bytes=options.max_mib)
+    trained = train_tokenizer(documents, options.vocab_size, character_coverage=options.character_coverage)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(options.output, trained.to_str(pretty=True))
+    print(f"{options.output}: {trained.get_vocab_size()} pieces")
     reports = dict(report.split("=", 1) if "=" in report else (report, report) for report in options.report_on)
     if reports:
         print(f"{'tokenizer':40} {'text':12} {'tokens/character':>17} {'tokens/byte':>12}")

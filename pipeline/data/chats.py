@@ -38,8 +38,6 @@ class ChatTemplate:
     def __init__(self, path: Path, thinking: bool | None = None, systems: Sequence[str] = (), seed: int = 0) -> None:
         self.path, self._systems, self._seed = path, systems, seed
         file = tokenizer_file(path)
-        if file.suffix == ".model":
-            raise DataError(f"{file}: it would read the markers of chats as text, expected a tokenizer.json; {_ADVICE}")
         described = json_beside(file, "tokenizer_config.json")
         source = template_in(file.parent, described)
         if not source:

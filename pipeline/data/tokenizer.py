@@ -1,17 +1,16 @@
-"""Loading a tokenizer: Hugging Face folders, `tokenizer.json`, SentencePiece `.model`.
+"""Loading a tokenizer: a `tokenizer.json`, or the Hugging Face folder that has it.
 
 A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor puts before a text (a
 BOS, or nothing), and an end-of-document token. Every corpus manifest records both.
 
-Two libraries define the ids, `tokenizers` and `sentencepiece`. The fast encoder, `gigatoken`, is used only while it
-agrees with the first.
+The library `tokenizers` defines the ids. The fast encoder, `gigatoken`, is used only while it agrees with it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple, Union
 import gigatoken
 import numpy as np
 import numpy.typing as npt
-import sentencepiece
 import tokenizers
 
 from pipeline import log
@@ -28,7 +26,6 @@ from pipeline.data.token_corpus import TokenizerRecord
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import read_bytes, read_object
 
-_FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 # For a tokenizer.json alone, which does not say which of its special tokens ends a text.
 _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
 # What the fast encoder must get right before it is used: scripts, spaces, digits, emoji, controls.
@@ -39,6 +36,10 @@ _TEST_TEXTS = (
     "日本語と中文、Русский, العربية, हिन्दी, e\u0301 café",
     "👩‍👩‍👧 \u200b\ufeff def f(x):\n        return x**2",
     "<s> </s> <unk> <|endoftext|>",
+)
+_EXPECTED = (
+    "expected a tokenizer.json, or the Hugging Face folder that has it; transformers writes one of other files: "
+    "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
 )
 _logger = log.get_logger(__name__)
 
@@ -51,7 +52,7 @@ class Encoded(NamedTuple):
 
 
 class HuggingFaceEncoder:
-    """The reference for a `tokenizer.json`: the `tokenizers` library."""
+    """The reference: the `tokenizers` library."""
 
     name = "tokenizers"
 
@@ -65,22 +66,6 @@ class HuggingFaceEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._library.decode(ids, skip_special_tokens=False))
-
-
-class SentencePieceEncoder:
-    """The reference for a `.model` file: the `sentencepiece` library."""
-
-    name = "sentencepiece"
-
-    def __init__(self, library: sentencepiece.SentencePieceProcessor) -> None:
-        self._library = library
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        with faults_of_library("the tokenizer cannot encode a text", DataError):
-            return joined(self._library.encode(list(texts), out_type=int, num_threads=1))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(ids))
 
 
 class GigatokenEncoder:
@@ -107,8 +92,7 @@ class GigatokenEncoder:
         return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
 
 
-Reference = Union[HuggingFaceEncoder, SentencePieceEncoder]
-Encoder = Union[Reference, GigatokenEncoder]
+Encoder = Union[HuggingFaceEncoder, GigatokenEncoder]
 
 
 def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
@@ -141,7 +125,7 @@ class Tokenizer:
     vocab_size: int
     document_start: tuple[int, ...]
     document_end: tuple[int, ...]
-    reference: Reference
+    reference: HuggingFaceEncoder
     fast: GigatokenEncoder | None
 
     @property
@@ -165,7 +149,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
-    """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a SentencePiece `.model`.
+    """Loads the tokenizer at `path`: a Hugging Face folder, or a `tokenizer.json`.
 
     `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong.
 
@@ -174,23 +158,6 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
     """
     file = tokenizer_file(path)
     content = read_bytes(file, DataError)
-    return (_load_sentencepiece if file.suffix == ".model" else _load_hugging_face)(file, content, end_of_document)
-
-
-def tokenizer_file(path: Path) -> Path:
-    """The file of the tokenizer at `path`. Raises DataError where there is none."""
-    if path.is_file():
-        return path
-    if found := next((path / name for name in _FILE_NAMES if (path / name).is_file()), None):
-        return found
-    if path.is_dir():
-        raise DataError(f"{path}: expected tokenizer.json or tokenizer.model in this folder, found neither")
-    raise DataError(
-        f"{path}: no such tokenizer; give a Hugging Face folder, a tokenizer.json or a SentencePiece .model"
-    )
-
-
-def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
     described = read_object(file, DataError)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
@@ -210,34 +177,23 @@ def _load_hugging_face(file: Path, content: bytes, end_of_document: str | None) 
         fingerprint=fingerprint,
         vocab_size=vocab_size,
         document_start=tuple(framed[:at]),
-        document_end=_document_end(file, library.token_to_id, end_of_document, own_end, _KNOWN_ENDS),
+        document_end=_document_end(file, library, end_of_document, own_end),
         reference=reference,
         fast=_fast_encoder(content, reference),
     )
 
 
-def _load_sentencepiece(file: Path, content: bytes, end_of_document: str | None) -> Tokenizer:
-    with faults_of_library(f"{file}: not a SentencePiece model", DataError):
-        library = sentencepiece.SentencePieceProcessor(model_proto=content)
-
-    def id_of_token(token: str) -> int | None:
-        found = int(library.piece_to_id(token))
-        return None if found == library.unk_id() else found
-
-    adds_bos = json_beside(file, "tokenizer_config.json").get("add_bos_token", False) and library.bos_id() >= 0
-    own_end = (int(library.eos_id()),) if library.eos_id() >= 0 else ()
-    return Tokenizer(
-        path=file,
-        fingerprint="sentencepiece:" + hashlib.sha256(content).hexdigest(),
-        vocab_size=int(library.get_piece_size()),
-        document_start=(int(library.bos_id()),) if adds_bos else (),
-        document_end=_document_end(file, id_of_token, end_of_document, own_end, ()),
-        reference=SentencePieceEncoder(library),
-        fast=None,
-    )
+def tokenizer_file(path: Path) -> Path:
+    """The file of the tokenizer at `path`. Raises DataError where there is none."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"{file}: no such tokenizer; {_EXPECTED}")
+    if file.suffix == ".model":
+        raise DataError(f"{file}: a model of SentencePiece; {_EXPECTED}")
+    return file
 
 
-def _fast_encoder(content: bytes, reference: Reference) -> GigatokenEncoder | None:
+def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEncoder | None:
     """The fast encoder for the tokenizer.json `content`; None if it is unsupported or fails on a test text."""
     try:
         with faults_of_library("gigatoken does not support this tokenizer", DataError):
@@ -263,15 +219,11 @@ def fingerprint_of(described: dict[str, Any]) -> str:
 
 
 def _document_end(
-    file: Path,
-    id_of_token: Callable[[str], int | None],
-    wanted: str | None,
-    own_end: tuple[int, ...],
-    known_ends: tuple[str, ...],
+    file: Path, library: tokenizers.Tokenizer, wanted: str | None, own_end: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The ids that end a document: what the user wants, the tokenizer's own, the folder's, or a well-known token."""
     if wanted is not None:
-        if (found := id_of_token(wanted)) is None:
+        if (found := library.token_to_id(wanted)) is None:
             raise DataError(f"{file}: has no token {wanted!r} to end documents with; name one of its own")
         return (found,)
     if own_end:
@@ -283,8 +235,8 @@ def _document_end(
             first = ids[0] if isinstance(ids, list) and ids else ids
             if isinstance(first, int) and first >= 0:
                 return (first,)
-    for candidate in (token.get("content") if isinstance(token, dict) else token, *known_ends):
-        if isinstance(candidate, str) and (found := id_of_token(candidate)) is not None:
+    for candidate in (token.get("content") if isinstance(token, dict) else token, *_KNOWN_ENDS):
+        if isinstance(candidate, str) and (found := library.token_to_id(candidate)) is not None:
             return (found,)
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
 

@@ -104,8 +104,6 @@ def read_pieces(file: Path) -> Pieces:
     Raises:
         DataError: it is of a kind that cannot be extended.
     """
-    if file.suffix == ".model":
-        raise DataError(f"{file}: expected a tokenizer.json, found a SentencePiece model; convert it by transformers")
     described = read_object(file, DataError)
     model: dict[str, Any] = described["model"]
     byte_level = "ByteLevel" in _kinds_in(described.get("pre_tokenizer")) | _kinds_in(described.get("normalizer"))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+import sentencepiece
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -17,14 +18,15 @@ from transformers.utils import logging
 
 from pipeline import log
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
-from pipeline.data.tokenizer_training import texts, train_sentencepiece
-from pipeline.errors import ConfigError
+from pipeline.data.tokenizer_training import texts
+from pipeline.errors import ConfigError, DataError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.model.from_hf import read_spec
 from pipeline.studies.study import NewTokenizer, RandomBase
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MADE_OF = "made_of.json"
+_MAX_SENTENCE_BYTES = 16_384  # SentencePiece drops longer ones
 _logger = log.get_logger(__name__)
 
 
@@ -70,7 +72,7 @@ def _write_weights(wanted: RandomBase, folder: Path) -> None:
 
 def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
     parts = (texts(part.input, text_key=part.text_key, max_bytes=int(part.mib * 2**20)) for part in wanted.texts)
-    tokenizer = train_llama_tokenizer(chain.from_iterable(parts), wanted.vocab_size)
+    tokenizer = train_tokenizer(chain.from_iterable(parts), wanted.vocab_size)
     if wanted.start_token:
         start = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
@@ -79,20 +81,50 @@ def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
     write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special})
 
 
-def train_llama_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer like Llama's (BPE with byte fallback), trained on these documents."""
+def train_tokenizer(documents: Iterator[str], vocab_size: int, *, character_coverage: float = 0.9999) -> Tokenizer:
+    """A tokenizer like Llama's, BPE with byte fallback, which SentencePiece learns from these documents.
+
+    Raises:
+        DataError: there is too little text, or it is too uniform, for this vocabulary size.
+    """
     with tempfile.TemporaryDirectory() as temporary:
-        model, threads = Path(temporary) / "tokenizer.model", len(os.sched_getaffinity(0))
-        train_sentencepiece(documents, model, vocab_size=vocab_size, model_type="bpe", threads=threads)
+        try:
+            with (Path(temporary) / "tokenizer.model").open("wb") as model:
+                sentencepiece.SentencePieceTrainer.train(
+                    sentence_iterator=_sentences(documents),
+                    model_writer=model,
+                    vocab_size=vocab_size,
+                    model_type="bpe",
+                    byte_fallback=True,
+                    character_coverage=character_coverage,
+                    split_digits=True,
+                    normalization_rule_name="identity",
+                    remove_extra_whitespaces=False,
+                    allow_whitespace_only_pieces=True,
+                    max_sentence_length=_MAX_SENTENCE_BYTES,
+                    num_threads=len(os.sched_getaffinity(0)),
+                    minloglevel=2,
+                )
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1].replace("--character_coverage", "--character-coverage")
+            raise DataError(f"cannot train {vocab_size} pieces on this text: {reason}") from None
         # sentencepiece and transformers treat leading spaces differently: one tokenizer.json serves us and them.
         tokenizer: Tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
     return tokenizer
 
 
+def _sentences(documents: Iterator[str]) -> Iterator[str]:
+    """Documents line by line: SentencePiece learns from sentences, and would drop a long document."""
+    step = _MAX_SENTENCE_BYTES // 4  # a character has at most four bytes
+    for document in documents:
+        for line in document.split("\n"):
+            yield from (line[at : at + step] for at in range(0, len(line), step))
+
+
 def _copy_tokenizer(path: Path, folder: Path) -> None:
     source = tokenizer_file(path)
     tokenizer = load_tokenizer(source)
-    shutil.copyfile(source, folder / ("tokenizer.model" if source.suffix == ".model" else "tokenizer.json"))
+    shutil.copyfile(source, folder / "tokenizer.json")
     if (source.parent / _TOKENIZER_CONFIG).is_file():
         shutil.copyfile(source.parent / _TOKENIZER_CONFIG, folder / _TOKENIZER_CONFIG)
     else:

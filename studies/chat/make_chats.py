@@ -33,7 +33,7 @@ from pipeline import command_line
 from pipeline.data.tokenizer_training import texts
 from pipeline.errors import DataError
 from pipeline.files import published_folder, read_object, write_json
-from pipeline.studies.random_base import train_llama_tokenizer
+from pipeline.studies import random_base
 
 ROLES = ("system", "user", "assistant")
 END_OF_TURN = "<|end|>"
@@ -136,7 +136,7 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int, folder: Path) -> 
     """Trains a tokenizer like Phi-3's in Hugging Face's format: the markers of a chat swallow the line end after them,
     and the first word of a message is the piece that it is within one."""
     markers = [*(f"<|{role}|>" for role in ROLES), END_OF_TURN]
-    tokenizer = train_llama_tokenizer(documents, vocab_size - len(markers))
+    tokenizer = random_base.train_tokenizer(documents, vocab_size - len(markers))
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens([AddedToken(marker, rstrip=True, normalized=False) for marker in markers])

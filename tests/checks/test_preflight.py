@@ -155,7 +155,7 @@ def test_a_node_that_lacks_the_tokenizer(tmp_path, bases):
     (bases[1] / "tokenizer.json").unlink()
     ends = run_ranks(on_rank, 3, configured(tmp_path, base="base"), own_folder, tmp_path)
     assert ends[:2] == [f"silent exit {USER_ERROR}"] * 2
-    assert "base: expected tokenizer.json or tokenizer.model in this folder, found neither" in ends[2]
+    assert "base/tokenizer.json: no such tokenizer" in ends[2]
 
 
 def test_a_disk_without_room(small_disk, tmp_path):

@@ -54,7 +54,7 @@ def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     done = scale_cpt(
         "tokenizer",
         *("--input", REVIEWS_HELDOUT, STORIES_HELDOUT, "--max-mib", "0.3"),
-        *("--output", tmp_path / "t.model", "--vocab-size", "1500", "--model-type", "unigram"),
+        *("--output", tmp_path / "t.json", "--vocab-size", "1500"),
         *("--compare", STORIES260K),
         *("--report-on", f"korean={REVIEWS_HELDOUT}", f"english={STORIES_HELDOUT}"),
     )
@@ -62,6 +62,6 @@ def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     rows = [line.split() for line in done.stdout.splitlines()[2:]]
     per_character = {(row[0].rsplit("/", 1)[-1], row[1]): float(row[2]) for row in rows}
     assert per_character["stories260K", "korean"] > 2
-    assert per_character["t.model", "korean"] < 1
-    assert per_character["t.model", "english"] < 0.7
-    assert load_tokenizer(tmp_path / "t.model").vocab_size == 1500
+    assert per_character["t.json", "korean"] < 1
+    assert per_character["t.json", "english"] < 0.7
+    assert load_tokenizer(tmp_path / "t.json").vocab_size == 1500

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from pipeline.data.tokenizer import Encoder, GigatokenEncoder, agree, load_tokenizer
-from pipeline.data.tokenizer_training import train_sentencepiece
 from pipeline.errors import DataError
+from pipeline.studies.random_base import train_tokenizer
 from tests.data.helpers import STORIES260K, documents, stories
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
-    train_sentencepiece(iter(stories(20)), path, vocab_size=2000, model_type="bpe")
-    return path
 
 
 def word_level(folder: Path, vocabulary: dict[str, int]) -> Path:
@@ -90,16 +81,14 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     assert fingerprint_of(other) != original
 
 
-def test_a_sentencepiece_model_gives_the_ids_of_its_library(sentencepiece_model: Path, tmp_path: Path):
-    tokenizer = load_tokenizer(sentencepiece_model)
-    library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
-    texts = [*documents(50), "ends with </s>", "<s>", "새 emoji 👩‍👧"]
-    assert ids_of(tokenizer.reference, texts) == library.encode(texts)
-    assert tokenizer.decode(library.encode("정말 재미있다 龍 Ж 🦉")) == "정말 재미있다 龍 Ж 🦉"
-    assert (tokenizer.document_start, tokenizer.document_end) == ((), (library.eos_id(),))
-    shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    assert load_tokenizer(tmp_path).document_start == (1,)
+def test_a_trained_tokenizer_spells_every_text_and_knows_its_end(tmp_path: Path):
+    train_tokenizer(iter(stories(20)), 2000).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 2000
+    for text in [*documents(20), "정말 재미있다 龍 Ж 🦉"]:
+        ids = tokenizer.reference.encode([text]).ids
+        assert tokenizer.decode(ids).strip() == text.strip()
+    assert tokenizer.decode(tokenizer.document_end) == "</s>"
 
 
 def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -119,13 +108,12 @@ def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.Mon
     assert fast._library is not first
 
 
-def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error(tmp_path: Path):
+def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error():
     with pytest.raises(DataError, match="cannot train 30000 pieces"):
-        train_sentencepiece(iter(documents(20)), tmp_path / "t.model", vocab_size=30_000, model_type="bpe")
+        train_tokenizer(iter(documents(20)), 30_000)
     text = ("".join(chr(0xAC00 + at) for at in range(2000)) for _ in range(20))
     with pytest.raises(DataError, match="--character-coverage"):
-        train_sentencepiece(text, tmp_path / "t.model", vocab_size=600, model_type="bpe")
-    assert not list(tmp_path.iterdir())
+        train_tokenizer(text, 600)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +122,8 @@ def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error(tmp_path: Pa
         ("tokenizer.json", None, "no such tokenizer"),
         ("tokenizer.json", b"{", "not JSON"),
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
-        ("x.model", b"nonsense", "not a SentencePiece model"),
-        ("", None, "found neither"),
+        ("x.model", b"nonsense", "a model of SentencePiece; expected a tokenizer.json"),
+        ("", None, "no such tokenizer"),
     ],
 )
 def test_a_missing_or_damaged_tokenizer_gives_a_one_line_error(tmp_path: Path, name: str, content, message: str):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.merges import ROW_BITS, learn_merges, new_rows_of_characters, row_pattern
 from pipeline.data.tokenizer import Tokenizer, agree, load_tokenizer
-from pipeline.data.tokenizer_training import fertility, texts, train_sentencepiece
+from pipeline.data.tokenizer_training import fertility, texts
 from pipeline.data.vocabulary import Comparison, Extension, learn_extension, read_vocabulary, write_extension
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, write_jsonl
@@ -207,6 +207,3 @@ def test_a_tokenizer_that_is_no_bpe_over_bytes_cannot_be_extended(tmp_path: Path
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(DataError, match="it cannot be extended"):
         learn_extension(tmp_path, KOREAN, ENGLISH, add=5, min_uses=5)
-    train_sentencepiece(iter(ENGLISH), tmp_path / "t.model", vocab_size=900, model_type="bpe")
-    with pytest.raises(DataError, match=r"expected a tokenizer\.json, found a SentencePiece model"):
-        learn_extension(tmp_path / "t.model", KOREAN, ENGLISH, add=5, min_uses=5)

@@ -33,12 +33,13 @@ def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
 
 def test_every_model_generates(tmp_path, monkeypatch, capsys):
     sizes = ["--layers", 1, "--vocab-size", 64, "--new-tokens", 3, "--turns", 1, "--prompt-tokens", 20]
-    sizes += ["--gate-features", "token+running_mean"]
+    sizes += ["--gate-features", "token+running_mean", "--batch", 2]
     rows = {row["model"]: row for row in rows_of(generation_speed, tmp_path, monkeypatch, *sizes)}
-    names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("stock", "scale", "gate shut", "gate open")]
-    several = ["4 x 1/8, gate shut", "4 x 1/8, gate open"]
+    states = ["one open", "gate shut", "gate open"]
+    names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("stock", "scale", *states)]
+    several = [f"4 x 1/8, {state}" for state in states]
     assert list(rows) == ["base", *several, *names] and rows["base"]["ratio_to_base"] == 1
-    assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(3) for row in rows.values())
+    assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(2 * 3) for row in rows.values())
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from pipeline.conversion.remote_code import scale_gate
+from pipeline.conversion.remote_code import scale_cache
 from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.remote_code.scale_gate import WINDOW
+from pipeline.conversion.remote_code.scale_cache import WINDOW
 from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of
 
@@ -173,7 +173,7 @@ def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
         return torch.cat([model.token_gate.scores(part, None, None, cache) for part in parts], dim=1)
 
     parts = stream.tensor_split([300, *range(301, 700)], dim=1)
-    with patch.object(scale_gate, "WINDOW", 10**6):
+    with patch.object(scale_cache, "WINDOW", 10**6):
         expected = scores(SimpleNamespace(layers=[]), parts)
     cache = SimpleNamespace(layers=[])
     assert torch.equal(scores(cache, parts), expected)

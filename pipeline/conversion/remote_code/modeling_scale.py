@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -33,7 +32,8 @@ from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
 from .scale_attention import ScaleRotary
-from .scale_gate import GateCache, ScaleGate, TextCache, empty_like, lacks_expansion, layer_of, texts_of
+from .scale_cache import GateCache, TextCache, empty_like, lacks_expansion, layer_of, set_rows
+from .scale_gate import ScaleGate, texts_of
 from .scale_layer import ScaleLayer
 from .scale_streams import StreamPath, WidenedNorm
 from .scale_vocabulary import ScaleEmbedding, ScaleOutput
@@ -294,22 +294,17 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         before = text.opened(tokens)
         [path], levels = self._run([start if text.has_expansion else start._replace(x_up=start.x_up[:0])], inputs)
         assert levels is not None, "`_waits_for_open` has seen a gate"
-        whole, _ = text.update(torch.stack([tokens, positions], dim=-1).unsqueeze(1), levels.unsqueeze(1))
+        new = (torch.stack([tokens, positions], dim=-1), levels)
+        whole, decided = (part[:, 0] for part in text.update(*(part.unsqueeze(1) for part in new)))
         rows = text.opened(tokens) & ~before
         if not rows.any():
             return [path], levels
         own, text.has_expansion = empty_like(cache, self.config), True
-        again = inputs._replace(tokens=whole[:, 0, :, 0], positions=whole[:, 0, :, 1]).of(rows, own)
-        decided = F.pad(levels, (0, 0, whole.shape[2] - levels.shape[1], 0))[rows]
-        [again_path], _ = self._run([self._start(self.embedding(again.tokens))], again, decided=decided)
-        x, x_up = (stream[:, -levels.shape[1] :] for stream in again_path[:2])
-        if cache is not None and rows.all():
-            cache.layers[: len(self.layers)] = own.layers
-        elif cache is not None:
-            for layer, other in zip(cache.layers, own.layers, strict=False):
-                heads = (0, 0, 0, 0, 0, other.keys.shape[1] - layer.keys.shape[1])
-                layer.keys, layer.values = F.pad(layer.keys, heads), F.pad(layer.values, heads)
-                layer.keys[rows], layer.values[rows] = other.keys, other.values
+        again = inputs._replace(tokens=whole[..., 0], positions=whole[..., 1]).of(rows, own)
+        [opened], _ = self._run([self._start(self.embedding(again.tokens))], again, decided=decided[rows])
+        x, x_up = (stream[:, -levels.shape[1] :] for stream in opened[:2])
+        if cache is not None:
+            set_rows(cache, rows, own)
         if rows.all():
             return [StreamPath(x, x_up)], levels
         path = path if len(path.x_up) else path._replace(x_up=torch.zeros_like(start.x_up))

@@ -39,8 +39,8 @@ from transformers.utils import can_return_tuple
 from .configuration_scale import ScaleConfig
 from .configuration_scale_combined import CombinedConfig, chosen
 from .modeling_scale import Inputs, ScaleForCausalLM
-from .scale_gate import empty_like, texts_of
-from .scale_path_cache import BASE, State
+from .scale_cache import BASE, State, empty_like
+from .scale_gate import texts_of
 from .scale_streams import StreamPath
 from .scale_vocabulary import NEVER
 

@@ -1,19 +1,109 @@
-"""What a text leaves behind in a model with several expansions: in each path, and of the gates' decisions."""
+"""What a text leaves behind in a model: beside the library's keys and values, of gates and of several expansions."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
-from .scale_gate import GateCache, TextCache, empty_like
 
+_Layer = TypeVar("_Layer", bound=DynamicLayer)
+WINDOW_DOUBLINGS = 7
+WINDOW = 2**WINDOW_DOUBLINGS
+"""How many tokens a running mean reads; what it leaves out is below the resolution of fp32."""
 BASE = 0
 """The index of the base among the paths; expansions follow, from 1 on."""
+
+
+class GateCache(DynamicLayer):  # type: ignore[misc]
+    """What a gate's running mean reads of the last tokens, and of WINDOW before, so that as many can be cropped.
+
+    A layer more in the cache, so that it is reordered and cropped with the others. Static caches mask their empty
+    places only if all layers are like theirs.
+    """
+
+    is_compileable = True
+    dropped = False
+    """Whether the text is longer than what is kept of it."""
+
+    def update(self, features: Tensor, counts: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Adds features [B, 1, S, D] and counts [B, 1, S, 1]; returns those that S tokens read."""
+        whole = super().update(features, counts)
+        new, length = features.shape[2], whole[0].shape[2]
+        kept, read = WINDOW - 1 + max(new, WINDOW), WINDOW - 1 + new
+        self.keys, self.values = (tensor[:, :, -kept:] for tensor in whole)
+        self.dropped = self.dropped or length > kept
+        return self.keys[:, :, -read:], self.values[:, :, -read:]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.dropped and self.keys.shape[2] < WINDOW - 1:
+            raise RuntimeError(f"a gate's running mean can be cropped by {WINDOW} tokens; compute the text again")
+
+    def reset(self) -> None:
+        super().reset()
+        self.dropped = False
+
+
+class TextCache(DynamicLayer):  # type: ignore[misc]
+    """The text so far, its tokens and positions, and its gates' decisions: a layer more, as a GateCache."""
+
+    is_compileable = True
+    has_expansion = False
+    """Whether the other layers have the expansion's heads too, those of sequences that have not been open as zeros."""
+
+    def opened(self, tokens: Tensor) -> Tensor:
+        """For which of the sequences, to be continued by `tokens` [B, S], the gate has opened: bool [B]."""
+        if self.get_seq_length() == 0:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        return self.values.flatten(1).any(1)
+
+    def reset(self) -> None:
+        super().reset()
+        self.has_expansion = False
+
+
+def layer_of(kind: type[_Layer], cache: Any) -> _Layer:
+    """The layer of this kind in `cache`, which gets one."""
+    for layer in cache.layers:
+        if type(layer) is kind:
+            return layer
+    added = kind()
+    cache.layers.append(added)
+    return added
+
+
+def empty_like(cache: DynamicCache | None, config: ScaleConfig) -> DynamicCache:
+    """An empty cache for a model, which keeps what sliding windows no longer read where `cache` does, for cropping."""
+    new = DynamicCache(config=config)
+    if cache is not None and any(getattr(layer, "record_past", False) for layer in cache.layers):
+        new.activate_past_recording()
+    return new
+
+
+def lacks_expansion(cache: Any) -> bool:
+    """Whether `cache` holds a text that the base has read alone."""
+    texts = [] if cache is None else [layer for layer in cache.layers if type(layer) is TextCache]
+    return any(text.get_seq_length() > 0 and not text.opened(text.keys).all() for text in texts)
+
+
+def set_rows(cache: Any, rows: Tensor, own: DynamicCache) -> None:
+    """The sequences `rows` [B] of the layers that `cache` and `own` both have become `own`'s.
+
+    Of heads that the others do not have yet, they get zeros.
+    """
+    if rows.all():
+        cache.layers[: len(own.layers)] = own.layers
+        return
+    for layer, other in zip(cache.layers, own.layers, strict=False):
+        missing = (0, 0, 0, 0, 0, other.keys.shape[1] - layer.keys.shape[1])
+        layer.keys, layer.values = F.pad(layer.keys, missing), F.pad(layer.values, missing)
+        layer.keys[rows], layer.values[rows] = other.keys, other.values
 
 
 class PathCache(DynamicLayer):  # type: ignore[misc]

@@ -126,7 +126,7 @@ def test_every_script_is_used_by_a_test():
         quoted = rf"\b{script.stem}\{script.suffix}\b|\b{script.parent.name}\.{script.stem}\b"
         imported = rf"from {script.parent.name} import [^\n]*\b{script.stem}\b"
         commands = [command for command, program in PROGRAMS.items() if program == script.stem]
-        ways = r'"(?:pipeline|scale-cpt)", "|scale-cpt |(?:scale_cpt|call)(?:\(|, )"'
+        ways = r'"(?:pipeline|scale-cpt)", "|scale-cpt |(?:scale_cpt|call)(?:\(|,)\s*"'
         called = [rf"(?:{ways}){command}\b" for command in commands]
         used = re.search("|".join([quoted, imported, *called]), tests)
         assert used or name in NOT_NAMED_BY_TESTS, f"no test uses {name}"

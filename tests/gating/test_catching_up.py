@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import DynamicCache
 from pipeline.conversion.remote_code import scale_cache
 from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.remote_code.scale_cache import WINDOW
+from pipeline.conversion.remote_code.scale_cache import WINDOW, GateCache
 from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of
 
@@ -169,17 +168,16 @@ def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
     model, random = gated("running mean", 0.0), torch.Generator().manual_seed(2)
     stream = torch.randn(2, 700, model.config.hidden_size, generator=random)
 
-    def scores(cache: SimpleNamespace, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def scores(cache: GateCache, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([model.token_gate.scores(part, None, None, cache) for part in parts], dim=1)
 
     parts = stream.tensor_split([300, *range(301, 700)], dim=1)
     with patch.object(scale_cache, "WINDOW", 10**6):
-        expected = scores(SimpleNamespace(layers=[]), parts)
-    cache = SimpleNamespace(layers=[])
+        expected = scores(GateCache(), parts)
+    cache = GateCache()
     assert torch.equal(scores(cache, parts), expected)
-    [layer] = cache.layers
-    assert layer.keys.shape[2] == layer.values.shape[2] == 2 * WINDOW - 1
-    layer.crop(-WINDOW)
+    assert cache.keys.shape[2] == cache.values.shape[2] == 2 * WINDOW - 1
+    cache.crop(-WINDOW)
     assert torch.equal(scores(cache, parts[-WINDOW:]), expected[:, -WINDOW:])
     with pytest.raises(RuntimeError, match="cropped by 128 tokens"):
-        layer.crop(-WINDOW - 1)
+        cache.crop(-WINDOW - 1)

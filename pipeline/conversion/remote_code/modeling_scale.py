@@ -320,7 +320,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         assert self.token_gate is not None, "`_run` has seen a gate"
         x, (tokens, attention_mask, positions, cache, _) = paths[0].x, inputs
         is_text, documents = texts_of(x, attention_mask, positions, cache)
-        levels: Tensor = self.token_gate(x, is_text, documents, cache)
+        stored = layer_of(GateCache, cache) if cache is not None and self.token_gate.has_mean else None
+        levels: Tensor = self.token_gate(x, is_text, documents, stored)
         if is_text is not None:
             levels = levels.masked_fill(~is_text.unsqueeze(-1).to(levels.device), 0)
         if tokens is not None and self.output.only_base_after_closed:

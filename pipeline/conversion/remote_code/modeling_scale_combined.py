@@ -23,7 +23,6 @@ import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -332,9 +331,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
         if documents is not None and documents.any():
             raise ValueError("position_ids: a model with several expansions takes one text in a row, found several")
         for model, stored, pieces in zip(self._models, state.gates, self.pieces, strict=True):
-            gate, own = model.token_gate, None if cache is None else SimpleNamespace(layers=[stored])
+            gate = model.token_gate
             assert gate is not None  # an expansion without one is not added
-            margin = gate.scores(read[model.config.gate_layer], is_text, documents, own) - gate.threshold
+            margin = gate.scores(read[model.config.gate_layer], is_text, documents, stored) - gate.threshold
             if is_text is not None:
                 margin = margin.masked_fill(~is_text.unsqueeze(-1), -torch.inf)
             is_own = (tokens >= pieces.start) & (tokens < pieces.stop)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_scale import ScaleConfig
-from .scale_cache import WINDOW_DOUBLINGS, GateCache, layer_of
+from .scale_cache import WINDOW_DOUBLINGS, GateCache
 
 
 class ScaleGate(nn.Module):
@@ -30,12 +30,12 @@ class ScaleGate(nn.Module):
         self.std = nn.Parameter(torch.ones(size, dtype=torch.float32))
         self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
 
-    def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None) -> Tensor:
         """The decision for each token [B, S, 1]; see `scores`."""
         scores = self.scores(x, is_text, documents, cache)
         return (scores > self.threshold).long() + (scores > self.lower)
 
-    def scores(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:
+    def scores(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None) -> Tensor:
         """The log odds that each token is new [B, S, 1]. What the running mean needs is cached.
 
         is_text: bool [B, S], false for padding; documents: [B, S], equal numbers where the mean may read. None: all.
@@ -46,12 +46,14 @@ class ScaleGate(nn.Module):
             features = torch.cat([features, self._running_mean(features, is_text, documents, cache)], dim=-1)
         return ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True) + self.bias
 
-    def _running_mean(self, values: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: Any) -> Tensor:
+    def _running_mean(
+        self, values: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
+    ) -> Tensor:
         length = values.shape[1]
         counts = values.new_ones(*values.shape[:2], 1) if is_text is None else is_text.to(values).unsqueeze(-1)
         values = values * counts
         if cache is not None:
-            read = layer_of(GateCache, cache).update(values.unsqueeze(1), counts.unsqueeze(1))
+            read = cache.update(values.unsqueeze(1), counts.unsqueeze(1))
             values, counts = (tensor[:, 0] for tensor in read)
         total = torch.cat([values, counts], dim=-1)
         for doubling in range(WINDOW_DOUBLINGS):

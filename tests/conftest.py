@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base
-from tests import threads
 from tests.bases import STORIES, save_base
 from tests.conversion.exports import Exports, Models
 from tests.disks import SmallDisk
@@ -136,13 +136,6 @@ def small_disk(tmp_path) -> Iterator[Callable[..., SmallDisk]]:
         disk.remove()
 
 
-@pytest.fixture
-def one_thread():
-    """Runs torch on one thread, which is faster for small tensors."""
-    with threads.one_thread():
-        yield
-
-
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
     """Removes handlers that a test's command line or library adds: their stream is the test's captured stderr."""
@@ -181,6 +174,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
+    # Tests' tensors are small, and threads of several workers wait for one another.
+    torch.set_num_threads(1)
     # A shell without job control, and nohup, start background processes with SIGINT ignored. Programs that tests start
     # would inherit that and ignore the SIGINT that a test sends.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

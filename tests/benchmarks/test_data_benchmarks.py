@@ -8,7 +8,6 @@ from benchmarks import cleaning, loader_throughput, tokenize_throughput
 from tests.benchmarks.calls import rows_of
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["--english", STORIES_HELDOUT, "--korean", REVIEWS_HELDOUT]
 
 

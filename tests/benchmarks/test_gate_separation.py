@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks import gate_separation
 from benchmarks.gate_separation import NEW, OLD
 from tests.bases import STORIES
@@ -11,7 +9,6 @@ from tests.benchmarks.calls import rows_of
 from tests.texts import DATA
 
 SMALL = ["--base", STORIES, "--tokens", 400, "--max-open-fraction", 0.02, "--sequence-length", 64]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):

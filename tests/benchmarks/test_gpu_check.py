@@ -13,9 +13,6 @@ from benchmarks.gpu import __main__ as parts
 from benchmarks.gpu.setting import ROOT, Setting
 from pipeline.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # What a quantised base is off by says nothing about exactness; memory is measured on a GPU.
 NOT_JUDGED = ("transformers in fp32", "without scores of all pairs")
 

@@ -12,7 +12,6 @@ from benchmarks.gpu_step import Contender, Shape, Variant
 from tests.benchmarks.calls import rows_of
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):

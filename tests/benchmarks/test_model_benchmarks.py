@@ -10,8 +10,6 @@ from benchmarks import checkpoint, generation_speed, sampling_throughput
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[2])

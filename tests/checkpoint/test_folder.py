@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.errors import CheckpointError
-from pipeline.run_folder.attempts import decide, newest_checkpoint_step
 from pipeline.run_folder.checkpoint_names import all_checkpoints, checkpoint_name
-from tests.hostile import PLACES, replace_by
 from tests.kills import outlives
 
 
@@ -58,23 +56,6 @@ def test_latest_names_nothing_outside_the_folder(folder):
         (folder / "latest").write_text(name)
         with pytest.raises(CheckpointError, match=r"names .* not a checkpoint's name; .* these names: step_00000100"):
             folders.candidates(folder)
-
-
-def test_another_thing_in_place_of_latest_is_refused_and_names_what_there_is(folder):
-    replace_by("a folder", folder / "latest")
-    for read in (folders.candidates, folders.latest_checkpoint):
-        with pytest.raises(CheckpointError, match=r"latest: .*step_00000100, step_00000200, step_100000000$"):
-            read(folder)
-
-
-@pytest.mark.parametrize("kind", PLACES)
-def test_status_and_restarts_survive_any_file_in_place_of_latest_and_of_the_attempts(tmp_path, kind):
-    (tmp_path / "checkpoints" / "step_00000100").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_00000100" / "manifest.json").touch()
-    PLACES[kind](tmp_path / "checkpoints" / "latest")
-    assert newest_checkpoint_step(tmp_path) == 100
-    PLACES[kind](tmp_path / "attempts.jsonl")
-    assert decide(tmp_path, stage="train", exit_code=70, without_progress=0, most=9).again is False
 
 
 def test_conversion_takes_only_the_named_checkpoint(folder):

@@ -20,8 +20,6 @@ from tests.bases import STORIES, save_base
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def with_tokenizer(path):
     """The folder `path` with stories260K's tokenizer."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 from pipeline.data import preprocess as preprocessing
 from pipeline.data.corpora import is_heldout
 from pipeline.data.preprocess import preprocess
-from pipeline.data.token_corpus import Manifest, load_manifest
+from pipeline.data.token_corpus import load_manifest
 from pipeline.data.tokenizer import Encoded, GigatokenEncoder
 from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import PASSING_FAULT, DataError
@@ -179,38 +179,6 @@ def test_the_task_at_which_a_process_aborts_is_named():
             pytest.raises(DataError, match=re.escape(f"a worker process was killed at {named}; start")),
         ):
             list(workers.run(eval, tasks))
-
-
-class _Disturbed(Workers):
-    """Real workers that call `action` once, before or after the named work."""
-
-    def __init__(self, work: str, when: str, action: Callable[[], None]) -> None:
-        super().__init__(None)
-        self._work, self._when, self._actions = work, when, [action]
-
-    def run(self, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
-        is_named = function.args[-1].func.__name__ == self._work  # of run_units
-        if is_named and self._when == "before" and self._actions:
-            self._actions.pop()()
-        yield from super().run(function, tasks)
-        if is_named and self._when == "after" and self._actions:
-            self._actions.pop()()
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("task", ["split_units", "tokenize_unit"])
-def test_another_job_finishes_the_same_corpus_first(tmp_path: Path, task: str, when: str):
-    """Another job may finish and remove the state at any point of this job: this job returns the complete manifest."""
-    source = write_jsonl(tmp_path / "x.jsonl", documents(200))
-    settings: dict[str, Any] = {"heldout_fraction": 0.1, "unit_bytes": 2**12}
-    alone = tokenize(tmp_path / "alone" / "corpus", source, **settings)
-    output = tmp_path / "shared" / "corpus"
-    others: list[Manifest] = []
-    disturbed = _Disturbed(task, when, lambda: others.append(tokenize(output, source, **settings)))
-    assert preprocess(job(output, source, **settings), disturbed) == alone
-    assert others == [alone]
-    assert corpus_contents(output) == corpus_contents(tmp_path / "alone" / "corpus")
-    assert len(alone.shards) > 3
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -90,11 +90,6 @@ def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
         sampled_documents([str(path)], Keys(), 2**20)
 
 
-def test_a_page_that_declares_nonsense_is_no_fault(tmp_path: Path) -> None:
-    bad = html(TEXTS[0], '<meta charset="hex">').encode("cp949") + b"<p>" * 10_000
-    assert len(read(archive(tmp_path / "x.warc.gz", [("text/html", bad), ("text/html", b"\0\xff" * 100)]))) == 2
-
-
 @pytest.mark.parametrize("keys", [Keys(encoding="cp949"), Keys(prompt="question"), Keys(document="file")])
 def test_settings_of_other_formats_are_refused(tmp_path: Path, keys: Keys) -> None:
     with pytest.raises(DataError, match=r"x\.warc: "):

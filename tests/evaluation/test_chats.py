@@ -16,7 +16,6 @@ from tests.bases import STORIES
 from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-import resource
 import shutil
 import signal
 import traceback
@@ -20,10 +19,8 @@ from tests.fuzz.damage import damage_any
 INPUT = Path("input")
 """What is damaged. Everything is relative to a subject's own folder, so that copies of it hold the same bytes."""
 GOOD = ("right", "refused")
-_CPU_SECONDS = 60
-"""How long an input may compute. The readers need less than a second."""
 _WALL_SECONDS = 900
-_MEMORY_BYTES = 16 * 2**30
+"""How long an input may take. The readers need less than a second."""
 _LONGEST_MESSAGE = 2_000
 
 
@@ -116,8 +113,6 @@ def _in_child(work: Callable[[], Mapping[str, str] | None], place: Path) -> dict
         os.dup2(log, 1)
         os.dup2(log, 2)
         signal.alarm(_WALL_SECONDS)
-        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
         try:
             answer = {"kind": "content", "content": work() or {}}
         except BaseException as error:  # noqa: BLE001  every other end is a fault
@@ -129,6 +124,6 @@ def _in_child(work: Callable[[], Mapping[str, str] | None], place: Path) -> dict
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        kind = "hang" if number in (signal.SIGXCPU, signal.SIGALRM) else "abort"
+        kind = "hang" if number == signal.SIGALRM else "abort"
         return {"kind": kind, "text": signal.Signals(number).name}
     return dict(json.loads((place / "answer.json").read_text()))

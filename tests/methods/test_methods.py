@@ -28,7 +28,6 @@ SETTINGS = {
     "llama_pro": {"name": "llama_pro", "added_layers": 1},
     "llama_pro everywhere": {"name": "llama_pro", "added_layers": 3},
 }
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def start(base, method, folder=Path("unread")):

@@ -7,8 +7,6 @@ import torch
 
 from tests.widened import scale_settings, some_batch, trained_gradients, unwidened, widened
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def step(base, variant, checkpointing):
     """Loss and gradients of one batch, and the bytes that the graph held for it."""

@@ -22,8 +22,6 @@ from tests.bases import reference, save_base
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def load(path):
     return unwidened(open_base(path))

@@ -19,7 +19,6 @@ from tests.widened import packed, scale_settings, some_batch, some_tokens, train
 # Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
 GRAPHS = {"preserve": 1, "route": 4, "adapt nf4": 3}
 DOCUMENTS = [(64,), (10, 54), (20, 20, 24), (1,) * 64]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

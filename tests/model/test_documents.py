@@ -10,7 +10,6 @@ from tests.tolerances import assert_near, rounding_of
 from tests.widened import packed, scale_settings, some_tokens, unwidened, widened
 
 LENGTHS = (5, 16, 9)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def models(base):

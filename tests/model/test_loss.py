@@ -24,7 +24,6 @@ from tests.widened import (
 )
 
 METHODS = ("preserve", "adapt", "route", "fft")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def model_of(base, method):

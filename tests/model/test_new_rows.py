@@ -45,7 +45,6 @@ METHODS: dict[str, Any] = {
     "lora": Lora(name="lora", rank=2, alpha=4),
     "llama_pro": LlamaPro(name="llama_pro", added_layers=1),
 }
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def extended(base: BaseFolder, new_rows: NewRows = NEW) -> BaseFolder:

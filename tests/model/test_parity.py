@@ -12,8 +12,6 @@ from tests.bases import CONFIGS, STORIES, reference, save_base
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @torch.no_grad()
 def assert_parity(base, tokens):

@@ -40,7 +40,6 @@ METHODS = {
     "freeze": {"name": "freeze", "frozen_layers": 2},
 }
 COEFFICIENT = 0.7
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rehearsing(base, method, noise=0.1):

@@ -40,7 +40,6 @@ from tests.widened import (
 BOTH = {"collaborative_modules": "both"}
 ONE_KV_HEAD = {"expansion": {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 2}}
 ONE_KV_HEAD_IN_FOUR = {"expansion": {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

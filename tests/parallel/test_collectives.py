@@ -13,8 +13,6 @@ from pipeline.scale.layers import preserved_tokens
 from tests.distributed import all_ranks, run_ranks
 from tests.tolerances import assert_near, rounding
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def leaf(*values):
     return torch.tensor([float(value) for value in values], requires_grad=True)

@@ -16,7 +16,6 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 EXPERTS, IN, OUT = 5, 128, 24
 ENDS = torch.tensor([3, 3, 4, 17, 23], dtype=torch.int32)
 """No row is the second expert's, one the third's."""
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def some(*shape, seed=0):

@@ -20,8 +20,6 @@ from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.tolerances import assert_near, rounding
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def leaf(*values):
     return torch.tensor([float(value) for value in values], requires_grad=True)

@@ -14,7 +14,6 @@ from pipeline.rehearsal.generation import BaseWriter, _document
 from tests.bases import STORIES
 from tests.rehearsal.helpers import END, KNOWN_IDS, START, copied_stories, known_logits, own_decoder, random_base
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NEARLY_GREEDY = 1e-6
 FAMILIES = ("stories260K", "neox")
 

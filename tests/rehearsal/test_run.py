@@ -28,8 +28,6 @@ from tests.data.helpers import PROJECT, contents, write_jsonl
 from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def rehearsing(folder: Path, tokens: Path, *, base: Path = STORIES, **sample: Any) -> Path:
     """The configuration of a run with a rehearsal corpus `own`."""

@@ -11,7 +11,6 @@ from tests.widened import scale_settings, some_batch, widened
 WIDTHS = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 2}
 RESIDUAL, INNER = 64, 172
 VARIANTS = [("preserve", {}), ("adapt", {"l_fp": 3}), ("route", {"l_fp": 3, "collaborative_modules": "both"})]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def model_of(base, variant, changes):

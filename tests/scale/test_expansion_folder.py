@@ -13,15 +13,13 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import is_base, open_base
-from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale import expansion as expansion_folder
-from pipeline.scale.expansion import MANIFEST, open_expansion, write_expansion
+from pipeline.scale.expansion import MANIFEST, open_expansion
 from tests.bases import CONFIGS, random_model
 from tests.widened import SEED, scale_settings, widened
 
 ADAPT = scale_settings("adapt", collaborative_modules="both")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -61,13 +59,6 @@ def test_the_folder_holds_the_expansion_only_and_is_the_same_whenever_it_is_made
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
     assert sorted(path.name for path in folder.parent.iterdir()) == ["upscaled"]
-
-
-def test_a_rank_reads_its_shard(folder):
-    name = "layers.0.ffn.up.base_to_expansion.weight"
-    expansion = open_expansion(folder)
-    whole = expansion.read(name, (8, 32))
-    assert torch.equal(expansion.read(name, (8, 32), Partition(dim=0, units=8), 1, 2), whole[4:])
 
 
 def test_a_router_and_norm_may_change_after_the_expansion_is_made(base, folder):
@@ -156,13 +147,3 @@ def test_large_expansions_are_spread_over_files_and_a_rank_finds_the_changed_one
     expansion.check_files(slice(1, None, 2))
     with pytest.raises(CheckpointError, match=r"expansion-00001.safetensors: damaged or missing"):
         expansion.check_files(slice(0, None, 2))
-
-
-def test_a_failure_leaves_nothing_half_written(tmp_path):
-    def tensors():
-        yield "a", torch.zeros(3)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_expansion(tmp_path / "out", tensors(), {})
-    assert not list(tmp_path.iterdir())

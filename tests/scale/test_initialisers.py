@@ -8,7 +8,6 @@ import torch
 from pipeline.scale.expansion import base_to_expansion, expansion_to_expansion, he_random, leading_columns, leading_rows
 
 SHAPES = [(24, 24), (24, 40), (40, 24)]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weight_of(shape, seed=0):

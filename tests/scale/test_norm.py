@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from pipeline.scale.layers import WidenedNorm
 
 EPS = 1e-5
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def norm_of(kind, statistics):

@@ -20,7 +20,6 @@ from tests.widened import (
 )
 
 NAMES = ("llama tied", "neox", "olmo2", "gemma2")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def three_models(base, modules="both"):

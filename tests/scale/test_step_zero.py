@@ -12,7 +12,6 @@ from tests.bases import CONFIGS
 from tests.widened import scale_settings, some_tokens, unwidened, widened
 
 KINDS = ("zero", "random", "svd")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("variant", ["preserve", "adapt", "route"])

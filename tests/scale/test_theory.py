@@ -11,7 +11,6 @@ from tests.bases import FEATURES
 from tests.widened import balance_router, scale_settings, shake, some_batch, some_tokens, unwidened, widened
 
 NAMES = ("llama", "llama tied", "neox", "neox sequential", "stories260K", *FEATURES)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def base_streams(model, tokens, path="model"):

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from pipeline.errors import LayoutError
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout, ProcessGroups
-from pipeline.sizing import micro_batch
 from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
 from tests.distributed import run_ranks
 from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPE = torch.bfloat16
 
 
@@ -72,18 +70,6 @@ def test_weights_and_activations_are_those_of_a_real_pass(config_of, method, cha
     assert saved > 0
     assert costs.activation_bytes == pytest.approx(saved, rel=0.05)
     assert costs.parameter_bytes == sum(parameter.nbytes for parameter in model.parameters())
-
-
-def test_sizes_that_are_known_are_those_that_torch_derives(config_of, monkeypatch):
-    known = estimated(config_of("route"))
-    assert estimated(config_of("route")) == known
-
-    class Forgetful(dict):
-        def __setitem__(self, key, value):
-            pass
-
-    monkeypatch.setattr(micro_batch, "_sizes_of_results", Forgetful())
-    assert estimated(config_of("route")) == known
 
 
 def saved_bytes_of_rank(config):

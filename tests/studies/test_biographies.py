@@ -12,10 +12,9 @@ import pytest
 
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DataError
-from studies.biographies import make_texts, show
+from studies.biographies import show
 from studies.biographies.make_texts import (
     ATTRIBUTES,
-    BIOGRAPHIES,
     biographies,
     make_people,
     make_pools,
@@ -58,17 +57,6 @@ def test_people_have_the_papers_proportions_and_all_values():
     assert all(person.company_city == city_of[person.company] for person in people)
 
 
-def test_biographies_state_every_fact_with_the_full_name_in_varying_order():
-    (person,) = make_people(1, make_pools(), 0)
-    texts = biographies(person, 0)
-    assert texts == biographies(person, 0) != biographies(person, 1)
-    assert len(texts) == len(set(texts)) == BIOGRAPHIES
-    for text in texts:
-        assert text.count(person.name) == len(ATTRIBUTES)
-        assert all(getattr(person, attribute) in text for attribute in ATTRIBUTES)
-    assert len({text.index(person.birthday) for text in texts}) > 1
-
-
 def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     arguments = {"pool_fraction": 0.05, "seed": 5, "vocab_size": 400}
     roster = write_corpora(tmp_path / "a", 40, **arguments)
@@ -92,20 +80,6 @@ def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     ):
         write_corpora(tmp_path / "a", 40, **{**arguments, "seed": 6})
     assert contents(tmp_path / "a") == before
-
-
-def test_the_command_line_makes_the_texts(tmp_path: Path, monkeypatch, capsys):
-    size = ["--people", "40", "--pool-fraction", "0.05", "--vocab-size", "400", "--seed", "5"]
-    call(monkeypatch, make_texts, *size, "--output", tmp_path / "texts")
-    assert capsys.readouterr().out == f"{tmp_path}/texts: 20 pretrained, 10 of them Task 0's, 4 Task 1's\n"
-    for arguments, said in (
-        (["--people", "10"], "--people: expected 20 or more"),
-        (["--people", "2000", "--pool-fraction", "0.001"], "--people: 2000 people need as many names"),
-        (["--pool-fraction", "2"], "--pool-fraction: expected a number above 0 and at most 1, found 2.0"),
-    ):
-        with pytest.raises(DataError, match=f"^{said}"):
-            call(monkeypatch, make_texts, *arguments, "--output", tmp_path / "out")
-        assert not (tmp_path / "out").exists()
 
 
 def figures(task0: float, task1: float) -> dict[str, dict[str, float]]:
@@ -155,17 +129,6 @@ def test_the_end_is_the_mean_over_seeds_and_the_companys_city_is_separate(summar
     task1 = ["80.0% ±0.0%", "10.0%", "40.0%", "20.0%", "100.0%"]
     assert fft == ["Full fine-tuning", "1,234,567", "0.003", "15.0% ±7.1%", "90.0%", "7.5%", "3.8%", "100.0%", *task1]
     assert route[3:5] == ["70.0%", "90.0%"]
-
-
-def test_task_0_where_task_1_is_known_as_well(summary: Path):
-    rows = show.read_summary(summary)
-    _, _, fft, route = cells(matched_table(rows, learned=0.5))
-    assert fft == ["Full fine-tuning", "10", "50.0%", "80.0%"]
-    assert route[1:] == ["10", "50.0%", "80.0%"]
-    assert cells(matched_table(rows))[-1] == ["SCALE-Route", "never"]
-    slower = rows[2].model_copy(update={"during": [], "after": figures(0.2, 0.4)})
-    (line,) = cells(matched_table([rows[0], slower], learned=0.5))[2:]
-    assert line == ["Full fine-tuning", "10", "50.0%", "80.0%", "1 of 2 seeds"]
 
 
 def test_all_tables_are_printed_and_another_study_is_refused(summary: Path, monkeypatch, capsys):

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.data.chats import chat_template
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import DataError
 from pipeline.studies.study import load_study
-from studies.chat import make_chats, score
+from studies.chat import score
 from studies.chat.make_chats import KOREAN_TASKS, NUMBERS, SYSTEM_PROMPTS, TASKS, write_texts
 from tests.data.helpers import PROJECT, contents, write_jsonl
 from tests.programs import scale_cpt
@@ -96,21 +94,6 @@ def test_the_same_arguments_give_the_same_bytes(texts, data, tmp_path):
         write_texts(texts, data, seed=4, **SIZES)
 
 
-def test_a_message_begins_with_the_piece_that_its_first_word_is_within_one(texts):
-    folder = texts / "tokenizer"
-    tokenizer = load_tokenizer(folder)
-    end = tokenizer.document_end
-    assert tokenizer.decode(end) == "<|end|>" and tokenizer.document_start == ()
-    framed = chat_template(folder).opened(
-        [{"role": "user", "content": "balem berin"}, {"role": "assistant", "content": "X"}]
-    )
-    ids = tokenizer.reference.encode([framed]).ids.tolist()
-    words = tokenizer.reference.encode(["balem berin"]).ids.tolist()
-    one, user, answer = ids[1 : 1 + len(words)], ids[0], tokenizer.reference.encode(["X"]).ids.tolist()
-    assert one == words and tokenizer.decode([user]) == "<|user|>"
-    assert ids[1 + len(words)] == end[0] and ids[3 + len(words) :] == [*answer, *end, ids[2 + len(words)]]
-
-
 def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, capsys):
     """With the chat vector, and gated models with and without their gates."""
     monkeypatch.chdir(PROJECT)
@@ -146,10 +129,3 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     assert labels == ["Base", "Full fine-tuning, 1e-3", "LoRA", "Preserve 1/2, rehearsed",
                       "Preserve 1/2, rehearsed + gate", "Chat vector"]  # fmt: skip
     assert all(line.count("|") == 11 for line in table.splitlines())
-
-
-def test_the_command_line_makes_the_texts(data, tmp_path, monkeypatch, capsys):
-    arguments = ["--output", tmp_path / "texts", "--data", data, "--chats", 20, "--heldout", 7, "--vocab-size", 480]
-    monkeypatch.setattr(sys, "argv", ["make_chats.py", *map(str, arguments)])
-    make_chats.main()
-    assert capsys.readouterr().out == f"{tmp_path}/texts: 20 chats, 7 held out of each kind\n"

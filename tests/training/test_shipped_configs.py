@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.method import ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.parallel.topology import Layout
-from pipeline.scale.plan import Widths, plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 
 PROJECT = Path(__file__).parents[2]
-LLAMA_1B = Widths(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8)
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +48,3 @@ def test_the_8b_fits_on_eight_gpus_and_has_the_papers_proportions():
     for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
         assert getattr(added, name) * 8 == getattr(base, name)
     assert config.method.l_fp * 16 == 3 * estimator.spec.num_layers
-
-
-def test_the_large_run_has_the_papers_sizes():
-    config = load_config(PROJECT / "configs" / "cpt_korean_llama3.2_1b.yaml")
-    assert isinstance(config.method, ScaleMethod)
-    added = plan_expansion(config.method, LLAMA_1B, num_layers=16).expansion
-    assert added == Widths(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=1)
-    tokens = config.schedule.steps * config.schedule.global_batch_size * config.data.sequence_length
-    assert tokens == pytest.approx(60e9, rel=1e-3)

@@ -35,8 +35,7 @@ def test_results_are_in_rank_order():
 
 
 @pytest.mark.parametrize(
-    ("fault", "report"),
-    [(raises, r"(?s)^rank 1 raised.*one rank's own fault"), (dies, "rank 1 died without a result")],
+    ("fault", "report"), [(raises, r"(?s)^rank 1 raised.*one rank's own fault"), (dies, "rank 1 died without a result")]
 )
 def test_a_rank_that_fails_is_reported(fault, report):
     with pytest.raises(RankError, match=report):

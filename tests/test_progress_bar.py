@@ -47,14 +47,3 @@ def test_a_bar_on_a_terminal_disappears(at_once, monkeypatch, caplog):
     assert "upscaling: 100%" in drawn and "3.00/3.00" in drawn
     assert drawn.rsplit("\r", 2)[1].strip() == ""
     assert not caplog.records
-
-
-def test_a_bar_goes_back_and_shows_what_is_forced(caplog):
-    bar = progress_bar("training", 300, " steps", done=2, every_s=1000, scaled=False)
-    with caplog.at_level(logging.INFO, "pipeline"), bar:
-        bar.move_to(3, "loss 2.5", show=True)
-        bar.move_to(4, "loss 2.4")
-        bar.move_to(1, "loss 2.6", show=True)
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.split(" (")[0] for line in said] == ["training: 3 of 300 steps", "training: 1 of 300 steps"]
-    assert [line.rsplit(", ", 2)[1] for line in said] == ["loss 2.5", "loss 2.6"]

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.checkpoint.manifest import (
-    BaseRecord,
-    LayoutRecord,
-    Manifest,
-    Position,
-    RunRecord,
-    check_same_run,
-)
+from pipeline.checkpoint.manifest import BaseRecord, LayoutRecord, Manifest, Position, RunRecord, check_same_run
 from pipeline.config.data import Data
 from pipeline.config.method import Lora
 from pipeline.errors import CheckpointError

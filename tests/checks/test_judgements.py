@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from pipeline.checks.allocation import Room, host_memory, judge_memory
-from pipeline.checks.devices import (
-    Fault,
-    Finding,
-    Link,
-    Product,
-    judge_all_reduce,
-    judge_products,
-    measure_product,
-)
+from pipeline.checks.devices import Fault, Finding, Link, Product, judge_all_reduce, judge_products, measure_product
 from pipeline.checks.door import refuse_faults
 from pipeline.errors import PreflightError
 from pipeline.files import SAMPLE_BYTES, sampled_hash
@@ -83,9 +75,7 @@ def test_the_smallest_and_the_fullest_gpu_count():
     assert small.startswith("a rank needs 60.00 of the 36.00 GiB that are usable on a GPU of b")
     (full,) = judge_memory(60 * GIB, 0, [room, room._replace(free=GIB), *[room] * 6], EIGHT).faults
     assert full == Fault(
-        "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest",
-        "a",
-        passing=True,
+        "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest", "a", passing=True
     )
     (host,) = faults_of(judge_memory(GIB, 200 * GIB, [room] * 8, EIGHT))
     assert "needs 200.00 GiB of host memory, found 100.00" in host

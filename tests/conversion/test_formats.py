@@ -14,14 +14,7 @@ from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.errors import ConversionError
 from pipeline.model.from_hf import open_base
 from tests.bases import CONFIGS
-from tests.conversion.exports import (
-    METHODS,
-    MORE_METHODS,
-    assert_exported,
-    exported,
-    loaded_with_base,
-    pairs,
-)
+from tests.conversion.exports import METHODS, MORE_METHODS, assert_exported, exported, loaded_with_base, pairs
 from tests.tolerances import assert_near, rounding, rounding_of
 from tests.widened import some_tokens, unwidened
 

@@ -98,16 +98,6 @@ def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(tmp_path: P
     assert "gigatoken" in caplog.text and "tokenizers encodes" in caplog.text
 
 
-def test_the_fast_encoder_is_renewed_to_bound_its_memory(monkeypatch: pytest.MonkeyPatch):
-    tokenizer = load_tokenizer(STORIES260K)
-    fast = tokenizer.fast
-    assert isinstance(fast, GigatokenEncoder)
-    first = fast._library
-    monkeypatch.setattr(fast, "characters_between_renewals", 100)
-    assert agree(fast, tokenizer.reference, documents(20, seed=1))
-    assert fast._library is not first
-
-
 def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error():
     with pytest.raises(DataError, match="cannot train 30000 pieces"):
         train_tokenizer(iter(documents(20)), 30_000)

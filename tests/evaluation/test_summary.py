@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.corpora import heldout_corpora
@@ -20,7 +20,8 @@ from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
 from tests.rehearsal.helpers import copied_stories
-from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.texts import STORIES_HELDOUT
+from tests.training.runs import write_config
 
 TRAINING = {
     "step0_max_abs_logit_difference": 0.0,
@@ -38,20 +39,8 @@ METRICS = "".join(
 
 
 def run_config(folder: Path, **corpora) -> RunConfig:
-    defaults = {
-        "korean": {"input": ["x.jsonl"], "heldout_input": [str(REVIEWS_HELDOUT)]},
-        "english": {"input": ["y.jsonl"], "heldout_input": [str(STORIES_HELDOUT)], "role": "replay"},
-    }
-    values = {
-        "name": "test",
-        "folder": str(folder),
-        "base": str(STORIES),
-        "method": scale("adapt"),
-        "data": {"folder": "unused", "sequence_length": 64, "corpora": corpora or defaults},
-        "schedule": {"steps": 2, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-2},
-        "deepspeed": "unused",
-    }
-    return parse_config(values, source="test")
+    changes = {"data__corpora": corpora, "data__replay_fraction": 0} if corpora else {}
+    return load_config(write_config(folder, folder, method=scale("adapt"), **changes))
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +95,8 @@ def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
 
     (tmp_path / "demo" / "metrics.jsonl").write_text(METRICS)
     (read,) = read_runs([tmp_path / "demo"])
-    assert read.row.after["kept"] == {"exact_match": 0.0, "ended": 0.0, "answer_tokens": 5.0}
-    assert read.row.roles["kept"] == "replay"
+    assert read.after["kept"] == {"exact_match": 0.0, "ended": 0.0, "answer_tokens": 5.0}
+    assert read.roles["kept"] == "replay"
 
 
 def test_an_exported_model_answers_benchmarks(run, tmp_path):

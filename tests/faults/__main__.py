@@ -80,10 +80,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Result]]] = {
     "disk-full": ("the disk full during a save, and free again", fill_the_disk),
     "nan-once": ("a NaN in a batch, once", partial(poison_a_batch, stays=False)),
     "nan-stays": ("a NaN in a batch, whenever it is read", partial(poison_a_batch, stays=True)),
-    "random": (
-        "kill -9 of plain ranks at random instants, saving included",
-        partial(kill_at_random, kills=25, seed=1),
-    ),
+    "random": ("kill -9 of plain ranks at random instants, saving included", partial(kill_at_random, kills=25, seed=1)),
     "random-asynchronous": (
         "kill -9 of plain ranks at random instants, saving asynchronously",
         partial(kill_at_random, kills=20, seed=2, asynchronous=True),

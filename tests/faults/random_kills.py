@@ -8,17 +8,7 @@ from collections import Counter
 from typing import Any
 
 from tests.faults.job import Job, is_launcher, is_rank
-from tests.faults.runs import (
-    BRIEF,
-    Laboratory,
-    Run,
-    TrialError,
-    await_that,
-    finish,
-    have_ended,
-    kill,
-    local_ranks,
-)
+from tests.faults.runs import BRIEF, Laboratory, Run, TrialError, await_that, finish, have_ended, kill, local_ranks
 from tests.faults.trials import Result, interrupt
 from tests.slurm.cluster import Cluster, ClusterError
 from tests.waiting import PATIENCE_S

@@ -59,10 +59,7 @@ def test_one_kind_of_text_alone_is_refused(kind):
         fit_logistic(torch.randn(5, 2), torch.full((5,), kind))
 
 
-@given(
-    scores=st.lists(st.integers(-20, 20), min_size=10, max_size=60),
-    fraction=st.floats(0.1, 0.9),
-)
+@given(scores=st.lists(st.integers(-20, 20), min_size=10, max_size=60), fraction=st.floats(0.1, 0.9))
 def test_the_threshold_keeps_within_the_budget_and_away_from_every_score(scores, fraction):
     found = torch.tensor(scores, dtype=torch.float32)
     threshold = threshold_for(found, fraction)

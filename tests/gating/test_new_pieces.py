@@ -18,13 +18,10 @@ from pipeline.config.run import load_config
 from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import convert, latest_conversion, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.data.corpora import corpus_jobs
 from pipeline.data.packing import IGNORED
-from pipeline.data.preprocess import preprocess
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import EXPORTED, learn_extension, write_extension
-from pipeline.data.workers import local_workers
 from pipeline.evaluation.benchmarks import _hf_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.gating.fit_run import fit_gate
@@ -39,7 +36,7 @@ from tests.gating.gates import random_gate
 from tests.model.test_new_rows import NEW, batch_with_new_tokens, extended, model_of
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.tolerances import assert_near, rounding_of
-from tests.training.runs import in_turn, make_run, train, write_config
+from tests.training.runs import in_turn, make_run, tokenize_corpora, train, write_config
 
 OLD = 97
 """The vocabulary of the tests' small bases; the first new id."""
@@ -134,10 +131,7 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
         "schedule__learning_rate": 0.02,
         **changes,
     }
-    config = load_config(write_config(folder / "run", folder / "tokens", **settings))
-    with local_workers(1) as workers:
-        for job in corpus_jobs(config.data, config.tokenizer):
-            preprocess(job, workers)
+    tokenize_corpora(load_config(write_config(folder / "run", folder / "tokens", **settings)))
     path = make_run(folder / "run", folder / "tokens", **settings)
     assert run_ranks(in_turn, 1, [partial(train, path)]) == [[0]]
     return path

@@ -30,8 +30,7 @@ def test_padding_is_not_present(tokens, starts):
 
 
 @given(
-    starts=st.lists(st.sets(st.integers(1, LENGTH - 1), max_size=3), min_size=4, max_size=4),
-    seed=st.integers(0, 50),
+    starts=st.lists(st.sets(st.integers(1, LENGTH - 1), max_size=3), min_size=4, max_size=4), seed=st.integers(0, 50)
 )
 def test_a_splice_continues_one_document_with_text_of_the_other_kind(starts, seed):
     old = as_windows([sample(LENGTH + 1, list(own), first=100) for own in starts[:2]], is_new=False)

@@ -28,11 +28,7 @@ from tests.widened import SEED, Watched, packed, scale_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BOUND = rounding(128, 3)  # the products of 24 or 128 terms, the softmax, and the sum of the values
-LAYOUTS = {
-    "one document": [[24], [24]],
-    "ragged": [[5, 16, 3], [1, 1, 22]],
-    "single tokens": [[1] * 24, [23, 1]],
-}
+LAYOUTS = {"one document": [[24], [24]], "ragged": [[5, 16, 3], [1, 1, 22]], "single tokens": [[1] * 24, [23, 1]]}
 HEADS = {"multi-head": (4, 4, 64), "grouped": (6, 2, 128)}
 
 

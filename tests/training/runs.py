@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from pipeline.config.method import ScaleMethod
-from pipeline.config.run import load_config
+from pipeline.config.run import RunConfig, load_config
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.workers import local_workers
@@ -33,11 +33,15 @@ STEPS = 6
 
 def make_tokens(folder: Path) -> Path:
     """Tokenizes the held-out reviews and stories, as both parts of two corpora, into `folder`."""
-    config = load_config(write_config(folder / "run", folder))
-    with local_workers(1) as workers:
-        for job in corpus_jobs(config.data, STORIES):
-            preprocess(job, workers)
+    tokenize_corpora(load_config(write_config(folder / "run", folder)))
     return folder
+
+
+def tokenize_corpora(config: RunConfig) -> None:
+    """Tokenizes the corpora of a run."""
+    with local_workers(1) as workers:
+        for job in corpus_jobs(config.data, config.tokenizer):
+            preprocess(job, workers)
 
 
 def write_config(run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yaml", **changes: Any) -> Path:

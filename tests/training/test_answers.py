@@ -16,15 +16,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.run import load_config
-from pipeline.data.corpora import corpus_jobs
-from pipeline.data.preprocess import preprocess
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.workers import local_workers
 from pipeline.model.output import Losses
 from pipeline.training.validation import answer_score, answer_sums
 from tests.bases import STORIES
 from tests.distributed import run_ranks
-from tests.training.runs import in_turn, make_run, prepared
+from tests.training.runs import in_turn, make_run, prepared, tokenize_corpora
 
 IGNORED = -100
 # stories260K predicts most of these answers; some are wrong on purpose.
@@ -44,10 +41,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path.write_text("".join(json.dumps({"question": q, "text": a}) + "\n" for q, a in PAIRS))
     corpus = {"input": [str(path)], "heldout_input": [str(path)], "prompt_key": "question"}
     changes = {"data__corpora": {"pairs": corpus}, "data__replay_fraction": 0, "validation__max_sequences": 64}
-    config = load_config(make_run(folder / "run", folder / "tokens", **changes))
-    with local_workers(1) as workers:
-        for job in corpus_jobs(config.data, STORIES):
-            preprocess(job, workers)
+    tokenize_corpora(load_config(make_run(folder / "run", folder / "tokens", **changes)))
     return {"tokens": folder / "tokens", **changes}
 
 

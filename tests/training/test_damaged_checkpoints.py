@@ -52,7 +52,7 @@ DAMAGE: dict[str, Damage] = {
     "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "no such file"),
 }
 ELSEWHERE: dict[str, Damage] = {
-    "latest empty": (lambda folder: (folder.parent / "latest").write_text(""), "latest names no checkpoint; trying"),
+    "latest empty": (lambda folder: (folder.parent / "latest").write_text(""), "latest names no checkpoint; trying")
 }
 REFUSED: dict[str, Damage] = {
     "format": (partial(change_manifest, format="scale-cpt checkpoint 1"), "not a checkpoint's manifest: format"),

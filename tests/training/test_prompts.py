@@ -62,10 +62,7 @@ def test_texts_in_every_layout_and_training_is_not_touched(tokens, tmp_path):
     ("changes", "message"),
     [
         ({"prompts": ["a"], "prompt_tokens": 512}, "validation.prompts: 'a' has .* expected 1 to 0"),
-        (
-            {"prompts": ["word " * 600]},
-            "validation.prompts: 'word .* expected 1 to 480, the base's context of 512",
-        ),
+        ({"prompts": ["word " * 600]}, "validation.prompts: 'word .* expected 1 to 480, the base's context of 512"),
         ({"prompts": ["a"] * 17}, "validation.prompts: .*at most 16"),
     ],
 )

@@ -55,7 +55,6 @@ FULL = (
     "checks/test_plan.py",
     "sizing/test_first_config.py",
     "checkpoint/test_rank_files.py",
-    "observers/test_profiler.py",
     "observers/test_tasks.py",
     "observers/test_trackers.py",
     "evaluation/test_benchmarks.py",

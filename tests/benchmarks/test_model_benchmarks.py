@@ -1,4 +1,4 @@
-"""The benchmarks of checkpoints, generation and sampling run at their smallest size, and count what they should."""
+"""The benchmarks of checkpoints, generation, sampling and gates run at their smallest size."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, generation_speed, sampling_throughput
+from benchmarks import checkpoint, gate_separation, generation_speed, sampling_throughput
+from benchmarks.gate_separation import NEW, OLD
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
+from tests.texts import DATA
 
 
 def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
@@ -46,3 +48,24 @@ def test_every_batch_size_is_sampled(tmp_path, monkeypatch):
     rows = rows_of(sampling_throughput, tmp_path, monkeypatch, "--base", STORIES, *sizes)
     assert [row["way"] for row in rows] == ["generate, one at a time", "sample, 1 at a time", "sample, 3 at a time"]
     assert rows[0]["times_one_at_a_time"] == 1 and all(row["tokens_per_second"] > 0 for row in rows)
+
+
+SMALL = ["--base", STORIES, "--tokens", 400, "--max-open-fraction", 0.02, "--sequence-length", 64]
+
+
+def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):
+    for name in (NEW, f"{NEW}.heldout", OLD):
+        file = f"{name}.jsonl.zst"
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).symlink_to(DATA / file)
+    rows = rows_of(
+        gate_separation, tmp_path, monkeypatch, *SMALL, "--data", tmp_path, "--own-text", 1000, "--layers", 2
+    )
+    assert [(row["new"], row["fitted_against"], row["features"]) for row in rows] == [
+        (NEW, OLD, "token"),
+        (NEW, OLD, "token+running_mean"),
+        (NEW, "own text", "token+running_mean"),
+    ]  # the files of the other pairs are missing
+    for row in rows[:2]:
+        assert row["auc"] > 0.99 and row["new_open"] > 0.9 and row["old_open"] < 0.05
+    assert NEW in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -244,3 +245,15 @@ def test_a_failed_task_is_named_and_done_by_the_next_start(tmp_path: Path, monke
     with pytest.raises(DataError, match=r"buckets, task 3: ValueError: bad luck; .* says more; start again"):
         clean(job, workers=1)
     assert clean(job, workers=1).documents
+
+
+def check(*options: str | Path) -> str:
+    command = [sys.executable, "-m", "tests.cleaning", "--copies", "2", *map(str, options)]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_crawl_is_written_for_the_study(tmp_path: Path) -> None:
+    check("--write", tmp_path / "texts" / "crawl.jsonl")
+    texts = [json.loads(line)["text"] for line in (tmp_path / "texts" / "crawl.jsonl").read_text().splitlines()]
+    assert len(texts) == 2 * (10 + 19)
+    assert sum("최저가 할인 쿠폰" in text for text in texts) == 2

@@ -1,4 +1,4 @@
-"""Our decoder without an expansion computes what transformers computes, on every kind of base."""
+"""Our decoder computes what transformers computes, on every kind of base, and packed documents as if alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pipeline.model.from_hf import open_base
 from tests.bases import CONFIGS, STORIES, reference, save_base
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import some_tokens, unwidened
+from tests.widened import packed, scale_settings, some_tokens, unwidened, widened
 
 
 @torch.no_grad()
@@ -76,3 +76,23 @@ def test_configs_written_by_older_libraries_mean_the_same(tmp_path, style):
     base = open_base(tmp_path)
     assert base.spec == open_base(save_base(name, tmp_path / "new")).spec
     assert_parity(base, some_tokens(base.spec, 2, 37))
+
+
+LENGTHS = (5, 16, 9)
+
+
+def models(base):
+    yield unwidened(base)
+    yield widened(base, scale_settings("route", collaborative_modules="both", router_threshold=0.9), noise=0.1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_equal_documents_alone(base, name):
+    tokens = some_tokens(base(name).spec, 1, sum(LENGTHS))
+    positions, documents = packed(LENGTHS)
+    for model in models(base(name)):
+        together = model.logits(tokens, positions, documents)
+        alone = torch.cat([model.logits(document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
+        assert_near(together, alone, rounding_of(model.spec))
+        crossing = model.logits(tokens)
+        assert (crossing - alone)[:, LENGTHS[0] :].abs().max() > 0.1, "the mask hides nothing"

@@ -1,4 +1,7 @@
-"""After a fault that is not the user's, a job is requeued, or a stage without Slurm is restarted, up to a limit."""
+"""After a fault that is not the user's, a job is requeued, or a stage without Slurm is restarted, up to a limit.
+
+A run folder that cannot be written ends the script in one line, whatever is known of earlier attempts.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.errors import worth_another_attempt
+from pipeline.errors import PASSING_FAULT, USER_ERROR, worth_another_attempt
 from pipeline.run_folder.attempts import read_attempts
 from tests.slurm.cluster import MESSAGE_TIMEOUT, Cluster
 from tests.slurm.conftest import Scenario
-from tests.slurm.jobs import REQUEUED, bash, run_config, stage_script, submit
+from tests.slurm.jobs import PROJECT, REQUEUED, bash, run_config, stage_script, submit
 from tests.waiting import wait_until
 
 # A stage whose first attempt lasts until it is killed. $FOLDER has the process ids of the ranks.
@@ -142,3 +145,27 @@ def test_without_python_the_scripts_decide_as_python_does(tmp_path: Path):
     body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
     result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
     assert result.stdout.split() == [str(code) for code in range(1, 256) if worth_another_attempt(code)], result.stderr
+
+
+@pytest.mark.parametrize(("stage", "fault"), [("tokenize", "Read-only"), ("train", "Read-only"), ("tokenize", "Not a")])
+def test_a_folder_that_cannot_be_written_ends_the_script_in_one_line(tmp_path: Path, small_disk, stage, fault):
+    disk = small_disk(mib=1)
+    (disk.path / "file").touch()
+    disk.make_read_only()
+    folder = disk.path / ("run" if fault == "Read-only" else "file/run")
+    result = bash(PROJECT / "slurm" / "cpt_korean.sh", str(run_config(tmp_path, folder)), stage, NPROC="2")
+    assert result.returncode == USER_ERROR, result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: ") and "stage" not in line)
+    assert str(disk.path) in line and fault in line
+    assert "Traceback" not in result.stderr and "another attempt" not in result.stdout
+
+
+def test_a_fault_that_may_pass_is_retried_a_few_times_where_nothing_can_be_recorded(tmp_path: Path, small_disk):
+    disk = small_disk(mib=1)
+    disk.make_read_only()
+    body = f"run_stage train here bash -c 'exit {PASSING_FAULT}'"
+    env = {"CONFIG": str(run_config(tmp_path, disk.path / "run")), "MAX_RESTARTS_WITHOUT_PROGRESS": "2"}
+    result = bash(stage_script(tmp_path, body), **env)
+    assert result.returncode == PASSING_FAULT
+    assert result.stdout.count("another attempt") == 2
+    assert "no further attempt at train: 3 attempt(s) in a row brought no newer checkpoint" in result.stdout

@@ -1,10 +1,11 @@
-"""A process's place among the ranks, read from the environment of each launcher."""
+"""A process's place among the ranks, read from the environment of each launcher; and the signals that stop it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from pipeline.errors import LOST_RANK, LayoutError, worth_another_attempt
 from pipeline.parallel.ranks import all_gathered
+from pipeline.training import launch
 from pipeline.training.checkpointing import Checkpoints
-from pipeline.training.launch import Launch, device_index, initialise, read_launch
+from pipeline.training.launch import Launch, StopSignals, device_index, initialise, read_launch
 from tests.distributed import run_ranks
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
@@ -144,3 +146,18 @@ def test_a_port_in_use_is_reported_in_one_line_and_retried():
     assert len(said) == 1 and f"127.0.0.1:{place.master_port}" in said[0] and "MASTER_PORT" in said[0], result.stderr
     assert "Traceback" not in result.stderr
     assert worth_another_attempt(result.returncode) and result.returncode == LOST_RANK
+
+
+def test_a_signal_is_recorded_and_a_second_ctrl_c_interrupts(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.received == signal.SIGUSR1
+        for now[0] in (100.0, 100.1):  # one keystroke, passed on twice
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        now[0] = 101.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -143,14 +143,11 @@ def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path
         ("method.expansion.hiden_size=8", r"method\.expansion\.hiden_size: unknown key \(did you mean hidden_size\?\)"),
         ("data.corpora.korean.inputs=[]", r"data\.corpora\.korean\.inputs: unknown key \(did you mean input\?\)"),
         ("qqqq=3", "qqqq: unknown key;"),
-        ("schedule.steps.more=1", r"schedule\.steps: Input should be a valid integer"),
         ("method.rank=8", "rank: unknown key"),  # of LoRA, which this run is not
         ("schedule.steps", "expected KEY=VALUE"),
         ("=3", "expected KEY=VALUE"),
         ("schedule.steps=many", r"schedule\.steps: .*found 'many'"),
-        ("schedule.steps=", r"schedule\.steps: "),
         ("schedule.betas=[0.9", "expected a value in YAML"),
-        ("compile=perhaps", "compile: "),
     ],
 )
 def test_a_change_that_fits_no_setting_is_refused_by_its_name(tmp_path, change, fault):

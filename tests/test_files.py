@@ -109,8 +109,6 @@ def test_what_cannot_be_read_is_one_line_of_the_callers_type(tmp_path: Path, rea
     ("content", "message"),
     [
         (b"", "not JSON"),
-        (b'{"left": 1', "not JSON"),
-        (b"[" * 100_000, "not JSON"),
         (b"[1]", "expected a JSON object, found list"),
         (b'{"left": 1, "right": [2, "x"]}', r"right\.1: Input should be a valid integer"),
         (b'{"left": 1, "middle": 2}', "middle: Extra inputs are not permitted"),

@@ -26,7 +26,6 @@ from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
 from tests.cleaning.crawl import Crawl, korean_pages
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
-from tests.data.test_web_archives import archive, html
 from tests.programs import call
 from tools import clean_corpora, preprocess_data
 
@@ -115,15 +114,6 @@ def run_of(folder: Path, texts: list[str], **settings: object) -> Path:
     path = folder / "run.yaml"
     path.write_text(json.dumps(described))
     return path
-
-
-def test_a_web_archive_is_cleaned_as_other_formats_are(tmp_path: Path) -> None:
-    texts = [*islice(korean_pages("reviews.jsonl.zst", 12), 5), "짧은 글입니다."]
-    pages = [("text/html; charset=euc-kr", html(text).encode("cp949", "ignore")) for text in texts]
-    path = archive(tmp_path / "crawl.warc.gz", pages)
-    corpus = Corpus.model_validate({"input": [str(path)], "clean": {"language": "ko"}})
-    cleaned = clean(CleaningJob(corpus, tmp_path / "cleaned"), workers=1)
-    assert (cleaned.steps["records"]["total"], cleaned.documents) == (6, 5)
 
 
 @pytest.fixture(scope="module")

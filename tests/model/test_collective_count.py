@@ -128,16 +128,3 @@ def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, meth
     more = (BOTH, -UP) if method == "route" else (0, 0)
     totals = [sum(sent) + extra for sent, extra in zip(of_regions, more, strict=True)]
     assert [sum(sent) for sent in split[GATHER]] == totals
-
-
-@pytest.mark.parametrize("method", SETTINGS)
-def test_sequence_parallel_ranks_also_sum_the_gradients_of_gains(messages, method):
-    """One a norm (and a bias in GPT-NeoX), as long as the stream that trains: the expansion adds none to Megatron's."""
-    forward, backward = messages.split[method][ALL_REDUCE]
-    uses = 2 * LAYERS + 1
-    if method == "route":
-        uses += 2 * (LAYERS - 1) + 1  # of the second path
-    gains = [D if method == "fft" else U] * uses * (2 if messages.parallel_residual else 1)
-    shared = [length for length in messages.whole[method][1] if length < UP]
-    assert forward == (ROUTER if method == "route" else []) + LOSS
-    assert sorted(backward) == sorted(gains + shared)

@@ -46,23 +46,6 @@ def test_an_unreadable_line_costs_no_other_and_a_run_that_never_saved_starts_fro
     assert read_metrics(tmp_path / METRICS) == [{"step": 0, "loss": 9.0}]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_rollback_drops_later_lines_that_a_full_disk_delayed(small_disk):
-    disk = small_disk(mib=1)
-    metrics = MetricsFiles(disk.path, 0)
-    figures = {f"figure/{number}": number / 7 for number in range(400)}  # longer than the page that may be left
-    for step, loss in enumerate([0.0, 1.0, 2.0, 3.0, 4.0]):
-        if step == 1:
-            disk.fill()
-        metrics.on_step(StepEvent(step, 0, None, {"loss": loss, **figures}))
-    assert len(read_metrics(disk.path / METRICS)) == 1
-    metrics.on_rollback(2)
-    disk.free()
-    metrics.on_step(StepEvent(3, 0, None, {"loss": 9.0}))
-    metrics.on_end(finished=True)
-    assert [line["loss"] for line in read_metrics(disk.path / METRICS)] == [0.0, 1.0, 2.0, 9.0]
-
-
 def test_a_rollback_drops_later_figures(tmp_path):
     metrics = MetricsFiles(tmp_path, 0)
     for step in (0, 1, 2, 3, 4):

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from pipeline.checks.door import check_trackers
 from pipeline.config.reading import flattened
 from pipeline.config.run import RunConfig, load_config, parse_config
-from pipeline.errors import ConfigError, MissingPackageError
+from pipeline.errors import MissingPackageError
 from pipeline.observers.trackers import make_trackers
 from pipeline.training.observer import StepEvent
 
@@ -132,9 +132,3 @@ def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog, monkeypatch, s
     tracker.on_end(finished=True)
     (line,) = error_lines(caplog)
     assert said in line and "continues without it" in line and "\n" not in line
-
-
-def test_no_tracker_is_the_default_and_unknown_ones_are_refused(tmp_path):
-    assert make_trackers(configured(tmp_path, {})) == []
-    with pytest.raises(ConfigError, match=r"observers.comet: unknown key"):
-        configured(tmp_path, {"comet": {}})

@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.checks.inputs import check_fits
 from pipeline.config.reading import read_yaml
 from pipeline.config.run import load_config
 from pipeline.config.sources import combined, read_layers, source_of
 from pipeline.errors import ConfigError
-from pipeline.model.from_hf import read_spec
-from tests.data.helpers import PROJECT
 from tests.training.runs import write_config
 
 
@@ -154,11 +151,3 @@ def test_a_change_that_fits_no_setting_is_refused_by_its_name(tmp_path, change, 
     with pytest.raises(ConfigError, match=fault) as error:
         load_config(write_config(tmp_path, tmp_path), [change])
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("path", sorted((PROJECT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_configuration_is_a_run(path):
-    config = load_config(path, base="named")
-    assert config.folder.name.replace("-", "_") == path.stem
-    if "8b" in path.stem:
-        check_fits(config, read_spec(PROJECT / "configs" / "bases" / "llama-3.1-8b.json"))

@@ -1,4 +1,4 @@
-"""Every study that the project ships describes runs that can start."""
+"""Every shipped configuration and study describes runs that can start."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.checks.inputs import check_fits
+from pipeline.config.run import load_config
 from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
+from pipeline.sizing.cluster import Cluster
+from pipeline.sizing.estimate import open_estimator
 from pipeline.studies.runs import StudyRuns
 from pipeline.studies.study import load_study
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
+CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
 BASES = {
     "biography_rates": "neox-1m",
@@ -23,11 +27,46 @@ BASES = {
     "chat_plain": "llama-0.7m",
     "chat_plain_quick": "llama-0.7m",
 }
+CLUSTERS = (8, 16, 32, 64, 128)
+RANKS = {
+    "demo": (1, 2),
+    "demo_fft": (1, 2),
+    "demo_vocabulary": (1,),
+    "cpt_korean_llama3.2_1b": CLUSTERS,
+    "cpt_korean_llama3.1_8b": CLUSTERS,
+    "cpt_korean_qwen3_30b_a3b": CLUSTERS,
+    "fineweb2_korean": (8,),
+}
+
+
+@pytest.fixture(autouse=True)
+def project_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
+def test_a_configuration_is_a_run_that_fits_its_intended_ranks(path):
+    config = load_config(path, base="named")
+    assert config.folder.name.replace("-", "_") == path.stem
+    for ranks in RANKS[path.stem]:
+        layout = Layout(ranks, config.parallel.tp_size)
+        assert accumulation_steps(config.schedule, layout.dp_size) >= 1
+        load_deepspeed_config(config.deepspeed, layout)
+
+
+def test_the_8b_fits_on_eight_gpus_and_has_the_papers_proportions():
+    config = load_config(ROOT / "configs" / "cpt_korean_llama3.1_8b.yaml")
+    estimator = open_estimator(config, Cluster(8), base_config=ROOT / "configs" / "bases" / "llama-3.1-8b.json")
+    assert estimator.estimate(estimator.own_choice).fits(Cluster(8))
+    base, added = estimator.spec.widths, config.method.expansion
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        assert getattr(added, name) * 8 == getattr(base, name)
+    assert config.method.l_fp * 16 == 3 * estimator.spec.num_layers
+    check_fits(config, estimator.spec)
 
 
 @pytest.fixture(params=STUDIES, ids=lambda path: path.stem)
 def runs(request, monkeypatch, tmp_path) -> StudyRuns:
-    monkeypatch.chdir(ROOT)
     study = StudyRuns(load_study(request.param, tmp_path), str(request.param))
     if name := BASES.get(request.param.stem):
         architecture = Path("configs/bases") / f"{name}.json"

@@ -34,6 +34,7 @@ RANKS = {
     "demo_vocabulary": (1,),
     "cpt_korean_llama3.2_1b": CLUSTERS,
     "cpt_korean_llama3.1_8b": CLUSTERS,
+    "cpt_korean_llama3.1_8b_instruct": CLUSTERS,
     "cpt_korean_qwen3_30b_a3b": CLUSTERS,
     "fineweb2_korean": (8,),
 }

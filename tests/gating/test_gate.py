@@ -1,4 +1,4 @@
-"""The gate's features, and its folder."""
+"""The gate's features, its folder, and the type in which it is exported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from pipeline.errors import CheckpointError
+from pipeline.conversion.formats import choose_export
+from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.errors import CheckpointError, ConversionError
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
 from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
 from pipeline.scale.plan import plan_expansion
+from tests.conversion.checkpoints import training_decoder
+from tests.conversion.exports import exported
 from tests.gating.gates import random_gate
 from tests.tolerances import assert_near, rounding
 from tests.widened import scale_settings, some_tokens, widened
@@ -132,3 +136,21 @@ def test_a_cast_to_sixteen_bits_does_not_touch_the_gate(base):
     model.gate = gate = random_gate(model, some_tokens(model.spec, 1, 8))
     assert model.bfloat16().gate is gate and gate.weight.dtype == torch.float32
     assert not [name for name in model.state_dict() if "gate.weight" in name and "ffn" not in name]
+
+
+def test_a_gate_leaves_in_the_scale_format_alone_and_in_fp32(models, tmp_path):
+    model = models("llama", "preserve")
+    decoder = training_decoder(model)
+    gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24))
+    gated = replace(model, gate=gate)
+    assert choose_export(model, "auto", torch.float32).format == "stock"
+    with pytest.raises(ConversionError, match="--without-gate"):
+        choose_export(gated, "stock", torch.float32)
+
+    folder = exported(gated, "auto", tmp_path / "hf", torch.bfloat16)
+    loaded, stored = load_hf_model(folder), load_file(folder / "model.safetensors")
+    assert loaded.dtype == torch.bfloat16
+    for name, tensor in gate.tensors.items():
+        assert stored[f"token_gate.{name}"].dtype == torch.float32
+        assert torch.equal(stored[f"token_gate.{name}"], tensor)
+        assert torch.equal(loaded.token_gate.get_parameter(name), tensor)

@@ -1,17 +1,19 @@
-"""Which rank the watchdog blames, from the ranks' reports."""
+"""A rank's phase and the time of each; and which rank the watchdog blames, from the ranks' reports."""
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.run import Watchdog
 from pipeline.errors import LOST_RANK
-from pipeline.health.liveness import RankHealth, RankReport, find_hung
+from pipeline.health.liveness import Phases, RankHealth, RankReport, find_hung
 
 LIMITS = Watchdog(dead_after_s=10, hung_after_s=100, slow_after_s=300)
 WORKING = RankReport(
@@ -114,3 +116,33 @@ def test_it_never_names_all_of_several_ranks(reports):
     assert len(found) < len(reports) or len(reports) == 1
     if found and len(reports) > 1 and len({report.entered for report in reports}) > 1:
         assert {reports[rank].entered for rank in found} == {min(report.entered for report in reports)}
+
+
+@pytest.fixture
+def phases():
+    return Phases(torch.device("cpu"))
+
+
+def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phases):
+    before = time.perf_counter()
+    phases.seconds()
+    begin = time.perf_counter()
+    with phases("step"):
+        time.sleep(0.02)
+        with phases("communication"):
+            time.sleep(0.03)
+        assert phases.state.phase == "step"
+        time.sleep(0.02)
+    end = time.perf_counter()
+    spent = phases.seconds()
+    after = time.perf_counter()
+    assert spent["step"] >= 0.04
+    assert spent["communication"] >= 0.03
+    assert end - begin <= sum(spent.values()) <= after - before
+    assert "step" not in phases.seconds(), "each call starts from zero"
+
+
+def test_an_exception_leaves_its_phase(phases):
+    with pytest.raises(ValueError, match="here"), phases("backward"):
+        raise ValueError("here")
+    assert phases.state.phase == "backward"

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pipeline.data.tokenizer import Encoder, GigatokenEncoder, agree, load_tokenizer
+from pipeline.data.tokenizer import Encoder, agree, load_tokenizer
 from pipeline.errors import DataError
 from pipeline.studies.random_base import train_tokenizer
 from tests.data.helpers import STORIES260K, documents, stories

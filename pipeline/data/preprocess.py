@@ -167,7 +167,7 @@ def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: 
     lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
     examples = list(islice(lines, 3))
     shown = "; ".join(f"{one['file']} at {one['offset']}: {one['reason']} {one['excerpt'][:60]!r}" for one in examples)
-    advice = next(filter(None, (encoding_advice(Path(one["file"])) for one in examples)), None) or (
+    advice = encoding_advice(Path(one["file"]) for one in examples) or (
         "set text_key (--text-key), prompt_key, or for chats messages_key, or correct the input, and remove the output "
         "folder; or raise --max-bad-fraction and start again: finished work is kept"
     )

@@ -175,7 +175,7 @@ def _csv_records(stream: Stream, keys: Keys, delimiter: str) -> Iterator[Record]
     except csv.Error as error:
         raise DataError(f"{stream.path}: its first row does not name columns ({error}); correct it") from None
     if missing := missing_column(names, keys):
-        raise DataError(f"{stream.path}: {encoding_advice(stream.path) or missing}")
+        raise DataError(f"{stream.path}: {encoding_advice([stream.path]) or missing}")
     places = [names.index(key) for key in keys.all]
     number = 0
     while True:

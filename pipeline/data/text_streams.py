@@ -6,7 +6,7 @@ import codecs
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -137,14 +137,15 @@ def input_size(path: Path) -> int:
         raise DataError(f"{path}: no such file; leave it out, or copy it again") from None
 
 
-def encoding_advice(path: Path) -> str | None:
-    """What to do about a file that is not UTF-8 but likely another encoding; None for UTF-8, damaged or not."""
-    if (name := likely_encoding(path)) is None:
-        return None
-    return (
-        f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus (--encoding), or convert it with "
-        f"`iconv -f {name} -t utf-8`, and remove the output folder"
-    )
+def encoding_advice(paths: Iterable[Path]) -> str | None:
+    """What to do about the first file that is likely of another encoding than UTF-8; None where there is none."""
+    for path in paths:
+        if (name := likely_encoding(path)) is not None:
+            return (
+                f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus (--encoding), or convert "
+                f"it with `iconv -f {name} -t utf-8`, and remove the output folder"
+            )
+    return None
 
 
 def likely_encoding(path: Path) -> str | None:

@@ -231,7 +231,7 @@ def sampled_documents(
 
 
 def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
-    advice = next(filter(None, map(encoding_advice, named_files(inputs))), None) if keys.encoding is None else None
+    advice = encoding_advice(named_files(inputs)) if keys.encoding is None else None
     return DataError(
         f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
         + (advice or "give records a string under that key, or set text_key, or messages_key for chats")

@@ -15,7 +15,6 @@ from pipeline.model.decoder import LogitsPath
 from pipeline.model.output import HiddenStates
 from pipeline.parallel.layers import kl_and_logit_gradient_
 from pipeline.parallel.ranks import summed
-from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import block_norms
 from pipeline.training.batches import collate
 from pipeline.training.observer import Observer, ValidationEvent
@@ -56,8 +55,10 @@ class Diagnostics(Observer):
                 )
                 divergence += float(kl.sum())
         figures = {f"kl_from_base/{self.probe_name}": divergence / self.probe.tokens.numel()}
-        for layer, streams in enumerate(zip(adapted, preserved, strict=True)):
-            figures[f"base_stream_cosine/layer_{layer:02d}"] = mean_cosine(*streams, tp)
+        for layer, (x, reference) in enumerate(zip(adapted, preserved, strict=True)):
+            # Of this rank's positions: all ranks' are averaged below.
+            cosine = F.cosine_similarity(x.float(), reference.float(), dim=-1).mean()
+            figures[f"base_stream_cosine/layer_{layer:02d}"] = float(cosine)
         for kind, norms in block_norms(self.engine.squared_norms()).items():
             figures |= {f"norm_{kind}/layer_{layer:02d}": norm for layer, norm in norms.items()}
         # A training batch is each data-parallel rank's own, of one size: all ranks report, and act on, the mean.
@@ -78,15 +79,3 @@ class Diagnostics(Observer):
             for handle in handles:
                 handle.remove()
         return hidden, [streams[at] for at in sorted(streams)]
-
-
-def mean_cosine(x: Tensor, reference: Tensor, tp: TensorParallel) -> float:
-    """The mean over tokens of cos(x, reference); 1 for an unchanged base stream.
-
-    x, reference: [B, S, D]; with sequence parallelism this rank's positions, [B, S / tp_size, D].
-    """
-    mean = F.cosine_similarity(x.float(), reference.float(), dim=-1).mean()
-    if tp.sequence_parallel:
-        dist.all_reduce(mean, group=tp.group)
-        mean /= tp.size
-    return float(mean)

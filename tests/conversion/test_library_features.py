@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -103,6 +104,19 @@ def test_embeddings_may_need_gradients(load):
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     assert model(some_tokens(model.config, 2, 9)).logits.requires_grad
+
+
+@pytest.mark.parametrize("key", ["phi3", "qwen2_moe", "glm4_moe"])
+def test_a_model_that_is_not_loaded_has_initial_values(key, exports):
+    config = AutoConfig.from_pretrained(exports(key, "adapt")[0])
+    model_class = type(AutoModelForCausalLM.from_pretrained(exports(key, "adapt")[0]))
+    torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN
+    try:
+        model = model_class(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert model.output.expansion.std() > 0
 
 
 @torch.no_grad()

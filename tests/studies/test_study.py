@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -127,12 +126,6 @@ def test_a_run_of_other_settings_is_refused_and_does_not_count_as_done(opened):
     with pytest.raises(ConfigError, match=said):
         run.write()
     (run.folder / "training.json").write_text(json.dumps({"steps": 1}))  # stopped early
-
-    def elsewhere(values):
-        values["settings"]["schedule"]["steps"] = 9
-        korean = values["settings"]["data"]["corpora"]["korean"]
-        korean["input"] = [os.path.relpath(place) for place in korean["input"]]
-
-    assert opened(elsewhere).compared(*adapt).is_trained  # the same texts, by another path
+    assert longer.compared(*adapt).is_trained
     with pytest.raises(ConfigError, match=said):
         opened().finished_count()

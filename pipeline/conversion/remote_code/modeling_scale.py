@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -33,6 +34,7 @@ from transformers.utils import can_return_tuple
 from .configuration_scale import ScaleConfig
 from .scale_attention import ScaleRotary
 from .scale_cache import GateCache, TextCache, empty_like, lacks_expansion, layer_of, set_rows
+from .scale_feed_forward import ExpertLinear
 from .scale_gate import ScaleGate, texts_of
 from .scale_layer import ScaleLayer
 from .scale_streams import StreamPath, WidenedNorm
@@ -88,6 +90,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         super()._init_weights(module)
         if isinstance(module, ScaleRotary):
             module.fill()
+        elif isinstance(module, (ScaleOutput, ExpertLinear, nn.ModuleDict)):  # whose tensors are their own
+            for parameter in module.parameters(recurse=False):
+                init.normal_(parameter, std=0.02)
 
     def get_input_embeddings(self) -> nn.Module:
         """It gives `inputs_embeds`: both streams [B, S, D + U]."""

@@ -63,6 +63,8 @@ def output_of(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, cap
         if script.startswith("scale-cpt "):
             cli.main()
         else:
+            for module in (script, f"{script}.__main__"):
+                monkeypatch.delitem(sys.modules, module, raising=False)
             runpy.run_module(script, run_name="__main__")
     assert not exit.value.code, script
     return capsys.readouterr().out

@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import lzma
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import islice
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,11 +47,12 @@ class Stream:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("rb")
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
 
     def read_at(self, offset: int, size: int) -> bytes:
         """At most `size` bytes from `offset` on; none at the end."""
-        return os.pread(self._file.fileno(), size, offset)
+        return os.pread(self._descriptor, size, offset)
 
 
 class DecodedStream(Stream):
@@ -90,7 +91,8 @@ class DecodedStream(Stream):
 
     def _decompressed(self) -> Iterator[bytes]:
         """What each piece of the file decompresses to. Consecutive members or frames form one text."""
-        stored = iter(partial(self.path.open("rb").read, _SLICE_BYTES), b"")
+        slices = (os.pread(self._descriptor, _SLICE_BYTES, offset) for offset in count(0, _SLICE_BYTES))
+        stored = takewhile(bool, slices)
         new_decompressor = _DECOMPRESSORS.get(self.path.suffix)
         if new_decompressor is None:
             yield from stored

@@ -47,7 +47,7 @@ ifdef ABLATIONS
 endif
 
 FRONTIER := frontier$(if $(QUICK),_quick)
-frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under half an hour)
+frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under an hour)
 	$(BIN)/python -m pipeline study configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
 	$(BIN)/python -m pipeline report runs/frontier/$(if $(QUICK),quick,full) --output runs/frontier/report.html
 

@@ -191,13 +191,16 @@ _DIRECTIONS = ((1.0, 0.0), (-1.0, 0.0), (0.8, -0.8), (0.8, 0.8), (-0.8, -0.8), (
 
 def place_labels(
     points: Sequence[Point], widths: Sequence[float], height: float, taken: Sequence[Box], room: Box
-) -> list[Box]:
-    """A box for each point's label: near it, within `room`, and if possible not over `taken` or another label."""
-    boxes: list[Box] = []
+) -> list[Box | None]:
+    """A box for each point's label: near it, within `room`, and if possible not over `taken`.
+
+    None where it would cover the label of an earlier point.
+    """
+    boxes: list[Box | None] = []
     marks = [around(point, 8) for point in points]
     for (x, y), width in zip(points, widths, strict=True):
-        obstacles = [*taken, *marks, *boxes]
-        choices = []
+        labels = [box for box in boxes if box is not None]
+        obstacles, choices = [*taken, *marks, *labels], []
         for reach in _DISTANCES:
             for order, (right, down) in enumerate(_DIRECTIONS):
                 # The distance is to the label's nearest side, or to its middle above and below the mark.
@@ -207,7 +210,8 @@ def place_labels(
                 outside = width * height - box.overlap(room)
                 covered = sum(box.overlap(other) for other in obstacles)
                 choices.append((reach + order + 4 * outside + covered, box))
-        boxes.append(min(choices)[1])
+        best = min(choices)[1]
+        boxes.append(None if any(best.overlap(label) > 1 for label in labels) else best)
     return boxes
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pipeline.run_folder.metrics import spread
 from pipeline.studies.report.drawing import Point, style_class
 from pipeline.studies.report.plots import Figure, Mark, Panel, Plane, Series, panels_figure
-from pipeline.studies.report.runs import PERPLEXITY, Group, Standing, corpora, measure_of, parts, value_of
+from pipeline.studies.report.runs import PERPLEXITY, Group, Standing, corpora, measure_of, on_frontier, parts, value_of
 from pipeline.studies.report.words import number, percent
 from pipeline.studies.results import REPLAY, Row
 
@@ -61,14 +61,16 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
             lines.append((bar, [middle._replace(learned=middle.learned + far) for far in (-across, across)]))
             lines.append((bar, [middle._replace(forgotten=middle.forgotten + far) for far in (-up, up)]))
         marks.append(Mark(middle, group.style, f"{group.label}: {measure.describe(middle, learned, kept)}"))
-    absent = [group.label for group in groups if group.standing(measure) is None]
+    places = [(group.label, place) for group, place in placed]
+    named = sorted(places, key=lambda pair: not on_frontier(pair[1], places))  # the first get a label for certain
+    absent = [group.label for group in groups if group.label not in dict(places)]
     left_out = f" Not drawn, because a run has no finite figure: {listed(absent)}." if absent else ""
-    named = [(group.label, place) for group, place in placed]
     return Plane(measure, learned, kept, lines, marks, named).figure(
         "stability-plasticity",
         f"Learning of {learned} against forgetting of {kept}",
         "Both axes show changes of the base's figures on held-out texts. Large marks are means over seeds, with bars "
-        f"of one standard deviation; small marks are single runs, thin lines their course from the base.{left_out}",
+        "of one standard deviation; small marks are single runs, thin lines their course from the base. Marks "
+        f"without a name are those of the table.{left_out}",
         "; ".join(f"{label}: {measure.describe(place, learned, kept)}" for label, place in named),
     )
 

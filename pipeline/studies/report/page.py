@@ -10,7 +10,7 @@ from markupsafe import Markup
 from pipeline.studies.report import tables
 from pipeline.studies.report.drawing import Drawing
 from pipeline.studies.report.figures import figures_of, listed, new_and_kept
-from pipeline.studies.report.runs import Group, corpora, group, measure_of, parts
+from pipeline.studies.report.runs import Group, corpora, group, measure_of, on_frontier, parts
 from pipeline.studies.results import Row
 
 # CSS pixels: a column of text on a desktop, and a phone's width without margins. CSS shows the one that fits.
@@ -53,11 +53,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
     sentences = [f"{most} learned most: {measure.noun} {measure.describe(at_most, *names)}."]
     if least != most:
         sentences.append(f"{least} forgot least: {measure.noun} {measure.describe(at_least, *names)}.")
-    best = [
-        label
-        for label, at in placed
-        if not any(to.learned >= at.learned and to.forgotten <= at.forgotten and to != at for _, to in placed)
-    ]
+    best = [label for label, at in placed if on_frontier(at, placed)]
     return [*sentences, f"On the frontier, where no other both learned more and forgot less: {listed(best)}."]
 
 

@@ -110,7 +110,7 @@ class Plane:
         self._name(chart)
 
     def _name(self, chart: Chart) -> None:
-        """Marks the base, and labels places, with a leader line where the label is further away."""
+        """Marks the base, and labels places that have room, with a leader line where the label is further away."""
         drawing, x, y = chart.drawing, chart.x, chart.y
         points = [(x(0), y(0)), *(chart.at(place) for _, place in self.labels)]
         drawing.mark(points[0], 0, "base")
@@ -120,6 +120,8 @@ class Plane:
         taken = [hint, *(around(point, 12) for point in points[1:])]
         boxes = place_labels(points, [text_width(name, _LABEL) for name in names], _LABEL + 3, taken, room)
         for name, point, box in zip(names, points, boxes, strict=True):
+            if box is None:
+                continue
             near = (min(max(point[0], box.left - 2), box.right + 2), (box.top + box.bottom) / 2)
             if abs(near[0] - point[0]) + abs(near[1] - point[1]) > 22:
                 drawing.line([point, near], "leader")

@@ -76,6 +76,11 @@ class Standing(NamedTuple):
     forgotten: float
 
 
+def on_frontier(place: Standing, named: Sequence[tuple[str, Standing]]) -> bool:
+    """Whether no other both learned at least as much and forgot no more."""
+    return not any(to.learned >= place.learned and to.forgotten <= place.forgotten and to != place for _, to in named)
+
+
 @dataclass(frozen=True)
 class Measure:
     """A figure of every corpus, as a distance from the base's value.
@@ -185,8 +190,9 @@ def measure_of(groups: Sequence[Group]) -> Measure:
 
 
 def corpora(groups: Sequence[Group]) -> dict[str, str]:
-    """The role of every corpus, the new ones first."""
-    roles = {name: role for group in groups for row in group.rows for name, role in row.roles.items()}
+    """The role of every corpus that has figures, the new ones first."""
+    rows = [row for group in groups for row in group.rows]
+    roles = {name: role for row in rows for name, role in row.roles.items() if name in row.before}
     return dict(sorted(roles.items(), key=lambda item: item[1] == REPLAY))
 
 

@@ -65,6 +65,12 @@ def test_labels_of_marks_stay_in_the_room_and_apart(points):
         assert all(box.overlap(other) < 1 for other in boxes[:index])
 
 
+def test_marks_in_one_place_do_not_all_get_a_label():
+    boxes = [box for box in place_labels([(400.0, 200.0)] * 40, [60.0] * 40, 16.0, [], Box(0, 0, 800, 400)) if box]
+    assert 4 < len(boxes) < 40
+    assert all(box.overlap(other) <= 1 for index, box in enumerate(boxes) for other in boxes[:index])
+
+
 def test_numbers_are_written_as_people_do():
     space = "\N{NARROW NO-BREAK SPACE}"
     changes = [change(math.log(ratio)) for ratio in (0.39, 0.002, 0.0001, 1.0, 1.015, 1.2, 2, 12345)]

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -42,16 +45,29 @@ def run(main: Callable[[], int | None]) -> None:
     log.configure()
     try:
         code = main() or 0
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     except Exception as error:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault
         code = exit_code_of(error)
-        if code == INTERNAL_FAULT and not isinstance(error, UserError):
+        if isinstance(error, BrokenPipeError) and _has_lost_reader():
+            code = 128 + signal.SIGPIPE
+        elif code == INTERNAL_FAULT and not isinstance(error, UserError):
             traceback.print_exc()
         else:
             print(f"error: {in_one_line(error)}", file=sys.stderr)
     sys.exit(code)
+
+
+def _has_lost_reader() -> bool:
+    """Whether nobody reads what is printed any more, as in `... | head`; what is left is then not printed."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    lost = any(events & select.POLLERR for _, events in poll.poll(0))
+    if lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return lost
 
 
 def add_run(parser: argparse._ActionsContainer, *, required: bool = True) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -49,6 +52,15 @@ def test_a_fault_of_the_file_system_has_its_own_code_and_line(code, capsys):
             assert printed.startswith("Traceback")
         else:
             assert printed == f"error: {in_one_line(error)}\n" and "/some/file" in printed
+
+
+def test_a_reader_that_has_read_enough_is_no_fault():
+    command = [sys.executable, "-m", "pipeline", "describe-config"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert program.stdout is not None and program.stderr is not None
+    program.stdout.close()
+    assert program.wait() == 128 + signal.SIGPIPE
+    assert not program.stderr.read()
 
 
 def test_a_users_fault_is_one_line_whatever_its_code(capsys):

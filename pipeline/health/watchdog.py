@@ -2,7 +2,7 @@
 
 Each rank has a thread that sends heartbeats to rank 0 and receives rank 0's. Rank 0 judges all ranks; the others judge
 rank 0. The messages are lines of JSON over TCP, because a collective may be what hangs. torch's own watchdogs only time
-out, without the name of the missing rank: docs/adr/0010-a-side-channel-of-lines.md.
+out, without the name of the missing rank: docs/adr/0011-one-job-a-run-folder.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drawings as SVG without colours and fonts, which a style sheet decides: lines, marks, axes, and places for labels.
 
 This is our own code because no plotting library draws figures that need no script, follow a dark or light page, fit a
-phone and print well: docs/adr/0015. Sizes are in CSS pixels.
+phone and print well. Sizes are in CSS pixels.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubu
 test: $(STAMP) slurm lint  ## lint, types, import contracts, and the tests of every part, 10 minutes on two cores
 	$(PYTEST) -m "not full"
 
-test-all: $(STAMP) slurm lint  ## also every fault, damaged inputs, packaging, the tutorial, benchmarks and studies, over an hour
+test-all: $(STAMP) slurm lint  ## also every fault, damaged inputs, packaging, the tutorial, benchmarks and studies, 20 to 40 minutes
 	$(PYTEST)
 
 lint: $(STAMP)  ## ruff, mypy, import contracts, shellcheck

@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 # Tests start hundreds of Python processes: without bytecode each would compile every file again.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 # transformers has notes on small test configurations.
-test test-all: export TRANSFORMERS_VERBOSITY = error
+test test-all faults fuzz: export TRANSFORMERS_VERBOSITY = error
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo reproduce-korean reproduce-biography frontier expansions chat slurm test test-all faults clean-check clean-study fuzz lint format docs gpu bench-step bench-data bench-clean bench-checkpoint bench-gate bench-generation bench-sampling bench-scale clean

@@ -27,7 +27,7 @@ def page(runs: Sequence[Row], title: str) -> str:
     return _TEMPLATES.get_template("page.html").render(
         title=title,
         sources=list(dict.fromkeys(run.source for run in runs)),
-        run_count=sum(len(own.rows) for own in groups),
+        model_count=sum(len(own.rows) for own in groups),
         method_count=len(groups),
         findings=findings(groups),
         figures=[

@@ -78,12 +78,12 @@ def kill_rank(job: Job) -> None:
 
 def kill_launcher(job: Job) -> None:
     """SIGKILL to srun."""
-    _kill(job.process(is_launcher, "srun"))
+    _kill_in_training(job, is_launcher, "srun")
 
 
 def kill_batch_script(job: Job) -> None:
     """SIGKILL to the shell that runs slurm/cpt_korean.sh."""
-    _kill(job.process(lambda process: process.name() == "bash", "batch script"))
+    _kill_in_training(job, lambda process: process.name() == "bash", "batch script")
 
 
 def restart_daemon(node: str, job: Job) -> None:
@@ -134,6 +134,14 @@ def to_the_newest(damage: Callable[[Path], None], job: Job) -> int:
 
 def _of_rank(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"rank_{rank:05d}.safetensors"
+
+
+def _kill_in_training(job: Job, described: Callable[[psutil.Process], bool], what: str) -> None:
+    """SIGKILL to a process of the job while rank 1 is suspended: a short run could end before the process is found."""
+    rank = job.stop_between_checkpoints()
+    _kill(job.process(described, what))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.resume()
 
 
 def _kill(process: psutil.Process) -> None:

@@ -83,7 +83,11 @@ def kill_launcher(job: Job) -> None:
 
 def kill_batch_script(job: Job) -> None:
     """SIGKILL to the shell that runs slurm/cpt_korean.sh."""
-    _kill_in_training(job, lambda process: process.name() == "bash", "batch script")
+
+    def noticed() -> bool:
+        return job.cluster.job(job.id)["JobState"] != "RUNNING"
+
+    _kill_in_training(job, lambda process: process.name() == "bash", "batch script", noticed)
 
 
 def restart_daemon(node: str, job: Job) -> None:
@@ -136,10 +140,13 @@ def _of_rank(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"rank_{rank:05d}.safetensors"
 
 
-def _kill_in_training(job: Job, described: Callable[[psutil.Process], bool], what: str) -> None:
-    """SIGKILL to a process of the job while rank 1 is suspended: a short run could end before the process is found."""
+def _kill_in_training(
+    job: Job, described: Callable[[psutil.Process], bool], what: str, noticed: Callable[[], bool] = lambda: True
+) -> None:
+    """SIGKILL to a process of the job. Rank 1 is suspended until it is `noticed`: a short run could end before."""
     rank = job.stop_between_checkpoints()
     _kill(job.process(described, what))
+    await_that(noticed, f"Slurm to notice the end of {what}")
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.resume()
 

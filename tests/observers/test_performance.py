@@ -54,7 +54,8 @@ def test_speed_time_and_memory_are_in_their_units(observed):
 
 
 def test_every_figure_is_in_the_table(observed):
-    named = re.findall(r"^\| `([^`]+)` \|", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    firsts = re.findall(r"^\| (`[^|]+`) \|", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    named = [name for first in firsts for name in re.findall("`([^`]+)`", first)]
     patterns = [re.sub("<[^>]+>", "[^/]+", name) for name in named]
     for name in {name for line in observed[1] for name in line}:
         assert any(re.fullmatch(pattern, name) for pattern in patterns), f"{name} is not in {TABLE.name}"

@@ -138,7 +138,7 @@ def seconds(name: str, model: PreTrainedModel, new_tokens: int, prompt_tokens: i
     if (threshold := THRESHOLDS.get(name.partition(", ")[2])) is not None:
         # Of several expansions the first one's opens.
         for index, gate in enumerate(part for part in model.modules() if isinstance(part, ScaleGate)):
-            gate.threshold = gate.lower = threshold if index == 0 else THRESHOLDS["gate shut"]
+            gate.threshold = threshold if index == 0 else THRESHOLDS["gate shut"]
     prompt, start = torch.arange(prompt_tokens).remainder(32).repeat(batch, 1), time.perf_counter()
     if name.endswith("one open"):
         prompt[0, -1] = OPENING

@@ -41,9 +41,6 @@ class GateSettings(Section):
     """also fit on windows that begin in one kind of text and end in the other"""
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
     """at most this share of the tokens that are not new may open: sets the threshold"""
-    undecided: Literal["closed", "mean"] = "closed"
-    """tokens that are below the threshold, and above all but max_open_fraction of the new text: closed, and so exactly
-    the base's, or the mean of the base's and the trained model's probabilities"""
 
 
 class VocabularySettings(Section):

@@ -148,8 +148,6 @@ def open_export(path: Path) -> Export:
         fault = "it has no gate, which would say where it applies; fit one (scale-cpt gate), and convert the run again"
     elif config.get("routed"):
         fault = "a Route model computes two paths by itself; train Preserve or Adapt"
-    elif config.get("gate_lower") is not None:
-        fault = "its gate has undecided tokens; fit one with undecided: closed"
     elif any(rotary["context"] is not None for rotary in config.get("rotary", ())):
         fault = "its rotary frequencies change with the text's length"
     if fault is not None:

@@ -23,7 +23,7 @@ from pipeline.model.families import hf_tensor
 from pipeline.model.family import FusedPart
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
-from pipeline.scale.gate import DECAY
+from pipeline.scale.gate import DECAY, NUMBERS
 from pipeline.scale.plan import ExpansionPlan
 
 _FFN = {"gate", "up", "down"}
@@ -134,8 +134,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     }
     tensors = [PlannedTensor(name, shape, partial(model.read, name)) for name, shape in model.shapes.items()]
     if gate is not None:
-        read = ("layer", "features", "bias", "threshold", "lower")
-        config |= {"gate_decay": DECAY, **{f"gate_{name}": getattr(gate, name) for name in read}}
+        config |= {"gate_decay": DECAY, **{f"gate_{name}": getattr(gate, name) for name in NUMBERS}}
         # In fp32 whatever the rest is: 16 bits would change decisions.
         tensors += [
             PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), partial(torch.clone, tensor), torch.float32)

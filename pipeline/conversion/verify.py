@@ -183,9 +183,9 @@ class _FixedGate(Gate):
 
     passes: list[Tensor] = field(default_factory=list)
 
-    def levels(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         self.passes.append(self.scores(x, document_ids))
-        return self.levels_of(self.passes[0])
+        return self.passes[0] > self.threshold
 
     def fix_in(self, exported: nn.Module, windows: Sequence[Tensor], folder: str) -> None:
         """Makes the gate of an exported model take the same decisions in its next passes, one for each window [S].
@@ -194,19 +194,17 @@ class _FixedGate(Gate):
         """
         first, finer = self.passes[:2]
         rounding = (first - finer).abs().max()
-        limits = [limit for limit in (self.threshold, self.lower) if limit is not None]
         turns = iter(scores[: len(window)] for scores, window in zip(first, windows, strict=True))
 
         def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
             scores = next(turns)
-            levels = self.levels_of(scores)
-            far = torch.stack([(scores - limit).abs() for limit in limits]).amin(0) > rounding
-            if wrong := int((far & (levels != found[0, :, 0])).sum()):
+            opens, far = scores > self.threshold, (scores - self.threshold).abs() > rounding
+            if wrong := int((far & (opens != found[0, :, 0])).sum()):
                 raise ConversionError(
                     f"{folder}: the exported gate decides otherwise than the trained model's on {wrong} of "
-                    f"{len(levels)} tokens; not kept"
+                    f"{len(opens)} tokens; not kept"
                 )
-            return levels.view(1, -1, 1)
+            return opens.view(1, -1, 1)
 
         exported.register_forward_hook(replaced)
 

@@ -71,7 +71,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     device = inference_device()
     decoder = model.loaded(inference_dtype(model.base, device), device)
     gate, new, negatives, left_out = fit_on(BaseStream(decoder, layer), text, config.gate)
-    texts, difference = measure(decoder, gate, heldout, config, None if vocabulary is None else vocabulary.spelling)
+    texts, difference = measure(decoder, gate, heldout, config)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to {difference:.3g}, expected "
@@ -172,10 +172,8 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
             f"{MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or remove the section gate"
         )
     new, negatives = scores[unused.present & unused.is_new], scores[unused.present & ~unused.is_new]
-    threshold, lower = threshold_for(negatives, settings.max_open_fraction), None
-    if settings.undecided == "mean":
-        lower = -threshold_for(-new, settings.max_open_fraction)
-    return Fit(replace(gate, threshold=threshold, lower=lower), new, negatives, left_out)
+    threshold = threshold_for(negatives, settings.max_open_fraction)
+    return Fit(replace(gate, threshold=threshold), new, negatives, left_out)
 
 
 def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> dict[str, Any]:
@@ -211,8 +209,7 @@ def as_text(record: GateRecord) -> str:
         perplexities = text.base_perplexity, text.ungated_perplexity, text.gated_perplexity
         shown = ("" if own is None else readable(own) for own in perplexities)
         costs = cell(text.cost_of_first_tokens, "+.3f"), cell(text.cost_of_later_tokens, "+.4f")
-        shares = f"{text.open_fraction:.2%}", f"{text.undecided_fraction:.2%}"
-        rows.append([f"{name} ({text.role})", *shares, *shown, *costs])
+        rows.append([f"{name} ({text.role})", f"{text.open_fraction:.2%}", *shown, *costs])
     difference = record.closed_max_abs_logit_difference
     facts = {
         "reads": f"{record.features}, before layer {record.layer}",
@@ -224,6 +221,6 @@ def as_text(record: GateRecord) -> str:
         if difference is None
         else f"{difference:g}",
     }
-    header = ["held-out corpus", "open", "undecided", "perplexity: base", "ungated", "gated"]
+    header = ["held-out corpus", "open", "perplexity: base", "ungated", "gated"]
     header += [f"nats lost: first {FIRST_TOKENS}", "later"]
     return "\n".join([table(header, rows), "", *(f"{name}: {value}" for name, value in facts.items())])

@@ -62,28 +62,6 @@ class Windows:
         """The same without the tokens from that id on: new pieces, on which no gate decides."""
         return replace(self, present=self.present & (self.tokens < first))
 
-    def spelled_out(
-        self, tokens: Tensor, targets: Tensor, spelling: Mapping[int, Sequence[int]]
-    ) -> tuple[Windows, Tensor]:
-        """The same text with some new pieces as the old ones that they stand for; windows grow, and are padded.
-
-        tokens, targets: bool [N, S], which to replace. A replaced target is a replaced token in the next column.
-        Also returns the column of this window that each new column predicts a part of: [N, S'].
-        """
-        rows = [
-            _spelled_row(self, row, tokens[row].tolist(), targets[row].tolist(), spelling) for row in range(len(self))
-        ]
-        longest = max(map(len, rows))
-        pad = [(0, IGNORED, 0, -1, 0)]  # a document of its own, as the last of a row is numbered
-        filled = torch.tensor([row + pad * (longest - len(row)) for row in rows])
-        columns = filled[..., 4]
-        is_pad = filled[..., 3] < 0
-        ids = filled[..., 3].masked_fill(is_pad, 0)
-        ids = torch.where(is_pad, ids.amax(1, keepdim=True) + 1, ids)
-        is_new, is_own, present = (kind.gather(1, columns) for kind in (self.is_new, self.is_own, self.present))
-        tokens, targets, positions, *_ = filled.unbind(-1)
-        return Windows(tokens, targets, positions, ids, is_new, is_own, present & ~is_pad), columns
-
     def without_new_kind(self, is_open: Tensor) -> Windows:
         """The same without the documents of which the base wrote most in the new text's kind; is_open: bool [N, S].
 
@@ -192,29 +170,6 @@ def spliced(old: Windows, new: Windows, seed: int) -> Windows:
             )
         )
     return joined(made)
-
-
-def _spelled_row(
-    windows: Windows, row: int, tokens: list[bool], targets: list[bool], spelling: Mapping[int, Sequence[int]]
-) -> list[tuple[int, int, int, int, int]]:
-    """The token, target, position, document and old column of each column of row `row`, spelled out."""
-    made: list[tuple[int, int, int, int, int]] = []
-    columns = zip(
-        *(t[row].tolist() for t in (windows.tokens, windows.targets, windows.positions, windows.document_ids)),
-        strict=True,
-    )
-    predicted = False
-    for column, (token, target, position, document) in enumerate(columns):
-        begins = not made or made[-1][3] != document
-        read = list(spelling[token]) if tokens[column] else [token]
-        if predicted and not begins:
-            read = read[-1:]  # the others were predicted, one after the other, from the column before
-        predicted = target != IGNORED
-        wanted = list(spelling[target]) if targets[column] else [target]
-        pairs = [(old, IGNORED) for old in read[:-1]] + list(zip([read[-1], *wanted[:-1]], wanted, strict=True))
-        first = position if begins else made[-1][2] + 1
-        made += [(old, next_, first + index, document, column) for index, (old, next_) in enumerate(pairs)]
-    return made
 
 
 def joined(parts: Sequence[Windows]) -> Windows:

@@ -18,7 +18,7 @@ from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED, Gate, choose_path, deepest_gate_layer
+from pipeline.scale.gate import Gate, choose_path, deepest_gate_layer
 from pipeline.scale.layers import Streams, WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
 
@@ -210,37 +210,32 @@ class Decoder(nn.Module):
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
 
         All paths are one up to the first layer with W12, and the gate of Preserve and Adapt decides before it. From
-        there on Route runs both paths, and a closed token takes the preserved one. Adapt runs one; where tokens may be
-        undecided it runs two, in which these are closed and open.
+        there on Route runs both paths, and a closed token takes the preserved one. Adapt runs one.
         """
         if self.plan is None or gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
             raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
-        ids, levels = documents.ids if documents else None, None
+        ids, closed = documents.ids if documents else None, None
         paths: list[Streams] = [streams]
         masks: list[bool | Tensor] = [False]
         for index, layer in enumerate(self.layers):
             if index == gate.layer:
-                levels = self.gate_levels(gate, paths[0][0], tokens, ids).unsqueeze(-1)
+                closed = self.gate_closes(gate, paths[0][0], tokens, ids).unsqueeze(-1)
             if index == self.plan.l_fp:
                 masks = [True, False]
                 if not self.plan.routed:
-                    assert levels is not None, "the gate's layer is checked above"
-                    masks = [levels < OPEN, *([] if gate.lower is None else [levels == CLOSED])]
+                    assert closed is not None, "the gate's layer is checked above"
+                    masks = [closed]
                 paths = paths * len(masks)
             paths = [self._run(layer, path, contexts, mask) for path, mask in zip(paths, masks, strict=True)]
-        if levels is None:
-            levels = self.gate_levels(gate, paths[0][0], tokens, ids).unsqueeze(-1)
+        if closed is None:
+            closed = self.gate_closes(gate, paths[0][0], tokens, ids).unsqueeze(-1)
         finals = [self.final_norm(*path) for path in paths]
-        closed, opened = finals[0], finals[-1]
-        hidden = self._whole_rows(*choose_path(levels == CLOSED, closed, opened))
-        hidden = replace(hidden, closed=(levels == CLOSED).flatten())
-        if gate.lower is not None:
-            hidden = replace(hidden, undecided=(levels == UNDECIDED).flatten(), closed_x=closed[0].flatten(0, 1))
-        return hidden
+        hidden = self._whole_rows(*choose_path(closed, finals[0], finals[-1]))
+        return replace(hidden, closed=closed.flatten())
 
-    def gate_levels(self, gate: Gate, x: Tensor, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-        """CLOSED, UNDECIDED or OPEN for each token [B, S], by the base stream x: [B, S, D]; new pieces are OPEN."""
-        return gate.levels(x, document_ids).masked_fill(tokens >= self.output.base_columns, OPEN)
+    def gate_closes(self, gate: Gate, x: Tensor, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
+        """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New pieces are open."""
+        return ~gate.is_open(x, document_ids) & (tokens < self.output.base_columns)
 
     @torch.no_grad()
     def base_stream(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,7 @@ class HiddenStates:
 
     Route adds those of the preserved path, `preserved_x` and `preserved_x_up`; x and x_up are the adapted path's.
     `reference` [R, D] are the base's own of the first R tokens, for rehearsal. Where `closed` [N] is true, no new piece
-    may follow the token: a gate closed it. Where `undecided` [N] is true, a gate wants the mean of the probabilities
-    that x and x_up give and those that `closed_x` [N, D] gives as a closed token.
+    may follow the token: a gate closed it.
     """
 
     x: Tensor
@@ -54,18 +53,11 @@ class HiddenStates:
     preserved_x_up: Tensor | None = None
     reference: Tensor | None = None
     closed: Tensor | None = None
-    undecided: Tensor | None = None
-    closed_x: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> HiddenStates:
         """The hidden states of some of the tokens, without `reference`."""
-        all_states = (*self, None, self.closed, self.undecided, self.closed_x)
+        all_states = (*self, None, self.closed)
         return HiddenStates(*(None if states is None else states[rows] for states in all_states))  # type: ignore[arg-type]
-
-    def of_closed(self) -> HiddenStates:
-        """The undecided tokens' states as closed ones."""
-        assert self.closed_x is not None
-        return HiddenStates(self.closed_x, closed=self.closed_x.new_ones(len(self.closed_x), dtype=torch.bool))
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.x, self.x_up, self.preserved_x, self.preserved_x_up))
@@ -142,11 +134,7 @@ class OutputProjection(nn.Module):
 
     def logits(self, hidden: HiddenStates) -> Tensor:
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
-        z = self.route(hidden).logits
-        if (rows := hidden.undecided) is not None and hidden.closed_x is not None and rows.any():
-            closed = self.route(hidden.rows(rows).of_closed()).logits
-            z[rows] = torch.logaddexp(z[rows].log_softmax(-1), closed.log_softmax(-1)) - math.log(2)
-        return z
+        return self.route(hidden).logits
 
     def greedy_tokens(self, hidden: HiddenStates) -> Tensor:
         """The token of the largest logit of each row, the first of equal ones: [N]; the same on all ranks."""
@@ -261,12 +249,6 @@ class OutputProjection(nn.Module):
             # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be computed.
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
             new_rows = None if new_rows is None else new_rows.detach()
-        if hidden.undecided is not None and hidden.closed_x is not None:  # inference with a gate
-            states = replace(hidden, undecided=None), hidden.of_closed()
-            nll, closed = (self(chosen, targets).nll for chosen in states)
-            mean = math.log(2) - torch.logaddexp(-nll, -closed)
-            nll = torch.where(hidden.undecided & (targets != IGNORED), mean, nll)
-            return Losses(nll.sum(), nll, torch.zeros_like(nll), torch.zeros_like(hidden.undecided), None)
         reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
         return Losses(*_ChunkedLoss.apply(self, targets, reference, hidden.closed, *hidden, base, expansion, new_rows))
 

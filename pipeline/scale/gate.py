@@ -24,10 +24,8 @@ DECAY = 0.8
 WINDOW_DOUBLINGS = 7
 """The running mean reads the last 2 ** 7 tokens: 0.8 ** 128 is below the resolution of fp32."""
 _SMALLEST_SQUARE = 1e-12
-NUMBERS = ("layer", "features", "bias", "threshold", "lower")
+NUMBERS = ("layer", "features", "bias", "threshold")
 """All that a gate consists of beside its tensors, by name."""
-CLOSED, UNDECIDED, OPEN = range(3)
-"""What a gate makes of a token."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,7 @@ class Gate:
         features: what is read of the stream.
         mean, std, weight: of each feature, [F] in fp32; F is D, or 2 D with a running mean.
         bias: the score is `weight · (feature − mean) / std + bias`, the log odds that the text is new.
-        threshold: tokens with a higher score are open.
-        lower: of the other tokens, those with a higher score than this are undecided, and get the mean of the
-            probabilities that the base and the trained model give. None: all others are closed.
+        threshold: tokens with a higher score are open, the others closed.
     """
 
     layer: int
@@ -51,7 +47,6 @@ class Gate:
     weight: Tensor
     bias: float
     threshold: float
-    lower: float | None = None
 
     def scores(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> the scores [B, S] in fp32."""
@@ -60,14 +55,9 @@ class Gate:
         # Not a matrix product: its rounding may depend on the number of tokens, and TF32 would shorten it.
         return ((features - mean) / std * weight).sum(-1) + self.bias
 
-    def levels(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """x: [B, S, D], the base stream before `layer` -> CLOSED, UNDECIDED or OPEN for each token: [B, S]."""
-        return self.levels_of(self.scores(x, document_ids))
-
-    def levels_of(self, scores: Tensor) -> Tensor:
-        """The same for scores of any shape."""
-        is_open = scores > self.threshold
-        return OPEN * is_open.long() if self.lower is None else is_open.long() + (scores > self.lower)
+    def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """x: [B, S, D], the base stream before `layer` -> which tokens are open: bool [B, S]."""
+        return self.scores(x, document_ids) > self.threshold
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -31,20 +31,21 @@ SHORT_TEXT = 64
 
 
 class HeldoutText(BaseModel):
-    """What the gate does to the held-out part of a corpus; perplexities are None if that part predicts nothing."""
+    """What the gate does to the held-out part of a corpus.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Perplexities are None if that part predicts nothing, the base's also if it holds pieces that the base does not have.
+    """
+
+    model_config = ConfigDict(frozen=True)
 
     role: str
     sequences: int
     tokens: int
     open_fraction: float
-    undecided_fraction: float = 0.0
-    """of tokens that get the mean of the base's and the trained model's probabilities, and so neither exactly"""
     closed_sequences: int
     """on which every token is closed"""
-    spelled_out_fraction: float = 0.0
-    """of the predicted tokens: new pieces after a closed token, scored as the old pieces that they stand for"""
+    impossible_fraction: float = 0.0
+    """of the predicted tokens: new pieces after a closed token, whose probability is zero; no perplexity counts them"""
     cost_of_first_tokens: float | None = None
     """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None: not measured"""
     cost_of_later_tokens: float | None = None
@@ -77,8 +78,6 @@ class GateRecord(BaseModel):
     bias: float
     threshold: float
     """of the score, the log odds of new text; the score of an open token is above it"""
-    lower: float | None = None
-    """the score of an undecided token is above it, but not above the threshold; None: there are no such tokens"""
     auc: float
     """on text not used for fitting, as all that follows: the share of the pairs of a new token and another that the
     score orders correctly"""

@@ -86,7 +86,7 @@ class ScaleForVllm(nn.Module):
         none = dict.fromkeys(self.model.config.layer_types)
         row = (embedded, positions, input_ids)
         embedded, positions, tokens = (None if tensor is None else tensor.unsqueeze(0) for tensor in row)
-        paths, _ = self.model.streams(embedded, attention_mask=none, position_ids=positions, tokens=tokens)
+        paths = self.model.streams(embedded, attention_mask=none, position_ids=positions, tokens=tokens)
         return torch.cat([stream for path in paths for stream in path[:2]], dim=-1)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

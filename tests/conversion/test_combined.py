@@ -319,7 +319,6 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
         ("combine expansions of one base", {"base": "another"}),
         ("its base has layer_norm_epsilon", {"layer_norm_epsilon": 1e-3}),
         ("Route", {"routed": True}),
-        ("undecided", {"gate_lower": -1.0}),
         ("for the letters that the others' have pieces for, such as [가-힣]:", {"vocab_size": BASE_TOKENS + 3}),
     ],
 )

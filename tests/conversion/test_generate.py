@@ -30,7 +30,6 @@ GATED = {
     "gated preserve": ("llama", "preserve", GATE),
     "gated adapt": ("llama tied", "stock", GATE),
     "gated neox": ("neox", "scale", GATE),
-    "gated, undecided": ("llama tied", "stock", GATE | {"undecided": True}),
     "gated adapt, token": ("llama tied", "stock", {"features": "token"}),
     "gated neox, token": ("neox", "scale", {"features": "token"}),
     "gated mixture, token": ("qwen3_moe dense layer", "adapt", {"features": "token"}),
@@ -94,7 +93,7 @@ STATIC = {"cache_implementation": "static"}
     ("key", "options"),
     [
         *((key, options) for key in GATED for options in ({}, STATIC)),
-        *((key, {"num_beams": 3}) for key in ("gated neox", "gated adapt", "gated, undecided", "exaone4")),
+        *((key, {"num_beams": 3}) for key in ("gated neox", "gated adapt", "exaone4")),
         ("gemma3", STATIC),
         ("phi3", STATIC),
         ("mistral window", {}),

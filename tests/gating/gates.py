@@ -23,12 +23,8 @@ def random_gate(
     features: GateFeatures = "token+running_mean",
     layer: int | None = None,
     opens: Opens = "sometimes",
-    undecided: bool = False,
 ) -> Gate:
-    """A gate at the deepest layer that the model allows; "sometimes" opens for about half of `tokens`.
-
-    `undecided`: about a quarter of them get the mean of both probabilities.
-    """
+    """A gate at the deepest layer that the model allows; "sometimes" opens for about half of `tokens`."""
     assert model.plan is not None
     size = model.spec.widths.hidden_size * (1 + (features != "token"))
     random = torch.Generator().manual_seed(3)
@@ -48,8 +44,4 @@ def random_gate(
     ordered = scores.flatten().sort().values
     middle = ordered[len(ordered) // 4 : -len(ordered) // 4]
     widest = int(middle.diff().argmax())  # no token stands at the threshold
-    threshold, lower = float(middle[widest : widest + 2].mean()), None
-    if undecided:
-        below = ordered[len(ordered) // 8 : len(ordered) // 4]
-        lower = float(below[int(below.diff().argmax()) :][:2].mean())
-    return replace(gate, threshold=threshold, lower=lower)
+    return replace(gate, threshold=float(middle[widest : widest + 2].mean()))

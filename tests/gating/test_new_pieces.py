@@ -11,29 +11,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.config.run import load_config
 from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import convert, latest_conversion, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.data.packing import IGNORED
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import EXPORTED, learn_extension, write_extension
 from pipeline.evaluation.benchmarks import _hf_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.gating.fit_run import fit_gate
-from pipeline.gating.windows import Windows
 from pipeline.model.from_hf import open_base
 from pipeline.model.output import NEVER
-from pipeline.scale.gate import CLOSED, OPEN, UNDECIDED
 from tests.bases import STORIES, reference
 from tests.conversion.checkpoints import generate_greedily
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
-from tests.model.test_new_rows import NEW, batch_with_new_tokens, extended, model_of
+from tests.model.test_new_rows import batch_with_new_tokens, extended, model_of
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.tolerances import assert_near, rounding_of
 from tests.training.runs import in_turn, make_run, tokenize_corpora, train, write_config
@@ -43,78 +38,26 @@ OLD = 97
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("undecided", [False, True])
 @pytest.mark.parametrize("method", ["preserve", "adapt", "route"])
-def test_new_pieces_are_open_and_none_follows_a_closed_token(base, method, undecided, tmp_path):
+def test_new_pieces_are_open_and_none_follows_a_closed_token(base, method, tmp_path):
     model = model_of(extended(base("llama")), method, tmp_path).eval()
     tokens, targets = batch_with_new_tokens(model)
     ungated, alone = model.logits(tokens), model.logits(tokens, path="base")
-    gate = random_gate(model, tokens, undecided=undecided)
-    levels = model.gate_levels(gate, model.base_stream(tokens, layer=gate.layer), tokens, None)
-    assert (levels[tokens >= OLD] == OPEN).all()
-    assert (gate.levels(model.base_stream(tokens, layer=gate.layer))[tokens >= OLD] == CLOSED).any()
+    gate = random_gate(model, tokens)
+    stream = model.base_stream(tokens, layer=gate.layer)
+    closed = model.gate_closes(gate, stream, tokens, None)
+    assert not closed[tokens >= OLD].any() and not gate.is_open(stream)[tokens >= OLD].all()
     model.gate = gate
     logits, nll = model.logits(tokens), model(tokens, targets).nll
-    closed = levels == CLOSED
     # Adapt's closed tokens attend to open ones.
     exact = closed.cummin(1).values if method == "adapt" else closed
-    assert exact.any() or undecided
+    assert exact.any()
     assert torch.equal(logits[exact][:, :OLD], alone[exact][:, :OLD])
     assert (logits[closed][:, OLD:] == NEVER).all() and (logits[~closed][:, OLD:] > NEVER / 2).all()
-    assert method != "preserve" or torch.equal(logits[levels == OPEN], ungated[levels == OPEN])
-    if undecided:
-        of_base = F.log_softmax(alone[..., :OLD], dim=-1)
-        of_base = F.pad(of_base, (0, len(NEW)), value=-torch.inf)[levels == UNDECIDED].exp()
-        mean = logits[levels == UNDECIDED].exp()
-        torch.testing.assert_close(mean.sum(-1), torch.ones(len(mean)))
-        assert (mean[:, OLD:] > 0).all() and (method == "adapt" or (mean >= of_base / 2 - 1e-6).all())
+    assert method != "preserve" or torch.equal(logits[~closed], ungated[~closed])
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     torch.testing.assert_close(nll, expected)
     assert (nll[closed & (targets >= OLD)] > -NEVER / 2).all() and (nll[~closed] < 1e3).all()
-
-
-@st.composite
-def documents(draw) -> tuple[list[list[int]], dict[int, list[int]], int]:
-    """Documents of old pieces (0 to 9) and new ones (10 to 14), what these stand for, and where a sample begins."""
-    spelling = {new: draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)) for new in range(10, 15)}
-    texts = draw(st.lists(st.lists(st.integers(0, 14), min_size=1, max_size=8), min_size=1, max_size=4))
-    return texts, spelling, draw(st.integers(0, 5))
-
-
-@given(documents())
-def test_spelling_out_every_new_piece_gives_the_text_that_the_base_would_read(made):
-    texts, spelling, first = made
-    windows = windows_of(texts, first)
-    spelled, columns = windows.spelled_out(windows.tokens >= 10, windows.targets >= 10, spelling)
-    old = [[piece for token in text for piece in spelling.get(token, [token])] for text in texts]
-    starts = [first] + [0] * (len(texts) - 1)
-    expected = windows_of(old, first)
-    present = spelled.present[0]
-    for name in ("tokens", "positions", "document_ids"):
-        assert getattr(spelled, name)[0, present].tolist() == getattr(expected, name)[0].tolist(), name
-    # What stood for a first token, which nothing predicts, is not predicted either.
-    skipped, at = set(), 0
-    for text, whole in zip(texts, old, strict=True):
-        skipped |= set(range(at, at + len(spelling.get(text[0], [0])) - 1))
-        at += len(whole)
-    wanted = [IGNORED if i in skipped else t for i, t in enumerate(expected.targets[0].tolist())]
-    assert spelled.targets[0, present].tolist() == wanted
-    assert not spelled.present[0, len(wanted) :].any() and starts[0] == spelled.positions[0, 0]
-    counted = torch.zeros(len(windows.tokens[0]), dtype=torch.long)
-    counted.index_add_(0, columns[0], (spelled.targets[0] != IGNORED).long())
-    targets = windows.targets[0].tolist()
-    assert counted.tolist() == [0 if t == IGNORED else len(spelling.get(t, [t])) for t in targets]
-
-
-def windows_of(texts: list[list[int]], first: int) -> Windows:
-    """One window of whole documents; the first begins at position `first`."""
-    tokens = torch.tensor([[token for text in texts for token in text]])
-    targets = torch.tensor([[token for text in texts for token in [*text[1:], IGNORED]]])
-    positions = [list(range(first * (not i), first * (not i) + len(text))) for i, text in enumerate(texts)]
-    ids = torch.tensor([[index for index, text in enumerate(texts) for _ in text]])
-    flags = torch.zeros_like(tokens, dtype=torch.bool)
-    places = torch.tensor([[place for of_text in positions for place in of_text]])
-    return Windows(tokens, targets, places, ids, flags, flags, ~flags)
 
 
 def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes: Any) -> Path:
@@ -165,9 +108,9 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
     record, _ = fit_gate(config)
     korean, english = record.heldout["korean"], record.heldout["english"]
     assert record.closed_max_abs_logit_difference == 0.0 and english.closed_sequences > 0
-    assert english.spelled_out_fraction == 0 and english.open_fraction < 0.05 < 0.5 < korean.open_fraction
-    assert 0 < korean.spelled_out_fraction < 0.2
-    assert korean.ungated_perplexity < korean.gated_perplexity < korean.base_perplexity
+    assert english.impossible_fraction == 0 and english.open_fraction < 0.05 < 0.5 < korean.open_fraction
+    assert 0 < korean.impossible_fraction < 0.2 and korean.base_perplexity is None
+    assert korean.ungated_perplexity < korean.gated_perplexity
     convert(latest_conversion(config), run_probe(config))
     folder = config.folder / "hf"
     for text in json.loads((folder / "verification.json").read_text())["texts"].values():

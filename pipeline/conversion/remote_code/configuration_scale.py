@@ -69,7 +69,6 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     gate_decay: float = 0.8
     gate_bias: float = 0.0
     gate_threshold: float = 0.0
-    gate_lower: float | None = None
     use_cache: bool = True
 
     def __init__(self, **kwargs: Any) -> None:
@@ -92,6 +91,4 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
             return "its rotary frequencies change with a text's length"
         if self.gate_layer is not None and self.gate_features == "token+running_mean":
             return "its gate reads a running mean, which servers do not cache; fit one with features: token"
-        if self.gate_lower is not None:
-            return "its gate takes the mean of two models where it is undecided; fit one with undecided: closed"
         return None

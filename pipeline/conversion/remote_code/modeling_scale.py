@@ -9,8 +9,7 @@ takes per token the path that the router chooses (the paper's Eq. 5).
 With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
 closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
 without those blocks, and an open one the other. Tokens that the base does not have (from `base_vocab_size` on) are
-open, and none follows a closed token. With `gate_lower` some tokens are neither: they get the mean of both
-probabilities, for which the layers from `gate_layer` on run twice, with these tokens closed and with them open.
+open, and none follows a closed token.
 
 In inference the base runs alone until the gate first opens. Then the text for which it opens is computed anew, with the
 expansion, which from there on runs for all texts of the batch. See `ScaleForCausalLM._from_open_on`.
@@ -132,8 +131,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The library's, whose paged cache has the same heads in every layer."""
-        doubled = self.config.routed or self.config.gate_lower is not None
-        reason = "some layers have two sets of heads" if doubled else self.config.why_not_packed()
+        reason = "some layers have two sets of heads" if self.config.routed else self.config.why_not_packed()
         if reason is not None:
             raise ValueError(f"continuous batching cannot run this model: {reason}")
         return super().init_continuous_batching(*args, **kwargs)
@@ -168,10 +166,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             output_hidden_states = self.config.output_hidden_states
         layers = range(self.config.num_hidden_layers)
         recorded: dict[int, Any] | None = dict.fromkeys(layers) if output_hidden_states else None
-        paths, undecided = self.streams(
+        paths = self.streams(
             embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, input_ids, **kwargs
         )
-        logits = self.output(paths, undecided)
+        logits = self.output(paths)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -188,8 +186,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         recorded: dict[int, Any] | None = None,
         tokens: Tensor | None = None,
         **options: Any,
-    ) -> tuple[list[StreamPath], Tensor | None]:
-        """What `output` reads: one path or two, after the last norm and the gate, and the undecided tokens [B, S, 1].
+    ) -> list[StreamPath]:
+        """What `output` reads: one path or two, after the last norm and the gate.
 
         Arguments: `forward`. `recorded` receives the streams before the layers that it names, and the last; `tokens`
         [B, S] are those embedded, if known.
@@ -201,22 +199,21 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             position_ids = torch.arange(seen, seen + embedded.shape[1], device=embedded.device).unsqueeze(0)
         inputs = Inputs(tokens, attention_mask, position_ids, past_key_values, options)
         if tokens is not None and recorded is None and self._waits_for_open(attention_mask, past_key_values):
-            paths, levels = self._from_open_on(start, inputs)
+            paths, opens = self._from_open_on(start, inputs)
         elif lacks_expansion(past_key_values):
             raise ValueError("past_key_values: of the base alone, as its gate was shut; give the text from its start")
         else:
-            paths, levels = self._run([start], inputs, recorded)
+            paths, opens = self._run([start], inputs, recorded)
         if recorded is not None:
             recorded[config.num_hidden_layers] = paths[-1].normed(self.final_norm)
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         paths = [path._replace(x=path.x[:, kept], x_up=path.x_up[:, kept]).normed(self.final_norm) for path in paths]
-        if levels is None:
-            return paths, None
+        if opens is None:
+            return paths
         # Zeros in x_up add exactly nothing to the logits. One path is both.
-        preserved, adapted, levels = paths[0], paths[-1], levels[:, kept].to(paths[0].x.device)
-        closed, up = levels == 0, adapted.x_up
-        chosen = StreamPath(torch.where(closed, preserved.x, adapted.x), up.masked_fill(closed, 0) if len(up) else up)
-        return ([chosen], None) if config.gate_lower is None else ([preserved, chosen], levels == 1)
+        preserved, adapted, closed = paths[0], paths[-1], ~opens[:, kept].to(paths[0].x.device)
+        up = adapted.x_up.masked_fill(closed, 0) if len(adapted.x_up) else adapted.x_up
+        return [StreamPath(torch.where(closed, preserved.x, adapted.x), up)]
 
     def _run(
         self,
@@ -225,7 +222,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         recorded: dict[int, Any] | None = None,
         decided: Tensor | None = None,
     ) -> tuple[list[StreamPath], Tensor | None]:
-        """The paths after the last layer, and the gate's decisions [B, S, 1] if there is one, or those `decided`.
+        """The paths after the last layer, and for which tokens the gate opens [B, S, 1] if there is one, or `decided`.
 
         Ends at the gate where the base ran alone and it opens for all.
         """
@@ -234,17 +231,16 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if not isinstance(masks, dict):  # a server's batches have their own
             masks = create_masks_for_generate(config, paths[0].x, masks, cache, positions)
         tables = [make(positions, paths[0].x.dtype) for make in self.rotary]
-        levels = None
+        opens = None
         for index, layer in enumerate(self.layers):
             if recorded is not None and index in recorded:
                 recorded[index] = paths[-1]
             if self.token_gate is not None and index == config.gate_layer:
-                levels = self._levels(paths, inputs) if decided is None else decided
-                if len(paths[0].x_up) == 0 and (levels == 2).any(1).all():
-                    return paths, levels
+                opens = self._opens(paths, inputs) if decided is None else decided
+                if len(paths[0].x_up) == 0 and opens.any(1).all():
+                    return paths, opens
                 if not config.routed:
-                    shut = [levels < 2] if config.gate_lower is None else [levels < 2, levels == 0]
-                    paths = [paths[0]._replace(masked=masked) for masked in shut]
+                    paths = [paths[0]._replace(masked=~opens)]
             if config.routed and index == config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             rotary = config.layer_rotary[index]
@@ -259,9 +255,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             )
             pairs = zip(paths, streams[::2], streams[1::2], strict=True)
             paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
-        if self.token_gate is not None and levels is None:
-            levels = self._levels(paths, inputs) if decided is None else decided
-        return paths, levels
+        if self.token_gate is not None and opens is None:
+            opens = self._opens(paths, inputs) if decided is None else decided
+        return paths, opens
 
     def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
         """Whether sequences may do without the expansion until the gate opens: where their text can be run again."""
@@ -269,7 +265,6 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if (
             config.gate_layer is None
             or config.routed
-            or config.gate_lower is not None
             or torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or config._attn_implementation == "flex_attention"
@@ -297,41 +292,41 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         tokens, _, positions, cache, _ = inputs
         text = TextCache() if cache is None else layer_of(TextCache, cache)
         before = text.opened(tokens)
-        [path], levels = self._run([start if text.has_expansion else start._replace(x_up=start.x_up[:0])], inputs)
-        assert levels is not None, "`_waits_for_open` has seen a gate"
-        new = (torch.stack([tokens, positions], dim=-1), levels)
+        [path], opens = self._run([start if text.has_expansion else start._replace(x_up=start.x_up[:0])], inputs)
+        assert opens is not None, "`_waits_for_open` has seen a gate"
+        new = (torch.stack([tokens, positions], dim=-1), opens)
         whole, decided = (part[:, 0] for part in text.update(*(part.unsqueeze(1) for part in new)))
         rows = text.opened(tokens) & ~before
         if not rows.any():
-            return [path], levels
+            return [path], opens
         own, text.has_expansion = empty_like(cache, self.config), True
         again = inputs._replace(tokens=whole[..., 0], positions=whole[..., 1]).of(rows, own)
-        [opened], _ = self._run([self._start(self.embedding(again.tokens))], again, decided=decided[rows])
-        x, x_up = (stream[:, -levels.shape[1] :] for stream in opened[:2])
+        [opened], _ = self._run([self._start(self.embedding(again.tokens))], again, decided=decided[rows].bool())
+        x, x_up = (stream[:, -opens.shape[1] :] for stream in opened[:2])
         if cache is not None:
             set_rows(cache, rows, own)
         if rows.all():
-            return [StreamPath(x, x_up)], levels
+            return [StreamPath(x, x_up)], opens
         path = path if len(path.x_up) else path._replace(x_up=torch.zeros_like(start.x_up))
         path.x[rows], path.x_up[rows] = x, x_up
-        return [path], levels
+        return [path], opens
 
     def _start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""
         return StreamPath(*embedded.split([self.config.hidden_size, self.config.expansion_hidden_size], dim=-1))
 
-    def _levels(self, paths: list[StreamPath], inputs: Inputs) -> Tensor:
-        """The gate's decisions [B, S, 1], on the path that no expansion_to_base block has changed."""
+    def _opens(self, paths: list[StreamPath], inputs: Inputs) -> Tensor:
+        """For which tokens the gate opens [B, S, 1], on the path that no expansion_to_base block has changed."""
         assert self.token_gate is not None, "`_run` has seen a gate"
         x, (tokens, attention_mask, positions, cache, _) = paths[0].x, inputs
         is_text, documents = texts_of(x, attention_mask, positions, cache)
         stored = layer_of(GateCache, cache) if cache is not None and self.token_gate.has_mean else None
-        levels: Tensor = self.token_gate(x, is_text, documents, stored)
+        opens: Tensor = self.token_gate(x, is_text, documents, stored)
         if is_text is not None:
-            levels = levels.masked_fill(~is_text.unsqueeze(-1).to(levels.device), 0)
+            opens = opens & is_text.unsqueeze(-1).to(opens.device)
         if tokens is not None and self.output.only_base_after_closed:
-            levels = levels.masked_fill((tokens >= self.output.of_base).unsqueeze(-1).to(levels.device), 2)
-        return levels
+            opens = opens | (tokens >= self.output.of_base).unsqueeze(-1).to(opens.device)
+        return opens
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, past_key_values: Any = None, inputs_embeds: Tensor | None = None, **kwargs: Any

@@ -232,7 +232,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         totals = self._totals(margins, state)
         winner, used = self._choice(margins, totals, F.pad(active, (1, 0), value=True).unsqueeze(1), state)
         # Gates and totals are stored as if alone: a later token's request may allow another expansion.
-        decided = torch.cat([used.unsqueeze(-1), 2 * (margins[..., 1:] > 0), totals[:, RECENT:]], dim=-1)
+        decided = torch.cat([used.unsqueeze(-1), margins[..., 1:] > 0, totals[:, RECENT:]], dim=-1)
         new = (torch.stack([inputs.tokens, inputs.positions], dim=-1), decided)
         text, stored = (part[:, 0] for part in state.text.update(*(part.unsqueeze(1) for part in new)))
         whole, opens = inputs._replace(tokens=text[..., 0], positions=text[..., 1]), stored.long()
@@ -240,15 +240,15 @@ class CombinedForCausalLM(ScaleForCausalLM):
         x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
         added = list[tuple[Tensor, range, Tensor]]()
         for index, model in enumerate(self._models, start=1):
-            path, levels, parts = state.paths[index], opens[..., index : index + 1], []
+            path, own, parts = state.paths[index], opens[..., index : index + 1].bool(), []
             if index not in streams and path.runs_on.any():
-                streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, levels[:, -length:])
+                streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, own[:, -length:])
             if index in streams:
                 parts.append((path.runs_on, streams[index]))
             joining = (winner == index).any(1) & ~path.runs_on
             if joining.any():
                 cache = empty_like(path.inner, model.config)
-                parts.append((joining, self._run_on(index, joining, whole, cache, levels)))
+                parts.append((joining, self._run_on(index, joining, whole, cache, own)))
                 path.join(joining, cache)
                 if is_preserve(model):
                     state.paths[BASE].leave(joining & state.paths[BASE].runs_on)
@@ -316,7 +316,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
             if not path.runs_on.any() or (index != BASE and not is_preserve(model)):
                 continue
             recorded: dict[int, Any] = dict.fromkeys(layers - {last})
-            closed = torch.zeros_like(inputs.tokens).unsqueeze(-1)
+            closed = torch.zeros_like(inputs.tokens, dtype=torch.bool).unsqueeze(-1)
             streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, closed, recorded)
             for layer, stream in {**recorded, last: streams[index]}.items():
                 read[layer][path.runs_on] = stream.x
@@ -347,15 +347,15 @@ class CombinedForCausalLM(ScaleForCausalLM):
         rows: Tensor,
         inputs: Inputs,
         cache: DynamicCache,
-        levels: Tensor,
+        opens: Tensor,
         recorded: dict[int, Any] | None = None,
     ) -> StreamPath:
-        """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. levels: [B, S, 1]."""
+        """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. opens: bool [B, S, 1]."""
         model, part = (self, *self._models)[index], inputs.of(rows, cache)
         start = model._start(model.embedding(part.tokens))
         if index == BASE:
             start = start._replace(x_up=start.x_up[:0])
-        [path], _ = model._run([start], part, recorded, levels[rows])
+        [path], _ = model._run([start], part, recorded, opens[rows])
         return path
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:

@@ -13,7 +13,7 @@ from .scale_cache import WINDOW_DOUBLINGS, GateCache
 
 
 class ScaleGate(nn.Module):
-    """Which tokens are closed (0), undecided (1), open (2), by a linear score of the base's x [B, S, D].
+    """Which tokens are open, by a linear score of the base's x [B, S, D].
 
     Read are x over its root mean square, standardised, and with `token+running_mean` also its mean over the text so
     far, in which each token counts less by `gate_decay` with every token after it. All is computed in fp32.
@@ -22,7 +22,6 @@ class ScaleGate(nn.Module):
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
         self.decay, self.bias, self.threshold = config.gate_decay, config.gate_bias, config.gate_threshold
-        self.lower = self.threshold if config.gate_lower is None else config.gate_lower
         self.has_mean = config.gate_features == "token+running_mean"
         size = config.hidden_size * (2 if self.has_mean else 1)
         # Servers build a model in the type of its weights; a gate in 16 bits would decide otherwise.
@@ -31,9 +30,8 @@ class ScaleGate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
 
     def forward(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None) -> Tensor:
-        """The decision for each token [B, S, 1]; see `scores`."""
-        scores = self.scores(x, is_text, documents, cache)
-        return (scores > self.threshold).long() + (scores > self.lower)
+        """Whether each token is open: bool [B, S, 1]; see `scores`."""
+        return self.scores(x, is_text, documents, cache) > self.threshold
 
     def scores(self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None) -> Tensor:
         """The log odds that each token is new [B, S, 1]. What the running mean needs is cached.

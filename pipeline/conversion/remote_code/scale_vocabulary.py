@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,13 +45,10 @@ class ScaleOutput(nn.Module):
         self.of_base = config.base_vocab_size or config.vocab_size
         self.only_base_after_closed = config.gate_layer is not None and self.of_base < config.vocab_size
 
-    def forward(self, paths: list[StreamPath], undecided: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved.
-
-        With `undecided` [B, S, 1] these tokens get the mean of both paths' probabilities, and the others the last path.
-        """
+    def forward(self, paths: list[StreamPath]) -> Tensor:
+        """Logits [B, S, V] in fp32. The last path is the adapted one; if there are two, the first is the preserved."""
         z, x_up = self._base_logits(paths[-1].x), paths[-1].x_up
-        if len(paths) == 2 and undecided is None:
+        if len(paths) == 2:
             z_p = self._base_logits(paths[0].x)
             old_p, old = z_p[..., : self.of_base], z[..., : self.of_base]
             preserved = (old_p * old).sum(-1, keepdim=True) > self.threshold * (
@@ -65,24 +60,14 @@ class ScaleOutput(nn.Module):
         if self.only_base_after_closed:
             # As `streams` leaves x_up.
             closed = (x_up == 0).all(-1, keepdim=True) if len(x_up) else torch.ones_like(z[..., :1], dtype=torch.bool)
-            z = self._without_new(z, closed)
-        if undecided is None:
-            return z
-        closed = self._capped(self._base_logits(paths[0].x))
-        if self.only_base_after_closed:
-            closed = self._without_new(closed, undecided)
-        mean = torch.logaddexp(z.log_softmax(-1), closed.log_softmax(-1)) - math.log(2)
-        return torch.where(undecided, mean, z)
+            z = z.masked_fill(closed & (torch.arange(z.shape[-1], device=z.device) >= self.of_base), NEVER)
+        return z
 
     def _base_logits(self, x: Tensor) -> Tensor:
         """In a product of their own, the base's columns are the base's to the bit, whether others follow or not."""
         if not self.only_base_after_closed:
             return F.linear(x, self.base).float()
         return torch.cat([F.linear(x, self.base[: self.of_base]), F.linear(x, self.base[self.of_base :])], -1).float()
-
-    def _without_new(self, z: Tensor, rows: Tensor) -> Tensor:
-        """z [B, S, V], where in `rows` [B, S, 1] the tokens that the base does not have are impossible."""
-        return z.masked_fill(rows & (torch.arange(z.shape[-1], device=z.device) >= self.of_base), NEVER)
 
     def _capped(self, z: Tensor) -> Tensor:
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap

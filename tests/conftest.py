@@ -27,7 +27,7 @@ FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_stag
 _FULL_FILES = {
     "packaging": "wheel",
     "training": "answers attempt damaged_checkpoints full_disk mixture prompts saving divergence",
-    "conversion": "memory precisions second_round generate library_features convert combined",
+    "conversion": "memory second_round generate library_features convert combined",
     "gating": "fit_run new_pieces",
     "model": "compile",
     "sizing": "against_runs recommendation first_config",

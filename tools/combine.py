@@ -1,8 +1,6 @@
-"""Puts expansions of one base into one folder: adds, removes and lists them.
+"""Puts expansions of one base into one folder.
 
-    scale-cpt combine served --add korean=runs/ko --add law=runs/law
-    scale-cpt combine served --remove law
-    scale-cpt combine served
+    scale-cpt combine served korean=runs/ko law=runs/law
 
 Each is a finished run of method `scale`, Preserve or Adapt, with a gate, exported in the format `scale`; or the folder
 of such an export. The folder that is made holds the base once, and is a model for transformers:
@@ -22,27 +20,23 @@ from pipeline.errors import ConfigError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="the folder; a new one is made")
+    parser.add_argument("folder", type=Path, help="the folder to make; an earlier combination is replaced")
     parser.add_argument(
-        "--add", metavar="NAME=RUN", action="append", default=[], help="a run's folder, or its export's"
+        "runs", metavar="NAME=RUN", nargs="+", help="an expansion's name, and its run's or export's folder"
     )
-    parser.add_argument("--remove", metavar="NAME", action="append", default=[], help="an expansion in the folder")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    added = dict[str, Path]()
-    for pair in arguments.add:
+    runs = dict[str, Path]()
+    for pair in arguments.runs:
         name, _, path = pair.partition("=")
-        if not path or name in added:
-            raise ConfigError(f"--add {pair}: expected NAME=RUN, and each name once")
-        added[name] = Path(path)
+        if not path or name in runs:
+            raise ConfigError(f"{pair}: expected NAME=RUN, and each name once")
+        runs[name] = Path(path)
     # Imported after the arguments are checked: a mistake in them is reported at once.
-    from pipeline.conversion.combine import HEADER, combine, expansions_in, rows_of
-    from pipeline.evaluation.table import table
+    from pipeline.conversion.combine import combine
 
-    changed = added or arguments.remove
-    records = combine(arguments.folder, added, arguments.remove) if changed else expansions_in(arguments.folder)
-    print(table(HEADER, rows_of(records)))
+    combine(arguments.folder, runs)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import get_args
 from pipeline import command_line, log
 from pipeline.cli import PROGRAM
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion import Format, Precision, ServedPrecision
+from pipeline.conversion import Format, Precision
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
 
@@ -43,14 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_overwrite_option(parser)
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
-    parser.add_argument(
-        "--precisions",
-        nargs="+",
-        choices=get_args(ServedPrecision),
-        default=[],
-        metavar="P",
-        help=f"refuse an export that loses more than its base when served in: {', '.join(get_args(ServedPrecision))}",
-    )
     parser.add_argument(
         "--pad-for",
         metavar="NEEDS",
@@ -80,8 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
     from pipeline.conversion import publish
-    from pipeline.conversion.convert import Conversion, convert, latest_conversion, run_probe
-    from pipeline.conversion.precisions import TYPES
+    from pipeline.conversion.convert import TYPES, Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.verify import probe_maker
     from pipeline.model.stock_model import UNPADDED, Padding
 
@@ -102,7 +93,6 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         format=arguments.format,
         dtype=TYPES[arguments.dtype] if arguments.dtype else None,
         gate=None if arguments.without_gate else conversion.gate,
-        precisions=tuple(arguments.precisions),
         padding=Padding.parse(arguments.pad_for) if arguments.pad_for else UNPADDED,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         base_name=arguments.base_name,

@@ -1,14 +1,12 @@
-"""One base with several expansions: a folder to which trained and exported expansions are added, and removed again.
+"""One base with several expansions: a folder that is made of the exports of runs on that base.
 
-The folder holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the base. It is
-replaced as a whole; files of the base and of expansions that stay are linked into the new one.
+It holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the base.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -41,20 +39,16 @@ from pipeline.conversion.verify import BUILT_IN, windows_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.vocabulary import join_extensions, read_vocabulary
-from pipeline.errors import ConversionError, faults_of_library
+from pipeline.errors import ConversionError
 from pipeline.files import (
     FolderKind,
-    check_replaceable,
-    finish_replacement,
     holds,
-    path_inside,
     published_folder,
     read_inside,
     read_object,
     write_json,
     write_text,
 )
-from pipeline.run_folder.lock import RunLock
 
 COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
 EXPANSION = "expansion.json"
@@ -155,92 +149,35 @@ def open_export(path: Path) -> Export:
     return Export(folder, config, read_object(folder / RECORD, ConversionError))
 
 
-def combine(folder: Path, added: Mapping[str, Path], removed: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Adds exports by their names to the combination in `folder`, which may be new, and removes others.
+def combine(folder: Path, runs: Mapping[str, Path]) -> None:
+    """Writes a folder of the base and of the exports of `runs`, by the names that their expansions get there.
 
-    The folder is replaced when everything that is added has been verified. Returns the records of its expansions.
+    It appears, in place of an earlier combination, when each of them has been verified.
 
     Raises:
-        ConversionError: an export cannot be combined, or is of another base; a name is taken or is not there; what was
-            written computes something else than the export.
+        ConversionError: an export cannot be combined, or is of another base; a name is none; what was written computes
+            something else than the export.
         OutputError: `folder` holds something else.
-        FolderTakenError: another process is changing it.
     """
-    exports = {name: open_export(path) for name, path in added.items()}
-    real = Path(os.path.realpath(folder))
-    with RunLock(real.parent, f"{real.name}.combine"):  # beside the folder, which is replaced
-        records = _changed(folder, exports, removed)
-    _logger.info("%s: added %s; removed %s", folder, ", ".join(added) or "nothing", ", ".join(removed) or "nothing")
-    return records
-
-
-def _changed(folder: Path, exports: Mapping[str, Export], removed: Collection[str]) -> dict[str, dict[str, Any]]:
-    """As `combine`, where no other process changes the folder."""
-    finish_replacement(folder)
-    exists = holds(COMBINATION, folder)
-    if not exists:
-        check_replaceable(folder, COMBINATION)
-    before = read_object(folder / "config.json", ConversionError) if exists else {}
-    records = expansions_in(folder) if exists or not exports else {}
-    for name in removed:
-        if name not in records:
-            raise ConversionError(f"--remove {name}: {folder} has no such expansion, but {', '.join(records)}")
-    kept = {name: record for name, record in records.items() if name not in removed}
-    for name in exports:
-        if name in kept:
-            raise ConversionError(f"--add {name}: is taken: remove it, or choose another")
-        if not NAME.fullmatch(name):
-            raise ConversionError(f"--add {name}: expected ASCII letters, digits, - or _")
-    if not kept and not exports:
-        raise ConversionError(f"--remove: {folder} would hold no expansion; remove the folder instead")
+    if bad := [name for name in runs if not NAME.fullmatch(name)]:
+        raise ConversionError(f"{bad[0]}: expected a name of ASCII letters, digits, - or _")
+    exports = {name: open_export(path) for name, path in runs.items()}
+    first = next(iter(exports.values()))
     with published_folder(folder, COMBINATION) as partial:
-        if exists:
-            of_kept = (file for name in kept for file in (folder / EXPANSIONS / name).rglob("*") if file.is_file())
-            for file in (*folder.glob("*.safetensors*"), *of_kept):
-                _link(folder, partial, str(file.relative_to(folder)))
-            base = base_entries(before)
-        else:
-            first = next(iter(exports.values()))
-            # The output of an extended vocabulary is not its embedding; that of its base may be.
-            tied = torch.equal(first.base[EMBEDDING].make(), first.base[OUTPUT].make())
-            base = base_entries(first.config) | {"tie_word_embeddings": tied}
-            tensors = [tensor for name, tensor in first.base.items() if name != OUTPUT or not tied]
-            write_tensors(partial, tensors, first.dtype)
-        entries = {name: before["expansions"][name] for name in kept}
+        # The output of an extended vocabulary is not its embedding; that of its base may be.
+        tied = torch.equal(first.base[EMBEDDING].make(), first.base[OUTPUT].make())
+        base = base_entries(first.config) | {"tie_word_embeddings": tied}
+        write_tensors(partial, [one for name, one in first.base.items() if name != OUTPUT or not tied], first.dtype)
+        records = dict[str, dict[str, Any]]()
         for name, export in exports.items():
-            if exists or export is not first:
-                _check_base(partial, base, export)
-            kept[name] = _write_expansion(partial / EXPANSIONS / name, export)
-            entries[name] = {**export.config, "tie_word_embeddings": False}
-        _check_tokenizers(partial, kept)
-        config = _write_model(partial, base, entries, kept)
+            _check_base(first, export)
+            records[name] = _write_expansion(partial / EXPANSIONS / name, export)
+        _check_tokenizers(partial, records)
+        entries = {name: {**export.config, "tie_word_embeddings": False} for name, export in exports.items()}
+        _write_model(partial, base, entries, records)
         for name, export in exports.items():
-            _verify(partial, config, name, export)
-    return kept
-
-
-def expansions_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """The records of the expansions of a combination, by name.
-
-    Raises:
-        ConversionError: `folder` holds none, or a damaged one.
-    """
-    if not holds(COMBINATION, folder):
-        raise ConversionError(f"{folder}: holds no combination; name what to add: --add NAME=RUN")
-    config = CombinedConfig(**read_object(folder / "config.json", ConversionError))
-    with faults_of_library(f"{folder / 'config.json'}: damaged", ConversionError):
-        names = config.names()
-    return {name: read_object(folder / EXPANSIONS / name / EXPANSION, ConversionError) for name in names}
-
-
-def _link(folder: Path, target: Path, name: str) -> None:
-    """Puts the file `name` of `folder` into `target` too; copies it where a file cannot be in both."""
-    source = path_inside(folder, name, ConversionError)
-    (target / name).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target / name)
-    except OSError:
-        shutil.copy2(source, target / name)
+            _verify(partial, name, export)
+    _logger.info("%s: verified %s", folder, ", ".join(runs))
 
 
 def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
@@ -250,7 +187,8 @@ def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
     write_tensors(folder, tensors, export.dtype)
     _copy_tokenizer(export.folder, folder)
     record = {
-        **{key: export.record[key] for key in ("method", "position", "checkpoint_manifest")},
+        "variant": export.record["method"].get("variant"),
+        "tokens_seen": export.record["position"]["tokens_seen"],
         "parameters": sum(prod(tensor.shape) for tensor in tensors),
         "new_tokens": export.new_rows,
         "tokenizer": load_tokenizer(export.folder).fingerprint,
@@ -280,25 +218,26 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         (folder / EXTENDED).write_bytes(read_inside(source, EXTENDED, ConversionError))
 
 
-def _check_base(folder: Path, base: Mapping[str, Any], export: Export) -> None:
-    """Raises ConversionError if the export's base is not the folder's to the last bit. Special tokens may differ."""
+def _check_base(first: Export, export: Export) -> None:
+    """Raises ConversionError if both exports' bases differ in a bit. Special tokens may."""
+    expected = base_entries(first.config)
     for key, value in base_entries(export.config).items():
-        if base.get(key) != value and key != "tie_word_embeddings" and not key.endswith("_token_id"):
+        if expected.get(key) != value and key != "tie_word_embeddings" and not key.endswith("_token_id"):
             advice = "convert the run again with --dtype" if key == "dtype" else "combine expansions of one base"
-            raise ConversionError(f"{export.folder}: its base has {key} {value}, the others {base.get(key)}: {advice}")
-    held = stored_tensors(folder)
-    held = {OUTPUT: held[EMBEDDING]} | held
-    for name, tensor in export.base.items():
-        if name not in held or not torch.equal(held[name].make(), tensor.make()):
             raise ConversionError(
-                f"{export.folder}: {name} differs from that of the others: combine expansions of one base"
+                f"{export.folder}: its base has {key} {value}, that of {first.folder} {expected.get(key)}: {advice}"
+            )
+    for name, tensor in export.base.items() if export is not first else ():
+        if name not in first.base or not torch.equal(first.base[name].make(), tensor.make()):
+            raise ConversionError(
+                f"{export.folder}: {name} differs from that of {first.folder}: combine expansions of one base"
             )
 
 
 def _write_model(
     folder: Path, base: Mapping[str, Any], expansions: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Writes what is shared beside the base's weights: code, tokenizer, model card. Returns the config.json."""
+) -> None:
+    """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card."""
     for file in code_files(CombinedForCausalLM):
         shutil.copy(file, folder)
     # In the order in which the model counts their pieces.
@@ -320,27 +259,13 @@ def _write_model(
         "expansions": dict(expansions),
     }
     write_json(folder / "config.json", dict(sorted(config.items())))
-    return config
-
-
-def rows_of(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each expansion, under HEADER."""
-    return [
-        [
-            name,
-            str(record["method"].get("variant")),
-            f"{record['parameters']:,}",
-            f"{record['new_tokens']:,}",
-            f"{record['position']['tokens_seen']:,}",
-        ]
-        for name, record in records.items()
-    ]
-
-
-HEADER = ["expansion", "variant", "parameters", "new tokens", "trained on tokens"]
 
 
 def _card(records: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [
+        (name, *(record[key] for key in ("variant", "parameters", "new_tokens", "tokens_seen")))
+        for name, record in records.items()
+    ]
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -358,20 +283,16 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, act
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 
-{markdown_table(HEADER, rows_of(records))}
+{markdown_table(("expansion", "variant", "parameters", "new tokens", "trained on tokens"), rows)}
 """
 
 
 @torch.no_grad()
-def _verify(folder: Path, config: Mapping[str, Any], name: str, export: Export) -> None:
-    """Compares the logits of one expansion of `folder` beside its base with its export's: equal to the last bit.
-
-    Raises:
-        ConversionError: they differ.
-    """
+def _verify(folder: Path, name: str, export: Export) -> None:
+    """Raises ConversionError if an expansion of `folder` alone beside its base has other logits than its export."""
     alone = load_hf_model(export.folder)
     model = CombinedForCausalLM.from_pretrained(folder, active=[name], dtype=export.dtype)
-    for window in windows_of(BUILT_IN.values(), export.folder, int(config["max_position_embeddings"])):
+    for window in windows_of(BUILT_IN.values(), export.folder, int(export.config["max_position_embeddings"])):
         tokens = window.unsqueeze(0)
         expected = alone(tokens, use_cache=False).logits
         columns = torch.arange(expected.shape[-1])

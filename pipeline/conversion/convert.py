@@ -14,7 +14,7 @@ from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, ServedPrecision, precisions
+from pipeline.conversion import Format, Precision
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import code_files, dtype_name, write_hf_folder
 from pipeline.conversion.publish import CARD, model_card
@@ -49,7 +49,8 @@ HF_FOLDER = "hf"
 RECORD = "conversion.json"
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
-_ASKED = ("format", "dtype", "precisions", "padding", "base_name")
+TYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ASKED = ("format", "dtype", "padding", "base_name")
 _logger = log.get_logger(__name__)
 
 
@@ -57,11 +58,10 @@ _logger = log.get_logger(__name__)
 class Conversion:
     """A request to convert a checkpoint.
 
-    `dtype` None is the base's own type; `gate` the folder of its gate, if any. An export that loses more than its base
-    in one of `precisions` is refused. `padding` is for servers that split a stock export. `vocabulary` is the
-    folder of an extended vocabulary, by default where it was in training. `base_name` is the base's on the Hugging Face
-    Hub, for the model card and PEFT; by default where it came from in training. `command` is for the card. `overwrite`:
-    whatever is at `output` may be replaced.
+    `dtype` None is the base's own type; `gate` the folder of its gate, if any. `padding` is for servers that split a
+    stock export. `vocabulary` is the folder of an extended vocabulary, by default where it was in training. `base_name`
+    is the base's on the Hugging Face Hub, for the model card and PEFT; by default where it came from in training.
+    `command` is for the card. `overwrite`: whatever is at `output` may be replaced.
     """
 
     checkpoint: Path
@@ -70,7 +70,6 @@ class Conversion:
     format: Format = "auto"
     dtype: torch.dtype | None = None
     gate: Path | None = None
-    precisions: tuple[ServedPrecision, ...] = ()
     padding: Padding = UNPADDED
     vocabulary: Path | None = None
     base_name: str | None = None
@@ -123,8 +122,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     """
     output, is_expansion = conversion.output, conversion.format == "expansion"
     if is_expansion:
-        if conversion.precisions or conversion.padding != UNPADDED:
-            raise ConversionError(f"{output}: --format expansion is not served; leave --precisions and --pad-for out")
+        if conversion.padding != UNPADDED:
+            raise ConversionError(f"{output}: --format expansion is not served; leave --pad-for out")
         if conversion.gate is not None:
             _logger.info("%s: without the gate; a run that trains this expansion further fits its own", output)
             conversion = replace(conversion, gate=None)
@@ -200,18 +199,9 @@ def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeP
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
-        probe, residual = make_probe(model), export.config.get(RESIDUAL_KEY)
-        report = verify(model, folder, probe, dtype, residual["scale"] if residual else None)
-        base_probe = make_probe(model.with_tokenizer(None)) if run.vocabulary else probe
-        wanted: tuple[ServedPrecision, ...] = ("bf16", "fp16", *conversion.precisions)
-        costs = precisions.losses((folder, probe), (conversion.base, base_probe), dtype, wanted)
-        for name, loss in costs.items():
-            if not loss.is_acceptable and name in conversion.precisions:
-                advice = f"leave {name} out" + (", or try --dtype bf16" if dtype == torch.float32 else "")
-                raise ConversionError(f"{output}: in {name} {loss}; not kept: {advice}")
-            if not loss.is_acceptable:
-                _logger.warning("%s: in %s %s; do not serve it so", output, name, loss)
-        write_json(folder / VERIFICATION, {**asdict(report), "precisions": costs})
+        residual = export.config.get(RESIDUAL_KEY)
+        report = verify(model, folder, make_probe(model), dtype, residual["scale"] if residual else None)
+        write_json(folder / VERIFICATION, asdict(report))
         write_text(folder / CARD, model_card(model, export, report, conversion.command, base_name))
         written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}
         write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})

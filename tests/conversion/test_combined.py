@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import zlib
@@ -17,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.conversion.combine import combine, expansions_in
+from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import EXPORT
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
@@ -32,14 +31,12 @@ from pipeline.conversion.remote_code.scale_vocabulary import NEVER
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.vocabulary import learn_extension
-from pipeline.errors import ConversionError, DataError, FolderTakenError, OutputError
+from pipeline.errors import ConversionError, DataError, OutputError
 from pipeline.files import file_hash, write_json, write_record
 from pipeline.model.spec import MixtureSpec
-from pipeline.run_folder.lock import living_owner, lock_path
 from tests.conversion.checkpoints import generate_greedily
 from tests.programs import call
 from tests.tolerances import assert_near, rounding_of
-from tests.waiting import wait_until
 from tools import combine as combine_tool
 
 DEMO = Path("data/models/stories260K")
@@ -256,26 +253,17 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 @torch.no_grad()
-def test_expansions_are_added_and_removed_beside_each_other(exports, tmp_path):
+def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tmp_path):
     folder, tokens = tmp_path / "served", prompts()[0]
     combine(folder, {"ko": exports["ko"]})
     first, one = hashes(folder), load_hf_model(folder)(tokens).logits
-    combine(folder, {name: exports[name] for name in ("law", "code", "pieces")})
-    assert [*expansions_in(folder)] == ["code", "ko", "law", "pieces"] and (folder / EXTENDED).exists()
+    combine(folder, {name: exports[name] for name in ("law", "code", "pieces", "ko")})
     changed = {name for name, value in hashes(folder).items() if first.get(name, value) != value}
     assert changed == {"config.json", "README.md", "tokenizer.json"}
     only = CombinedForCausalLM.from_pretrained(folder, active=["ko"])
-    assert (
-        only.names == ["ko", "pieces"]
-        and only.active == ["ko"]
-        and torch.equal(only(tokens).logits[..., :BASE_TOKENS], one)
-    )
-    only(tokens + 10)  # new pieces too, as the tokenizer may give them
-    with pytest.raises(ConversionError, match="its base has"):  # nothing is removed where nothing can be added
-        combine(folder, {"ko": export(tmp_path / "other", "ko", layer_norm_epsilon=1e-3)}, ["ko"])
-    assert [*expansions_in(folder)] == ["code", "ko", "law", "pieces"]
-    combine(folder, {}, ["pieces", "law", "code"])
-    assert hashes(folder) == first
+    assert only.names == ["ko", "pieces"] and only.active == ["ko"]  # new pieces too, as the tokenizer may give them
+    assert torch.equal(only(tokens).logits[..., :BASE_TOKENS], one)
+    only(tokens + 10)
 
 
 @torch.no_grad()
@@ -298,7 +286,7 @@ def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path
         assert (
             len(after_own) and (after_own[:, list(own)] > NEVER).all() and (after_own[:, list(others)] == NEVER).all()
         )
-    combine(folder, {}, [owners[0]])
+    combine(folder, {owners[1]: exports[owners[1]]})
     assert load_tokenizer(folder).fingerprint == load_tokenizer(exports[owners[1]]).fingerprint
 
 
@@ -323,62 +311,29 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
     ],
 )
 def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_path, error, changes):
-    folder = tmp_path / "served"
+    folder, other = tmp_path / "served", export(tmp_path / "other", "ko", **changes)
     combine(folder, {"pieces": exports["pieces"]})
     before = hashes(folder)
     with pytest.raises((ConversionError, DataError), match=error):
-        combine(folder, {"other": export(tmp_path / "other", "ko", **changes)})
+        combine(folder, {"pieces": exports["pieces"], "other": other})
     assert hashes(folder) == before
 
 
-def test_a_strangers_links_and_another_tokenizer_are_refused(exports, tmp_path):
-    folder, secret = tmp_path / "served", tmp_path / "secret"
-    secret.write_text("key")
-    secret.chmod(0o600)
-    combine(folder, {"pieces": exports["pieces"]})
-    (folder / "expansions" / "pieces" / "notes").symlink_to(secret)
-    before = hashes(folder)
-    with pytest.raises(ConversionError, match=r"links to .*secret, outside its folder"):
-        combine(folder, {"ko": exports["ko"]})
-    (folder / "expansions" / "pieces" / "notes").unlink()
-    described = json.loads((export(tmp_path / "other", "ko") / "tokenizer.json").read_text())
+def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, tmp_path, model):
+    before, other = hashes(combined), export(tmp_path / "other", "ko")
+    described = json.loads((other / "tokenizer.json").read_text())
     described["model"]["merges"].pop()
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(ConversionError, match="ko and pieces have different tokenizers"):
-        combine(folder, {"ko": tmp_path / "other"})
-    assert hashes(folder).items() <= before.items() and secret.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_second_process_that_changes_the_folder_is_refused(exports, tmp_path):
-    folder, lock = tmp_path / "served", lock_path(tmp_path, "served.combine")
-    with subprocess.Popen([sys.executable, "-m", "tools.combine", folder, "--add", f"ko={exports['ko']}"]) as first:
-        assert wait_until(lambda: getattr(living_owner(lock), "pid", None) == first.pid, every_s=0.005)
-        first.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(FolderTakenError, match=rf"\(pid {first.pid}, .* is at the stage served.combine"):
-                combine(folder, {"law": exports["law"]})
-        finally:
-            first.send_signal(signal.SIGCONT)
-    combine(folder, {"law": exports["law"]})
-    assert first.returncode == 0 and [*expansions_in(folder)] == ["ko", "law"] and not lock.exists()
-
-
-def test_names_are_checked(exports, combined, tmp_path, model):
-    before = hashes(combined)
-    for added, removed, error in (
-        ({"../up": exports["ko"]}, [], "letters, digits"),
-        ({"한국어": exports["ko"]}, [], "ASCII letters"),
-        ({"ko": exports["ko"]}, [], "ko: is taken"),
-        ({"more": tmp_path}, [], "holds no export"),
-        ({}, ["nobody"], "has no such expansion, but code, ko, law"),
-        ({}, ALL, "would hold no expansion"),
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    for runs, error in (
+        ({"../up": exports["ko"]}, "letters, digits"),
+        ({"한국어": exports["ko"]}, "ASCII letters"),
+        ({"more": tmp_path}, "holds no export"),
+        ({"pieces": exports["pieces"], "ko": other}, "ko and pieces have different tokenizers"),
     ):
         with pytest.raises(ConversionError, match=error):
-            combine(combined, added, removed)
+            combine(combined, runs)
     with pytest.raises(OutputError):
-        combine(tmp_path.parent, {"ko": exports["ko"]})
-    with pytest.raises(ConversionError, match="holds no combination"):
-        expansions_in(exports["ko"])
+        combine(tmp_path, {"ko": exports["ko"]})
     assert hashes(combined) == before
     active = model.active
     for ask in (
@@ -402,10 +357,10 @@ model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
 """
 
 
-def test_the_folder_is_a_model_without_this_project(combined, tmp_path, capsys):
+def test_the_folder_is_a_model_without_this_project(exports, tmp_path):
+    folder = tmp_path / "served"
+    call(combine_tool, folder, f"ko={exports['ko']}", f"pieces={exports['pieces']}")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(combined)]
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, ran.stderr
-    call(combine_tool, combined)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][-5:] == sorted(ALL)

@@ -103,6 +103,19 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
     assert_exported(model, folder, rounding(48, 1, dtype))
 
 
+def test_a_stock_export_is_fine_tuned_by_other_tools(models, tmp_path):
+    """AdamW moves a weight by the learning rate, however small it is: channels times 2^-20 made the loss explode."""
+    folder = exported(models("stories260K", "stock"), "stock", tmp_path / "hf", torch.bfloat16)
+    model = load_hf_model(folder, torch.float32)
+    optimizer, tokens, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), some_tokens(model.config, 2, 64), []
+    for _ in range(8):
+        losses.append(model(tokens, labels=tokens).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.97 * losses[0]
+
+
 def test_what_a_format_cannot_express_is_refused_with_the_reason(models, monkeypatch):
     """Every reason is in tests/test_combinations.py."""
     monkeypatch.setattr(formats, "find_spec", lambda name: None)

@@ -6,9 +6,9 @@ r"""Converts a checkpoint to a Hugging Face folder, and checks that it is the mo
         --output exported --format stock --dtype bf16
 
 With a run: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
-of ours; `scale` carries one file of code (trust_remote_code=True); `peft` holds LoRA's adapters, for the package PEFT;
-`expansion` holds only what SCALE added; `auto` is stock where possible. A run whose configuration has a section `gate`
-is converted with its gate, into the format `scale`, or --without-gate.
+of ours; `scale` carries its code (trust_remote_code=True); `expansion` holds only what SCALE added; `auto` is stock
+where possible. A run whose configuration has a section `gate` is converted with its gate, into the format `scale`, or
+--without-gate.
 
 --push NAME then uploads what was verified to the Hugging Face Hub; without it nothing leaves this machine.
 """
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="zero heads and channels for servers of a stock export: tp=8, gguf, or tp=8,gguf",
     )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
-    parser.add_argument("--base-name", metavar="NAME", help="the base on the Hugging Face Hub, for model card and PEFT")
+    parser.add_argument("--base-name", metavar="NAME", help="the base on the Hugging Face Hub, for the model card")
     parser.add_argument("--push", metavar="NAME", help="upload the verified folder to the hub, as organisation/model")
     parser.add_argument("--private", action="store_true", help="with --push: make the repository private if it is new")
 

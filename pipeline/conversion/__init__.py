@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-Exported = Literal["stock", "scale", "peft", "expansion"]
+Exported = Literal["stock", "scale", "expansion"]
 Format = Literal["auto", Exported]
 Precision = Literal["fp32", "bf16", "fp16"]

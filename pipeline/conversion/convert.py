@@ -60,7 +60,7 @@ class Conversion:
 
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. `padding` is for servers that split a
     stock export. `vocabulary` is the folder of an extended vocabulary, by default where it was in training. `base_name`
-    is the base's on the Hugging Face Hub, for the model card and PEFT; by default where it came from in training.
+    is the base's on the Hugging Face Hub, for the model card; by default where it came from in training.
     `command` is for the card. `overwrite`: whatever is at `output` may be replaced.
     """
 
@@ -195,7 +195,7 @@ def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeP
     source = run.base.hub or source_of(model.base.path)
     base_name = conversion.base_name or (source and source.partition("@")[0])
     dtype = conversion.dtype or model.base.dtype
-    export = choose_export(model, conversion.format, dtype, conversion.padding, base_name)
+    export = choose_export(model, conversion.format, dtype, conversion.padding)
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)

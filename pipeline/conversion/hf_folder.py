@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +43,6 @@ from pipeline.model.from_hf import loading_options, model_type_of
 
 FILE_BYTES = 2**30
 """The largest file of weights; one is in memory at a time."""
-ADAPTER_CONFIG = "adapter_config.json"
 # Entries that describe the base's own folder and are wrong in an export.
 _CONFIG_OF_BASE_ONLY = ("_name_or_path", "auto_map", "transformers_version", "torch_dtype", "quantization_config")
 # Licences ask that they, notices and policies are passed on.
@@ -73,8 +71,8 @@ class PlannedTensor:
 class Export:
     """A Hugging Face folder to be written.
 
-    `config` is the contents of config.json, or of adapter_config.json; `tensors` are written in this order and in
-    `dtype`; `code` are the Python files that the folder carries.
+    `config` is the contents of config.json; `tensors` are written in this order and in `dtype`; `code` are the Python
+    files that the folder carries.
     """
 
     format: Exported
@@ -87,27 +85,24 @@ class Export:
 def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None) -> None:
     """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by default `base`.
 
-    Weights are split into files of FILE_BYTES, or of one larger tensor; adapters are one file: PEFT reads no other.
-
     Raises:
         BaseModelError: a file of the base cannot be read, or links out of its folder.
     """
-    adapters = export.format == "peft"
-    write_tensors(folder, export.tensors, export.dtype, "adapter_model.safetensors" if adapters else None)
+    write_tensors(folder, export.tensors, export.dtype)
     for file in export.code:
         shutil.copy(file, folder)
     copy_base_files(folder, base, tokenizer or base)
-    write_json(folder / (ADAPTER_CONFIG if adapters else "config.json"), export.config)
+    write_json(folder / "config.json", export.config)
 
 
-def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype, file: str | None = None) -> None:
-    """Writes files of weights, and their index, into `folder`; or one `file`. One file is in memory at a time."""
+def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype) -> None:
+    """Writes files of weights of FILE_BYTES, or of one larger tensor, and their index into `folder`."""
     planned = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         planned,
         get_storage_size=lambda tensor: prod(tensor.shape) * (tensor.dtype or dtype).itemsize,
-        filename_pattern=file or "model{suffix}.safetensors",
-        max_shard_size=sys.maxsize if file else FILE_BYTES,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=FILE_BYTES,
     )
 
     def made(planned: PlannedTensor) -> Tensor:
@@ -259,36 +254,19 @@ def taken_ends(model: Any) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
-def load_exported(folder: Path, base: Path, dtype: torch.dtype) -> Any:
-    """A folder that `write_hf_folder` wrote: loaded by transformers, or, if it holds adapters, by PEFT on `base`."""
-    if not (folder / ADAPTER_CONFIG).exists():
-        return load_hf_model(folder, dtype)
-    from peft import PeftModel  # an optional package
-
-    return PeftModel.from_pretrained(load_hf_model(base, dtype), str(folder)).eval()
-
-
 def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Checks a model's folder before any weight is read, and returns the contents of its config.json.
 
     Raises:
-        BaseModelError: it holds no model's config.json, only adapters, or code that the user does not trust.
+        BaseModelError: it holds no model's config.json, or code that the user does not trust.
     """
     path = folder / "config.json"
     try:
         config = read_object(path, BaseModelError, "copy the folder again")
     except FileNotFoundError:
-        if (folder / ADAPTER_CONFIG).exists():
-            raise BaseModelError(
-                f"{folder}: holds adapters without their base; expected a whole model: convert the checkpoint again "
-                "with --format stock, which merges them"
-            ) from None
         raise BaseModelError(f"{path}: no such file; expected a Hugging Face model folder") from None
-    # For the others it has code of its own, and does not look at the folder's.
-    needs_code = config.get("auto_map") and config.get("model_type") not in (
-        *(own.model_type for own in OWN_MODELS),
-        *FAMILIES,
-    )
-    if needs_code and not trust_remote_code:
+    # For these the package has code of its own, and does not look at the folder's.
+    known = (*(own.model_type for own in OWN_MODELS), *FAMILIES)
+    if config.get("auto_map") and config.get("model_type") not in known and not trust_remote_code:
         raise BaseModelError(f"{path}: needs the code in its folder; say --trust-remote-code if you trust its maker")
     return config

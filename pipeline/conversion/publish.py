@@ -19,21 +19,16 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from pipeline import log
 from pipeline.config.method import title_of
-from pipeline.conversion.hf_folder import ADAPTER_CONFIG, Export, dtype_name, terms_in
+from pipeline.conversion.hf_folder import Export, dtype_name, terms_in
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
-from pipeline.files import read_object, read_text, write_text
+from pipeline.files import read_text, write_text
 from pipeline.run_folder.metrics import METRICS, read_history
 
 CARD = "README.md"
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
-_LOADED_BY = {
-    "stock": ("transformers", "AutoModelForCausalLM.from_pretrained(folder)"),
-    "scale": ("transformers", "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"),
-    "peft": ("peft", "AutoPeftModelForCausalLM.from_pretrained(folder)"),
-}
 _logger = log.get_logger(__name__)
 
 
@@ -41,17 +36,17 @@ def model_card(model: TrainedModel, export: Export, report: Report, command: str
     """The text of the card. `command` makes the folder again; `base_name` is the base's on the hub, if it is known."""
     run, position, (trained, total) = model.manifest.run, model.manifest.position, model.counts
     kind = str(run.method.get("variant") or model.settings.name)
-    library, load = _LOADED_BY[export.format]
+    options = ", trust_remote_code=True" if export.format == "scale" else ""
     corpora, sources = _corpora(run.data)
     card = _card_of(model.base.path)
     languages = card.get("language")
     languages = [one for one in (languages if isinstance(languages, list) else [languages]) if isinstance(one, str)]
     front_matter = ModelCardData(
         base_model=base_name,
-        base_model_relation=base_name and ("adapter" if export.format == "peft" else "finetune"),
+        base_model_relation=base_name and "finetune",
         language=_each_once([*filter(_LANGUAGE.fullmatch, languages), *(one.get("language") for one in sources)]),
         datasets=_each_once(one.get("dataset") for one in sources),
-        library_name=library,
+        library_name="transformers",
         pipeline_tag="text-generation",
         tags=["continual-pretraining", "scale-cpt", kind],
         **_terms(model.base.path, card),
@@ -78,8 +73,9 @@ def model_card(model: TrainedModel, export: Export, report: Report, command: str
         f"`{base_name or model.base.path.resolve().name}`, trained further with the method {title_of(kind)} by "
         f"scale-cpt, on {position.tokens_seen:,} tokens in {position.step:,} steps. The terms of use are those of the "
         "base, and of the texts below.",
-        f"```python\nfrom transformers import AutoTokenizer\nfrom {library} import {load.partition('.')[0]}\n\n"
-        f'folder = "{run.name}"  # this repository, or a folder with its files\nmodel = {load}\n'
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'folder = "{run.name}"  # this repository, or a folder with its files\n'
+        f"model = AutoModelForCausalLM.from_pretrained(folder{options})\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
         "## Method",
         markdown_table(("setting", "value"), settings.items()),
@@ -87,8 +83,7 @@ def model_card(model: TrainedModel, export: Export, report: Report, command: str
         markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
         *_validations(model),
-        "The first held-out documents, by the model that trained and by this one as "
-        f"{library} loads it. Made by `{command}`:",
+        f"The first held-out documents, by the trained model and by this one in transformers. Made by `{command}`:",
         markdown_table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
         "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
     ]
@@ -192,15 +187,8 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     """Uploads the export in `folder` to the model `name`, which is made if there is none; returns its address.
 
     Raises:
-        ConversionError: it is refused or fails, or the folder holds adapters of a base that only this machine has.
+        ConversionError: it is refused or fails.
     """
-    adapters = folder / ADAPTER_CONFIG
-    base = read_object(adapters, ConversionError)["base_model_name_or_path"] if adapters.exists() else ""
-    if Path(base).is_absolute():
-        raise ConversionError(
-            f"{folder}: adapters whose base is {base}, which others do not have; convert again with --base-name "
-            "organisation/model"
-        )
     with faults_of_library(f"--push {name}", ConversionError):
         hub = huggingface_hub.HfApi()
         address = hub.create_repo(name, private=private, exist_ok=True)

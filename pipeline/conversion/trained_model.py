@@ -26,11 +26,10 @@ from pipeline.model.new_rows import EMBEDDING, OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.layers import LowRankAdapter
-from pipeline.parallel.quantized import rounded
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
-from pipeline.scale.layers import WidenedNorm, base_maps
+from pipeline.scale.layers import WidenedNorm
 from pipeline.scale.plan import ExpansionPlan
 
 
@@ -44,7 +43,6 @@ class TrainedModel:
             the base, in one matrix, so that this is a model with a larger vocabulary and an output that is not tied.
         stored: the decoder on the meta device as it was trained, and as the checkpoint holds it.
         gate: the gate that was fitted for it, if it is to have one.
-        base_as_trained: whether the base is rounded as it was stored in training, or as published.
         stored_scale: the scale of added channels in a stock export, if the norms are to count them as there.
     """
 
@@ -57,7 +55,6 @@ class TrainedModel:
     stored: Decoder
     reader: CheckpointReader
     gate: Gate | None = None
-    base_as_trained: bool = False
     stored_scale: float | None = None
 
     @property
@@ -75,9 +72,9 @@ class TrainedModel:
         """The folder of the tokenizer: the base's, or the extended one."""
         return self.base.path if self.manifest.run.vocabulary is None else Path(self.manifest.run.vocabulary)
 
-    def with_tokenizer(self, vocabulary: Path | None) -> TrainedModel:
-        """The same with the extended tokenizer in the folder `vocabulary`, or the base's own."""
-        run = self.manifest.run.model_copy(update={"vocabulary": None if vocabulary is None else str(vocabulary)})
+    def with_tokenizer(self, vocabulary: Path) -> TrainedModel:
+        """The same with the extended tokenizer in the folder `vocabulary`."""
+        run = self.manifest.run.model_copy(update={"vocabulary": str(vocabulary)})
         return replace(self, manifest=self.manifest.model_copy(update={"run": run}))
 
     @cached_property
@@ -103,10 +100,7 @@ class TrainedModel:
         return sum(sizes[name] for name in self.trained), sum(sizes.values())
 
     def read(self, name: str) -> Tensor:
-        """The whole parameter: trained ones in fp32, the base's in the type they were published in.
-
-        With `base_as_trained` what a quantised base was in training, in fp32.
-        """
+        """The whole parameter: trained ones in fp32, the base's as published, also where it trained in 8 or 4 bits."""
         new = {"embedding": EMBEDDING, "output": OUTPUT}.get(name.split(".")[0])
         if new is None or not self.manifest.run.new_rows:
             return self.read_stored(name)
@@ -120,15 +114,7 @@ class TrainedModel:
         """The same of a parameter of `stored`."""
         if name in self.trained:
             return self.reader.read(name)
-        values = self.base.read(self.method.base_name(name, self.base.spec))
-        precision = self.manifest.run.base_precision
-        if self.base_as_trained and precision != "bf16" and name in self._base_matrices:
-            return rounded(values, precision)
-        return values
-
-    @cached_property
-    def _base_matrices(self) -> frozenset[str]:
-        return frozenset(f"{path}.weight" for path in base_maps(self.structure))
+        return self.base.read(self.method.base_name(name, self.base.spec))
 
     @torch.no_grad()
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.conversion.hf_folder import dtype_name, load_exported
+from pipeline.conversion.hf_folder import dtype_name, load_hf_model
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
@@ -71,16 +71,12 @@ _FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bflo
 
 @dataclass(frozen=True)
 class Comparison(Difference):
-    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first.
-
-    `quantized_base_perplexity` is the training model's with its base in 8 or 4 bits, if it trained so.
-    """
+    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first."""
 
     tokens: int = 0
     top1_agreement: float = 1.0
     training_perplexity: float = math.nan
     exported_perplexity: float = math.nan
-    quantized_base_perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ def windows_of(texts: Iterable[str], tokenizer: Path, length: int) -> list[Tenso
 def verify(
     model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype, stored_scale: float | None = None
 ) -> Report:
-    """Compares the training model with what `transformers` (PEFT for adapters) makes of `folder`, both in `dtype`.
+    """Compares the training model with what `transformers` makes of `folder`, both in `dtype`.
 
     Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. A
     folder that stores added channels times `stored_scale` is compared with the training model whose norms count them
@@ -145,7 +141,7 @@ def verify(
     scaled = replace(model, stored_scale=stored_scale)
     expected, finer = scaled.logits(windows, dtype), scaled.logits(windows, _FINER[dtype])
     unscaled = expected if stored_scale is None else model.logits(windows, dtype)
-    exported = load_exported(folder, model.base.path, dtype)
+    exported = load_hf_model(folder, dtype)
     if gate is not None:
         gate.fix_in(exported.token_gate, windows, str(folder))
     found = [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
@@ -158,10 +154,6 @@ def verify(
     rounding, scaling, worst = map(_worst, (by_text(finer, expected), trained, texts))
     for name, text in texts.items():
         texts[name] = replace(text, training_perplexity=trained[name].training_perplexity)
-    if model.manifest.run.base_precision != "bf16":
-        quantized = by_text(replace(model, base_as_trained=True).logits(windows, dtype), expected)
-        for name, text in texts.items():
-            texts[name] = replace(text, quantized_base_perplexity=quantized[name].training_perplexity)
     agreement = min(text.top1_agreement for text in texts.values())
     report = Report(worst.max_abs, worst.kl, dtype_name(dtype), agreement, rounding, scaling, texts)
     check(report, GRANTED[dtype], str(folder))

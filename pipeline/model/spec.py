@@ -213,10 +213,6 @@ class StoredResidual:
         """The whole base parameter `name` (ours) as the folder stores it; changes `values` in place."""
         return self._times(name, values, self.scale, first_row=0)
 
-    def store_factor(self, name: str, factor: Literal["a", "b"], values: Tensor) -> Tensor:
-        """The same of a factor of B A, which is added to that parameter: B has its rows, and A its columns."""
-        return self.store(name, values) if name.endswith(_WRITE_STREAM) == (factor == "b") else values
-
     def restore(self, name: str, stored: Tensor, first_row: int = 0) -> Tensor:
         """The inverse, for the rows from `first_row` on; changes `stored` in place."""
         return self._times(name, stored, 1 / self.scale, first_row)

@@ -127,9 +127,9 @@ def test_a_run_without_a_held_out_part_is_refused_before_tokenizing(tmp_path, ca
     ("changes", "export", "gate"),
     [
         ({}, "scale, expansion; not stock: method.norm separate", False),
-        ({"method__norm": "base"}, "stock, scale, expansion; not peft: method scale has no adapters", False),
+        ({"method__norm": "base"}, "stock, scale, expansion", False),
         ({"method__norm": "base", "gate": {}}, "not stock: a gate decides for each token", True),
-        ({"method": {"name": "lora", "rank": 2}}, "stock, peft; not scale: method lora widens nothing", False),
+        ({"method": {"name": "lora", "rank": 2}}, "stock; not scale: method lora widens nothing", False),
     ],
 )
 def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate):

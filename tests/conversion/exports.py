@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_exported, load_hf_model, write_hf_folder
+from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES
@@ -130,5 +130,5 @@ def assert_exported(model: TrainedModel, folder: Path, bound: float | None = Non
     tokens = some_tokens(model.spec, 2, 16)
     expected = training_decoder(model).logits(tokens)
     assert expected.std() > 0.5
-    found = load_exported(folder, model.base.path, torch.float32)(tokens).logits
+    found = load_hf_model(folder, torch.float32)(tokens).logits
     assert_near(found, expected, rounding_of(model.spec) if bound is None else bound)

@@ -119,23 +119,6 @@ def test_a_model_that_is_not_loaded_has_initial_values(key, exports):
     assert model.output.expansion.std() > 0
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("key", ["phi3", "gemma3"])
-def test_rows_are_added_to_the_vocabulary(key, load, tmp_path):
-    model = load(key)
-    tokens, count = some_tokens(model.config, 2, 9), model.config.vocab_size
-    before = model(tokens).logits
-    assert model.resize_token_embeddings(count) is model.get_input_embeddings()
-    model.resize_token_embeddings(pad_to_multiple_of=64)
-    assert model.config.vocab_size == 128 and model(torch.full_like(tokens, 127)).logits.shape[-1] == 128
-    assert_near(model(tokens).logits[..., :count], before, rounding_of(model.config))
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
-    with pytest.raises(ValueError, match="expected at least the model's 128 rows, found 97"):
-        model.resize_token_embeddings(count)
-
-
 def test_continuous_batching_generates_the_same_or_is_refused(load):
     """Requests of different lengths in one batch, over a paged cache that the library sizes by the configuration."""
     model = load("mistral window")

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import torch
 import yaml
 from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import filter_repo_objects
-from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.manifest import load_manifest
@@ -30,11 +30,7 @@ from tests.distributed import run_ranks
 from tests.programs import scale_cpt
 from tests.widened import some_tokens
 
-METHODS = {
-    "stock": scale("preserve", norm="base"),
-    "scale": scale("adapt"),
-    "peft": {"name": "lora", "rank": 2},
-}
+METHODS = {"stock": scale("preserve", norm="base"), "scale": scale("adapt")}
 CARD = """---
 license: other
 license_name: stories
@@ -92,12 +88,12 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
         "license_link": "LICENSE.txt",
         "language": ["en", "ko"],
         "datasets": ["e9t/nsmc"],
-        "library_name": "peft" if format == "peft" else "transformers",
+        "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["continual-pretraining", "scale-cpt", {"stock": "preserve", "scale": "adapt", "peft": "lora"}[format]],
+        "tags": ["continual-pretraining", "scale-cpt", {"stock": "preserve", "scale": "adapt"}[format]],
     }
     assert "| new | new text | e9t/nsmc | cc0-1.0 |" in text
-    assert ("| hidden_size | 64 + " in text) == (format != "peft")
+    assert "| hidden_size | 64 + " in text
     report = json.loads((exports[format] / "verification.json").read_text())
     for name, found in report["texts"].items():
         assert f"| {name} | {found['tokens']} | {found['training_perplexity']:.4g} |" in text
@@ -110,15 +106,13 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
 
 def test_the_card_names_the_base_on_the_hub_and_the_command_that_was_given(base, checkpoints, tmp_path):
     """Of a base that training had from the hub, wherever it lies now."""
-    checkpoint = shutil.copytree(checkpoints["peft"], tmp_path / "checkpoints" / checkpoints["peft"].name)
+    checkpoint = shutil.copytree(checkpoints["scale"], tmp_path / "checkpoints" / checkpoints["scale"].name)
     manifest = load_manifest(checkpoint)
     record = manifest.run.base.model_copy(update={"hub": "someone/stories@abc"})
     manifest.model_copy(update={"run": manifest.run.model_copy(update={"base": record})}).save(checkpoint)
-    arguments = ["--checkpoint", checkpoint, "--base", base, "--output", tmp_path / "my hf", "--format", "peft"]
+    arguments = ["--checkpoint", checkpoint, "--base", base, "--output", tmp_path / "my hf"]
     assert scale_cpt("convert", *arguments).returncode == 0
     assert front_matter(tmp_path / "my hf")["base_model"] == "someone/stories"
-    adapters = json.loads((tmp_path / "my hf" / "adapter_config.json").read_text())
-    assert adapters["base_model_name_or_path"] == "someone/stories"
     assert f"`scale-cpt convert {shlex.join(map(str, arguments))}`" in (tmp_path / "my hf" / "README.md").read_text()
 
 
@@ -199,20 +193,13 @@ def test_links_out_of_the_base_are_not_followed_but_those_of_a_downloaded_snapsh
         kept_of(snapshot, tmp_path / "another")
 
 
-LOADERS = {
-    "stock": AutoModelForCausalLM.from_pretrained,
-    "scale": lambda folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True),
-    "peft": AutoPeftModelForCausalLM.from_pretrained,
-}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("format", METHODS)
 def test_what_libraries_save_again_is_the_same_model(format, exports, tmp_path, monkeypatch):
     """From another working directory, as the public classes load it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    load = LOADERS[format]
+    load = partial(AutoModelForCausalLM.from_pretrained, trust_remote_code=format == "scale")
     model = load(exports[format]).eval()
     tokens = some_tokens(load_hf_model(STORIES).config, 2, 24)
     expected = model(tokens).logits
@@ -257,7 +244,6 @@ def test_what_cannot_be_pushed_ends_in_one_line(exports, hub, tmp_path, monkeypa
     refused = [
         (lambda: check_can_push("a/b/c"), "--push 'a/b/c': expected a name such as organisation/model"),
         (lambda: push(exports["scale"], "someone/refused", private=False), "--push someone/refused: "),
-        (lambda: push(exports["peft"], "someone/adapters", private=False), f"{exports['peft']}: adapters whose base"),
     ]
     for attempt, expected in refused:
         with pytest.raises(ConversionError, match=f"^{re.escape(expected)}") as caught:

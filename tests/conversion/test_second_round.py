@@ -146,8 +146,7 @@ def test_an_expansion_trains_on_from_its_trained_values(first, tokens, tmp_path)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 METHODS = {
     "fft": (FFT, "stock", [FP32]),
-    "lora": ({"name": "lora", "rank": 4, "alpha": 8.0}, "stock", [FP16]),
-    "adapters": ({"name": "lora", "rank": 4, "alpha": 8.0}, "peft", [FP32]),
+    "lora": ({"name": "lora", "rank": 4, "alpha": 8.0}, "stock", [FP32, FP16]),
     "llama_pro": ({"name": "llama_pro", "added_layers": 5}, "stock", [BF16]),
     "preserve": (scale("preserve", norm="base"), "stock", [FP32, BF16]),
     "route": (scale("route", collaborative_modules="both", norm="base"), "scale", [FP16]),

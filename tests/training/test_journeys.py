@@ -247,8 +247,6 @@ def test_it_is_exported_as_it_trained(run: Trained, journey: Journey, tmp_path: 
     assert report["top1_agreement"] > 0.99 and report["kl"] < 1e-6
     for text in report["texts"].values():
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
-        if journey.base_precision != "bf16":
-            assert text["quantized_base_perplexity"] != pytest.approx(text["training_perplexity"], rel=1e-4)
     vocabulary = load_config(run.moved / "run.yaml").vocabulary
     tokenizer = (STORIES if vocabulary is None else vocabulary.folder) / "tokenizer.json"
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
@@ -356,11 +354,9 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(run: 
 
 
 @rows([with_new_rows_of("lora")])
-def test_an_export_needs_its_own_tokenizer_and_adapters_alone_are_none(run: Trained, journey: Journey, tmp_path: Path):
+def test_an_export_needs_its_own_tokenizer(run: Trained, journey: Journey, tmp_path: Path):
     checkpoint = shutil.copytree(run.moved / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "copy")
     probe, asked = probe_maker({}), Conversion(checkpoint, STORIES, tmp_path / "hf")
-    with pytest.raises(ConversionError, match="lack the rows of its new pieces"):
-        convert(replace(asked, format="peft"), probe)
     own = load_config(run.moved / "run.yaml").vocabulary
     for folder, error in ((tmp_path / "gone", DataError), (STORIES, ConversionError)):
         change_run(checkpoint, vocabulary=str(folder))

@@ -19,7 +19,7 @@ Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocab
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -100,34 +100,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def get_output_embeddings(self) -> None:
         """None: the output projection is two matrices, and a tied one is read from the embedding."""
 
-    @torch.no_grad()
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
-        """Adds rows, such as padding: the mean of the others, or zeros. To the gate and the router they are new pieces.
-
-        Raises:
-            ValueError: fewer rows than there are.
-        """
-        count = self.config.vocab_size
-        size = new_num_tokens or count
-        size += -size % (pad_to_multiple_of or 1)
-        if size < count:
-            raise ValueError(f"resize_token_embeddings: expected at least the model's {count} rows, found {size}")
-        if size == count:
-            return self.embedding
-        embeddings = [(part, "weight") for part in (self.embedding.base, self.embedding.expansion)]
-        for owner, name in (*embeddings, (self.output, "base"), (self.output, "expansion")):
-            rows = getattr(owner, name)
-            row = rows.float().mean(0).to(rows.dtype) if mean_resizing else torch.zeros_like(rows[0])
-            wider = torch.cat([rows, row.expand(size - count, -1)])
-            setattr(owner, name, nn.Parameter(wider, requires_grad=rows.requires_grad))
-        self.embedding.base.num_embeddings = self.embedding.expansion.num_embeddings = size
-        self.config.base_vocab_size = self.config.base_vocab_size or count
-        self.config.vocab_size = size
-        self.output.set_vocabulary(self.config)
-        self.tie_weights()
-        return self.embedding
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises ValueError."""
+        raise ValueError("the vocabulary is extended before training, by scale-cpt vocabulary")
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The library's, whose paged cache has the same heads in every layer."""

@@ -358,10 +358,6 @@ class CombinedForCausalLM(ScaleForCausalLM):
         [path], _ = model._run([start], part, recorded, opens[rows])
         return path
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError."""
-        raise ValueError("a model with several expansions keeps its vocabulary; resize each before it is added")
-
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ValueError."""
         raise ValueError("a model with several expansions is not saved: copy the folder that scale-cpt combine wrote")

@@ -7,7 +7,6 @@ that we read otherwise than transformers does.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of
 from pipeline.model.from_hf import check_weights, loading_options
+from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 
 LARGEST_BYTES = 8 * 2**30
@@ -39,46 +39,41 @@ def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BY
     Raises:
         BaseModelError: they differ, or the weights do not fit config.json, or transformers cannot load the folder.
     """
-    whole = base.spec.num_layers
     with torch.device("meta"):
-        decoder = Decoder(base.spec)
-    check_weights(decoder, base)
-    of_layer = max(map(_bytes, decoder.layers))
-    rest = _bytes(decoder) - sum(map(_bytes, decoder.layers))
-    layers = min(whole, (largest_bytes - rest) // of_layer)
+        whole = Decoder(base.spec)
+    check_weights(whole, base)
+    rest = _bytes(whole) - sum(map(_bytes, whole.layers))
+    layers = min(len(whole.layers), (largest_bytes - rest) // max(map(_bytes, whole.layers)))
     if layers <= 0:
         _logger.info("%s: not compared with transformers: one layer takes over %d bytes", base.path, largest_bytes)
         return
-    spec, fewer = base.spec, dict[str, Any]()
-    if layers < whole:
-        spec = replace(spec, layers=spec.layers[:layers])
-        fewer = {"num_hidden_layers": layers, **family_of(spec).layer_entries(spec)}
-        with torch.device("meta"):
-            decoder = Decoder(spec)
+    spec = replace(base.spec, layers=base.spec.layers[:layers])
+    with torch.device("meta"):
+        decoder = Decoder(spec)
     windows = [one.unsqueeze(0) for one in windows_of(BUILT_IN.values(), base.path, spec.max_position_embeddings)]
-    expected = _their_logits(base, windows, fewer)
+    expected = _their_logits(base, spec, windows)
     fill_output = stream_weights(decoder, base.read, torch.float32)
     hidden = [decoder.hidden_states(window) for window in windows]
     fill_output()
     found = map(decoder.output.logits, hidden)
     difference = max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
     allowed = TOLERANCE * max(1.0, *(float(logits.abs().max()) for logits in expected))
+    compared = f"{layers} of {base.spec.num_layers} layers"
     if not difference <= allowed:  # written so that a NaN fails
         raise BaseModelError(
-            f"{base.path}: the first {layers} of {whole} layers give logits that differ from those of transformers by "
-            f"{difference:.3g}, expected at most {allowed:.3g}: this model_type {spec.family!r} is not read rightly; "
-            "do not train on it, and report its config.json"
+            f"{base.path}: logits of {compared} differ from those of transformers by {difference:.3g}, expected at "
+            f"most {allowed:.3g}: this model_type {spec.family!r} is not read rightly; do not train on it, and report "
+            "its config.json"
         )
-    _logger.info(
-        "%s: logits equal those of transformers within %.2g (%d of %d layers)", base.path, difference, layers, whole
-    )
+    _logger.info("%s: logits equal those of transformers within %.2g (%s)", base.path, difference, compared)
 
 
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * torch.float32.itemsize for parameter in module.parameters())
 
 
-def _their_logits(base: BaseFolder, windows: list[Tensor], fewer: dict[str, Any]) -> list[Tensor]:
+def _their_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:
+    entries = {"num_hidden_layers": spec.num_layers, **family_of(spec).layer_entries(spec)}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list the layers that are left out
     transformers_logging.disable_progress_bar()
@@ -86,7 +81,7 @@ def _their_logits(base: BaseFolder, windows: list[Tensor], fewer: dict[str, Any]
         with faults_of_library(f"{base.path}: cannot be loaded by transformers", BaseModelError):
             model = AutoModelForCausalLM.from_pretrained(
                 base.path,
-                **loading_options(base_config(base.path), **fewer),
+                **loading_options(base_config(base.path), **entries),
                 dtype=torch.float32,
                 local_files_only=True,
                 trust_remote_code=False,

@@ -24,7 +24,6 @@ from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_text, write_text
-from pipeline.run_folder.metrics import METRICS, read_history
 
 CARD = "README.md"
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
@@ -82,7 +81,6 @@ def model_card(model: TrainedModel, export: Export, report: Report, command: str
         "## Text",
         markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
-        *_validations(model),
         f"The first held-out documents, by the trained model and by this one in transformers. Made by `{command}`:",
         markdown_table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
         "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
@@ -135,23 +133,6 @@ def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[
             rows.append((name, what, *(["text that the base wrote", "as the base"] if role == "rehearsal" else stated)))
             sources.append(source)
     return rows, sources
-
-
-def _validations(model: TrainedModel) -> list[str]:
-    """The run's own figures before and after training, if there are any."""
-    found = read_history(model.checkpoint.parent.parent / METRICS, validated=False).validations
-    found = [one for one in found if one.step <= model.manifest.position.step]
-    if len(found) < 2:
-        return []
-    before, after = found[0].figures, found[-1].figures
-    rows = [
-        (corpus, name.replace("_", " "), before[corpus][name], figures[name])
-        for corpus, figures in after.items()
-        for name in ("perplexity", "bits_per_byte", "exact_match")
-        if name in figures and name in before.get(corpus, {})
-    ]
-    step = f"Held-out text before training and after step {found[-1].step:,}, from the run's own `{METRICS}`:"
-    return [step, markdown_table(("corpus", "figure", "before", "after"), rows)]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:

@@ -29,7 +29,7 @@ from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import NUMBERS, Gate, deepest_gate_layer, gate_features
-from pipeline.scale.gate_folder import FIRST_TOKENS, GATE_FOLDER, SHORT_TEXT, GateRecord, open_gate, write_gate
+from pipeline.scale.gate_folder import FIRST_TOKENS, GATE_FOLDER, GateRecord, open_gate, write_gate
 
 MOST_LEFT_OUT = 0.5
 """The largest share of the base's own text that may be of the new text's kind."""
@@ -93,13 +93,13 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
 
 
 def warn_of_cost(record: GateRecord) -> None:
-    """Warns where the gate raises the perplexity of new text by more than 2 %."""
+    """Warns where the gate raises the perplexity of new text by more than MOST_COST."""
     for name, text in record.heldout.items():
-        if text.role == "new" and max(text.cost, text.cost_of_short_text) > MOST_COST:
+        if text.role == "new" and text.cost > MOST_COST:
             _logger.warning(
-                "%s: its perplexity is %.1f %% higher with the gate than without, in a text of %d tokens %.1f %%: the "
-                "first %d tokens cost %.2f nats each, later ones %.4f; docs/gate.md says what to do",
-                *(name, 100 * text.cost, SHORT_TEXT, 100 * text.cost_of_short_text, FIRST_TOKENS),
+                "%s: its perplexity is %.1f %% higher with the gate than without: the first %d tokens cost %.2f nats "
+                "each, later ones %.4f",
+                *(name, 100 * text.cost, FIRST_TOKENS),
                 *(text.cost_of_first_tokens or 0.0, text.cost_of_later_tokens or 0.0),
             )
 

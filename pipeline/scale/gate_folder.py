@@ -26,8 +26,6 @@ _AGAIN = "fit the gate again with scale-cpt gate"
 
 FIRST_TOKENS = 4
 """Of a document, or of a sample that continues one: a gate can hardly tell there what the text is."""
-SHORT_TEXT = 64
-"""Tokens of a text whose cost is told apart from that of whole samples."""
 
 
 class HeldoutText(BaseModel):
@@ -57,12 +55,6 @@ class HeldoutText(BaseModel):
     def cost(self) -> float:
         """The factor by which the gate raises the perplexity, less 1."""
         return (self.gated_perplexity or math.inf) / (self.ungated_perplexity or math.inf) - 1
-
-    @property
-    def cost_of_short_text(self) -> float:
-        """The same of a text of SHORT_TEXT tokens."""
-        first, later = self.cost_of_first_tokens or 0.0, self.cost_of_later_tokens or 0.0
-        return math.expm1((FIRST_TOKENS * first + (SHORT_TEXT - FIRST_TOKENS) * later) / SHORT_TEXT)
 
 
 class GateRecord(BaseModel):

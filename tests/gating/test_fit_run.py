@@ -155,16 +155,13 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
 
 
 def test_what_costs_more_than_two_percent_is_a_warning(fitted, caplog):
-    """In whole samples, or in short texts."""
     record = fitted[1]["adapt"]
-    whole = record.heldout["korean"].model_copy(update={"cost_of_first_tokens": 0.0, "cost_of_later_tokens": 0.0})
-    whole = whole.model_copy(update={"gated_perplexity": 1.03 * whole.ungated_perplexity})
-    short = whole.model_copy(update={"gated_perplexity": whole.ungated_perplexity, "cost_of_first_tokens": 1.0})
-    cheap = short.model_copy(update={"cost_of_first_tokens": 0.1})
-    for text, said in ((whole, "3.0 % higher"), (short, "in a text of 64 tokens 6.4 %"), (cheap, None)):
+    korean = record.heldout["korean"]
+    for factor, expected in ((1.03, ["korean: its perplexity is 3.0 % higher"]), (1.01, [])):
+        costly = korean.model_copy(update={"gated_perplexity": factor * korean.ungated_perplexity})
         caplog.clear()
-        warn_of_cost(record.model_copy(update={"heldout": {"korean": text}}))
-        assert [said in message for message in caplog.messages] == ([True] if said else [])
+        warn_of_cost(record.model_copy(update={"heldout": {"korean": costly}}))
+        assert [line.partition(" with the gate")[0] for line in caplog.messages] == expected
 
 
 def test_the_export_is_gated_and_verified(fitted):

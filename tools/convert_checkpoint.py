@@ -10,7 +10,7 @@ of ours; `scale` carries its code (trust_remote_code=True); `expansion` holds on
 where possible. A run whose configuration has a section `gate` is converted with its gate, into the format `scale`, or
 --without-gate.
 
---push NAME then uploads what was verified to the Hugging Face Hub; without it nothing leaves this machine.
+Nothing leaves this machine: to publish the folder, `hf upload organisation/model FOLDER --exclude conversion.json`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
     parser.add_argument("--base-name", metavar="NAME", help="the base on the Hugging Face Hub, for the model card")
-    parser.add_argument("--push", metavar="NAME", help="upload the verified folder to the hub, as organisation/model")
-    parser.add_argument("--private", action="store_true", help="with --push: make the repository private if it is new")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -60,10 +58,6 @@ def main(arguments: argparse.Namespace) -> None:
         raise ConfigError("name a run, or --checkpoint with --base, --output and, for a gate, --gate")
     if arguments.without_gate and not arguments.run:
         raise ConfigError("--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate")
-    if arguments.private and not arguments.push:
-        raise ConfigError("--private belongs to --push")
-    if arguments.push and arguments.format == "expansion":
-        raise ConfigError("--push: --format expansion is no model; choose another format")
     config = load_config(arguments.run, arguments.set) if arguments.run else None
     with stage_of(config, "convert", alone=True):
         _convert(config, arguments)
@@ -71,15 +65,10 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
-    from pipeline.conversion import publish
     from pipeline.conversion.convert import TYPES, Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.verify import probe_maker
     from pipeline.model.stock_model import UNPADDED, Padding
 
-    if arguments.base_name:
-        publish.check_name(arguments.base_name, "--base-name")
-    if arguments.push:
-        publish.check_can_push(arguments.push)
     if config is not None:
         conversion, make_probe = latest_conversion(config), run_probe(config)
     else:
@@ -101,8 +90,6 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     )
     is_new = convert(conversion, make_probe)
     logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)
-    if arguments.push:
-        logger.info("pushed to %s", publish.push(conversion.output, arguments.push, private=arguments.private))
 
 
 def _command() -> str:

@@ -26,7 +26,7 @@ from pipeline.conversion.hf_folder import (
     stored_tensors,
     write_tensors,
 )
-from pipeline.conversion.publish import CARD, markdown_table
+from pipeline.conversion.model_card import CARD, markdown_table
 from pipeline.conversion.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.conversion.remote_code.configuration_scale_combined import NAME, CombinedConfig
 from pipeline.conversion.remote_code.modeling_scale_combined import (

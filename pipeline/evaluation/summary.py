@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
-from pipeline.conversion.publish import add_to_card, markdown_table
+from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, UserError
 from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats

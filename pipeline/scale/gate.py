@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pipeline.config.run import GateFeatures
-from pipeline.errors import CheckpointError
 from pipeline.scale.layers import Streams
 from pipeline.scale.plan import ExpansionPlan
 
@@ -63,20 +62,6 @@ class Gate:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name."""
         return {name: getattr(self, name) for name in ("mean", "std", "weight")}
-
-    def check_fits(self, plan: ExpansionPlan, hidden_size: int, source: str) -> None:
-        """Raises CheckpointError if the gate, read from `source`, is not for a base of that width widened by `plan`."""
-        size = hidden_size * (1 + (self.features != "token"))
-        found = [tuple(tensor.shape) for tensor in self.tensors.values()]
-        if any(shape != (size,) for shape in found):
-            raise CheckpointError(
-                f"{source}: expected tensors of {size} features for this base, found {found[0]}; fit the gate again"
-            )
-        if not 0 <= self.layer <= deepest_gate_layer(plan):
-            raise CheckpointError(
-                f"{source}: reads the stream before layer {self.layer}, expected at most {deepest_gate_layer(plan)}: "
-                "above it trained blocks change the stream; fit the gate again"
-            )
 
 
 def deepest_gate_layer(plan: ExpansionPlan) -> int:

@@ -20,7 +20,7 @@ from pipeline import command_line, log
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_probe
 from pipeline.conversion.hf_folder import copy_base_files
-from pipeline.conversion.publish import markdown_table
+from pipeline.conversion.model_card import markdown_table
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
 from pipeline.errors import RunFolderError

@@ -174,17 +174,6 @@ def test_each_text_of_a_batch_is_continued_as_alone(model):
 
 
 @torch.no_grad()
-def test_a_servers_table_has_a_model_for_each_name_and_the_weights_once(model):
-    (tokens, mask), models = prompts(), model.by_name()
-    model.set_active([])
-    expected = {name: model(tokens, attention_mask=mask, active=model.allowed([[name]] * 4)).logits for name in ALL}
-    assert [*models] == sorted(ALL) and not torch.equal(expected["ko"], expected["code"])
-    for name, own in models.items():
-        assert torch.equal(own(tokens, attention_mask=mask).logits, expected[name])
-        assert {*map(id, own.parameters())} == {*map(id, model.parameters())}
-
-
-@torch.no_grad()
 def test_a_text_that_is_read_in_parts_is_the_whole(model):
     (tokens, mask), active = prompts(), model.allowed(REQUESTS)
     whole, cache, parts = model(tokens, attention_mask=mask, active=active, use_cache=False).logits, None, []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from functools import partial
@@ -12,16 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.manifest import load_manifest
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.hf_folder import copy_base_files, load_hf_model
-from pipeline.conversion.publish import _card_of, _terms, check_can_push, push
+from pipeline.conversion.model_card import _card_of, _terms
 from pipeline.conversion.verify import probe_maker
-from pipeline.errors import BaseModelError, ConversionError, in_one_line
+from pipeline.errors import BaseModelError
 from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
@@ -207,50 +205,3 @@ def test_what_libraries_save_again_is_the_same_model(format, exports, tmp_path, 
     assert torch.equal(load("again").eval()(tokens).logits, expected)
     if format == "stock":  # what a second round of widening reads
         assert open_base(Path("again")).spec == open_base(exports[format]).spec
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """What the hub's client is asked for, in its place: the arguments of each call by its name."""
-    asked: dict[str, dict] = {}
-
-    def create_repo(api, name, **options):
-        if name == "someone/refused":
-            raise PermissionError("You do not have\nthe rights")
-        asked["create_repo"] = options
-        return f"https://hub/{name}"
-
-    monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "upload_folder", lambda api, **options: asked.update(upload_folder=options))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    return asked
-
-
-def test_what_was_verified_is_pushed(base, checkpoints, hub, tmp_path):
-    named = ["--checkpoint", checkpoints["stock"], "--base", base, "--output", tmp_path / "hf", "--format", "stock"]
-    assert scale_cpt("convert", *named).returncode == 0 and not hub
-    done = scale_cpt("convert", *named, "--push", "someone/stories-ko", "--private")
-    assert done.returncode == 0 and "pushed to https://hub/someone/stories-ko" in done.stderr, done.stderr
-    assert hub["create_repo"] == {"private": True, "exist_ok": True}
-    upload = hub["upload_folder"]
-    assert upload["repo_id"] == "someone/stories-ko" and upload["folder_path"] == tmp_path / "hf"
-    names = {path.name for path in (tmp_path / "hf").iterdir()}
-    sent = set(filter_repo_objects(names, ignore_patterns=upload["ignore_patterns"]))
-    assert names - sent == {"conversion.json"}, "it names paths of this machine"
-
-
-def test_what_cannot_be_pushed_ends_in_one_line(exports, hub, tmp_path, monkeypatch):
-    refused = [
-        (lambda: check_can_push("a/b/c"), "--push 'a/b/c': expected a name such as organisation/model"),
-        (lambda: push(exports["scale"], "someone/refused", private=False), "--push someone/refused: "),
-    ]
-    for attempt, expected in refused:
-        with pytest.raises(ConversionError, match=f"^{re.escape(expected)}") as caught:
-            attempt()
-        assert "\n" not in in_one_line(caught.value)
-    monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(ConversionError, match="--push: no token; log in with `hf auth login`"):
-        check_can_push("someone/model")
-    assert not hub

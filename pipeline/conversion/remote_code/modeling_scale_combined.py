@@ -19,7 +19,6 @@ E expansions, P = 1 + E paths.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -163,13 +162,6 @@ class CombinedForCausalLM(ScaleForCausalLM):
             ValueError: one is not loaded.
         """
         self.active = chosen(names, self.names)
-
-    def by_name(self) -> dict[str, CombinedForCausalLM]:
-        """A model for each expansion, in which it alone opens: a server's table. All have this model's parameters."""
-        models = {name: copy.copy(self) for name in self.names}
-        for name, model in models.items():
-            model.set_active([name])
-        return models
 
     def allowed(self, requests: Sequence[Iterable[str]]) -> Tensor:
         """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of `generate`.

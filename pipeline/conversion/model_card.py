@@ -1,6 +1,6 @@
-"""What an export needs to be published on the Hugging Face Hub: its model card, and the upload.
+"""The model card of an export.
 
-The card says what the export is made of, under which terms, how it was trained, and what was measured. The hub reads
+It says what the export is made of, under which terms, how it was trained, and what was measured. The hub reads
 its front matter. What that says of the base comes from the base's own card, which a stranger may have written: only
 plain values of known fields are taken.
 """
@@ -13,9 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub import ModelCard, ModelCardData, constants
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub import ModelCard, ModelCardData
 
 from pipeline import log
 from pipeline.config.method import title_of
@@ -147,32 +145,3 @@ def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str
 
 def _each_once(values: Iterable[str | None]) -> list[str] | None:
     return list(dict.fromkeys(value for value in values if value)) or None
-
-
-def check_name(name: str, option: str) -> None:
-    """Raises ConversionError if `name` can be no model on the hub."""
-    with faults_of_library(f"{option} {name!r}: expected a name such as organisation/model", ConversionError):
-        validate_repo_id(name)
-
-
-def check_can_push(name: str) -> None:
-    """Raises ConversionError if `name` is no repository's, or there is no way to push to it. Asks nobody."""
-    check_name(name, "--push")
-    if constants.HF_HUB_OFFLINE:
-        raise ConversionError("--push: HF_HUB_OFFLINE is set; unset it, or leave --push out")
-    if huggingface_hub.get_token() is None:
-        raise ConversionError("--push: no token; log in with `hf auth login`, or set HF_TOKEN to one that may write")
-
-
-def push(folder: Path, name: str, *, private: bool) -> str:
-    """Uploads the export in `folder` to the model `name`, which is made if there is none; returns its address.
-
-    Raises:
-        ConversionError: it is refused or fails.
-    """
-    with faults_of_library(f"--push {name}", ConversionError):
-        hub = huggingface_hub.HfApi()
-        address = hub.create_repo(name, private=private, exist_ok=True)
-        message, local = f"Upload {folder.name}", ["conversion.json"]  # it names paths of this machine
-        hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=local)
-    return str(address)

@@ -51,8 +51,6 @@ from pipeline.files import (
 )
 
 COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
-EXPANSION = "expansion.json"
-"""The record of an expansion, in its folder."""
 EMBEDDING, OUTPUT = "embedding.base.weight", "output.base"
 _WITH_NEW_ROWS = dict(zip((EMBEDDING, OUTPUT), NEW_ROWS, strict=True))
 # A ScaleConfig without an expansion. Heads are the base's: what is left of all.
@@ -93,6 +91,13 @@ class Export:
         """How many it has not."""
         return int(self.config["vocab_size"]) - self.base_rows
 
+    @property
+    def base_tokenizer(self) -> str:
+        """The fingerprint of its base's tokenizer, which its own may extend."""
+        if self.new_rows:
+            return read_vocabulary(self.folder, EXTENDED).base_tokenizer
+        return load_tokenizer(self.folder).fingerprint
+
     @cached_property
     def base(self) -> dict[str, PlannedTensor]:
         """The base's tensors by name, without rows of new tokens; its output too where that is its embedding."""
@@ -100,6 +105,7 @@ class Export:
         own = {OUTPUT: replace(own[EMBEDDING], name=OUTPUT)} | own
         return own | {name: _rows(own[name], slice(self.base_rows)) for name in _WITH_NEW_ROWS}
 
+    @cached_property
     def expansion(self) -> list[PlannedTensor]:
         """All other tensors; rows of new tokens have names of their own."""
         stored = stored_tensors(self.folder)
@@ -168,47 +174,15 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
         tied = torch.equal(first.base[EMBEDDING].make(), first.base[OUTPUT].make())
         base = base_entries(first.config) | {"tie_word_embeddings": tied}
         write_tensors(partial, [one for name, one in first.base.items() if name != OUTPUT or not tied], first.dtype)
-        records = dict[str, dict[str, Any]]()
         for name, export in exports.items():
             _check_base(first, export)
-            records[name] = _write_expansion(partial / EXPANSIONS / name, export)
-        _check_tokenizers(partial, records)
-        entries = {name: {**export.config, "tie_word_embeddings": False} for name, export in exports.items()}
-        _write_model(partial, base, entries, records)
+            (partial / EXPANSIONS / name).mkdir(parents=True)
+            write_tensors(partial / EXPANSIONS / name, export.expansion, export.dtype)
+            _copy_tokenizer(export.folder, partial / EXPANSIONS / name)
+        _write_model(partial, base, exports)
         for name, export in exports.items():
             _verify(partial, name, export)
     _logger.info("%s: verified %s", folder, ", ".join(runs))
-
-
-def _write_expansion(folder: Path, export: Export) -> dict[str, Any]:
-    """Writes what the export has beside its base; returns its record."""
-    folder.mkdir(parents=True)
-    tensors = export.expansion()
-    write_tensors(folder, tensors, export.dtype)
-    _copy_tokenizer(export.folder, folder)
-    record = {
-        "variant": export.record["method"].get("variant"),
-        "tokens_seen": export.record["position"]["tokens_seen"],
-        "parameters": sum(prod(tensor.shape) for tensor in tensors),
-        "new_tokens": export.new_rows,
-        "tokenizer": load_tokenizer(export.folder).fingerprint,
-    }
-    write_json(folder / EXPANSION, record)
-    return record
-
-
-def _check_tokenizers(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ConversionError unless all have, or extend, one tokenizer."""
-    of_base = {
-        name: read_vocabulary(folder / EXPANSIONS / name, EXTENDED).base_tokenizer
-        if record["new_tokens"]
-        else record["tokenizer"]
-        for name, record in records.items()
-    }
-    first = next(iter(of_base))
-    for name, tokenizer in of_base.items():
-        if tokenizer != of_base[first]:
-            raise ConversionError(f"{name} and {first} have different tokenizers; combine expansions of one base")
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -227,6 +201,10 @@ def _check_base(first: Export, export: Export) -> None:
             raise ConversionError(
                 f"{export.folder}: its base has {key} {value}, that of {first.folder} {expected.get(key)}: {advice}"
             )
+    if export.base_tokenizer != first.base_tokenizer:
+        raise ConversionError(
+            f"{export.folder}: its base's tokenizer differs from that of {first.folder}: combine expansions of one base"
+        )
     for name, tensor in export.base.items() if export is not first else ():
         if name not in first.base or not torch.equal(first.base[name].make(), tensor.make()):
             raise ConversionError(
@@ -234,18 +212,16 @@ def _check_base(first: Export, export: Export) -> None:
             )
 
 
-def _write_model(
-    folder: Path, base: Mapping[str, Any], expansions: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _write_model(folder: Path, base: Mapping[str, Any], exports: Mapping[str, Export]) -> None:
     """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card."""
     for file in code_files(CombinedForCausalLM):
         shutil.copy(file, folder)
     # In the order in which the model counts their pieces.
-    first, *extended = sorted(name for name, record in records.items() if record["new_tokens"]) or list(records)[:1]
+    first, *extended = sorted(name for name, export in exports.items() if export.new_rows) or list(exports)[:1]
     _copy_tokenizer(folder / EXPANSIONS / first, folder)
     for name in extended:
         join_extensions(folder, folder / EXPANSIONS / name)
-    write_text(folder / CARD, _card(records))
+    write_text(folder / CARD, _card(exports))
     write_json(folder / COMBINATION.record, {"format": COMBINATION.format})
     config = {
         **base,
@@ -256,15 +232,21 @@ def _write_model(
         },
         "model_type": CombinedConfig.model_type,
         "transformers_version": NEEDED,
-        "expansions": dict(expansions),
+        "expansions": {name: {**export.config, "tie_word_embeddings": False} for name, export in exports.items()},
     }
     write_json(folder / "config.json", dict(sorted(config.items())))
 
 
-def _card(records: Mapping[str, Mapping[str, Any]]) -> str:
+def _card(exports: Mapping[str, Export]) -> str:
     rows = [
-        (name, *(record[key] for key in ("variant", "parameters", "new_tokens", "tokens_seen")))
-        for name, record in records.items()
+        (
+            name,
+            export.record["method"].get("variant"),
+            sum(prod(tensor.shape) for tensor in export.expansion),
+            export.new_rows,
+            export.record["position"]["tokens_seen"],
+        )
+        for name, export in exports.items()
     ]
     return f"""---
 library_name: transformers
@@ -272,14 +254,14 @@ pipeline_tag: text-generation
 tags: [continual-pretraining, scale-cpt]
 ---
 
-# One base with {len(records)} expansions
+# One base with {len(rows)} expansions
 
 Each was trained alone on the frozen base. Where no gate opens, the model is its base.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["{next(iter(records))}"])
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["{rows[0][0]}"])
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 

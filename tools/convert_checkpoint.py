@@ -16,14 +16,11 @@ Nothing leaves this machine: to publish the folder, `hf upload organisation/mode
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from pipeline import command_line, log
-from pipeline.cli import PROGRAM
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion import Format, Precision
 from pipeline.errors import ConfigError
@@ -43,13 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_overwrite_option(parser)
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
-    parser.add_argument(
-        "--pad-for",
-        metavar="NEEDS",
-        help="zero heads and channels for servers of a stock export: tp=8, gguf, or tp=8,gguf",
-    )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
-    parser.add_argument("--base-name", metavar="NAME", help="the base on the Hugging Face Hub, for the model card")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -67,7 +58,6 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
     from pipeline.conversion.convert import TYPES, Conversion, convert, latest_conversion, run_probe
     from pipeline.conversion.verify import probe_maker
-    from pipeline.model.stock_model import UNPADDED, Padding
 
     if config is not None:
         conversion, make_probe = latest_conversion(config), run_probe(config)
@@ -82,20 +72,11 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         format=arguments.format,
         dtype=TYPES[arguments.dtype] if arguments.dtype else None,
         gate=None if arguments.without_gate else conversion.gate,
-        padding=Padding.parse(arguments.pad_for) if arguments.pad_for else UNPADDED,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
-        base_name=arguments.base_name,
-        command=_command(),
         overwrite=arguments.overwrite,
     )
     is_new = convert(conversion, make_probe)
     logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)
-
-
-def _command() -> str:
-    """The command line, which the front `scale-cpt` has begun with its own name and that of the command."""
-    program, *arguments = sys.argv
-    return f"{program if program.startswith(f'{PROGRAM} ') else f'python {program}'} {shlex.join(arguments)}"
 
 
 if __name__ == "__main__":

@@ -134,8 +134,7 @@ def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
 def open_export(path: Path) -> Export:
     """The export in a folder, or of the run in it.
 
-    Raises:
-        ConversionError: it is no export that can be combined; says why.
+    Raises ConversionError: it is no export that can be combined; says why.
     """
     folder = path / HF_FOLDER if (path / RUN_FILE).exists() else path
     if not holds(EXPORT, folder):

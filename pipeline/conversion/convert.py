@@ -36,10 +36,8 @@ from pipeline.files import (
     write_json,
     write_text,
 )
-from pipeline.hub import source_of
 from pipeline.methods.scale import origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
-from pipeline.model.stock_model import UNPADDED, Padding
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import EXPANSION, write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
@@ -50,7 +48,6 @@ RECORD = "conversion.json"
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
 TYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ASKED = ("format", "dtype", "padding", "base_name")
 _logger = log.get_logger(__name__)
 
 
@@ -58,10 +55,8 @@ _logger = log.get_logger(__name__)
 class Conversion:
     """A request to convert a checkpoint.
 
-    `dtype` None is the base's own type; `gate` the folder of its gate, if any. `padding` is for servers that split a
-    stock export. `vocabulary` is the folder of an extended vocabulary, by default where it was in training. `base_name`
-    is the base's on the Hugging Face Hub, for the model card; by default where it came from in training.
-    `command` is for the card. `overwrite`: whatever is at `output` may be replaced.
+    `dtype` None is the base's own type; `gate` the folder of its gate, if any. `vocabulary` is the folder of an
+    extended vocabulary, by default where it was in training. `overwrite`: whatever is at `output` may be replaced.
     """
 
     checkpoint: Path
@@ -70,18 +65,14 @@ class Conversion:
     format: Format = "auto"
     dtype: torch.dtype | None = None
     gate: Path | None = None
-    padding: Padding = UNPADDED
     vocabulary: Path | None = None
-    base_name: str | None = None
-    command: str = "scale-cpt convert"
     overwrite: bool = False
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
     """The conversion of a run's newest checkpoint, with the gate of its section `gate`, into its own `hf` folder.
 
-    Raises:
-        CheckpointError: the run has saved none, or `latest` names none.
+    Raises CheckpointError: the run has saved none, or `latest` names none.
     """
     gate = config.folder / GATE_FOLDER if config.gate is not None else None
     vocabulary = None if config.vocabulary is None else config.vocabulary.folder
@@ -121,17 +112,15 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         ConversionError: the format cannot express the model, or what was written differs from it.
     """
     output, is_expansion = conversion.output, conversion.format == "expansion"
-    if is_expansion:
-        if conversion.padding != UNPADDED:
-            raise ConversionError(f"{output}: --format expansion is not served; leave --pad-for out")
-        if conversion.gate is not None:
-            _logger.info("%s: without the gate; a run that trains this expansion further fits its own", output)
-            conversion = replace(conversion, gate=None)
+    if is_expansion and conversion.gate is not None:
+        _logger.info("%s: without the gate; a run that trains this expansion further fits its own", output)
+        conversion = replace(conversion, gate=None)
     model = _open(conversion)
     request = {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": None if conversion.gate is None else file_hash(conversion.gate / GATE_RECORD),
-        **{f"asked_{name}": str(getattr(conversion, name)) for name in _ASKED},
+        "asked_format": conversion.format,
+        "asked_dtype": str(conversion.dtype),
         "code": {file.name: file_hash(file) for file in code_files(ScaleForCausalLM)},
     }
     kind = EXPANSION if is_expansion else EXPORT
@@ -168,8 +157,6 @@ def _open(conversion: Conversion) -> TrainedModel:
     """The model to be converted, with its vocabulary and gate."""
     model = open_trained(conversion.checkpoint, conversion.base)
     if conversion.vocabulary is not None:
-        if model.manifest.run.vocabulary is None:
-            raise ConversionError(f"{model.checkpoint}: trained with the base's own vocabulary; leave --vocabulary out")
         model = model.with_tokenizer(conversion.vocabulary)
     if conversion.gate is None:
         return model
@@ -191,17 +178,15 @@ def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeP
             f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was trained with; put "
             "that one back, or name its folder as --vocabulary"
         )
-    source = run.base.hub or source_of(model.base.path)
-    base_name = conversion.base_name or (source and source.partition("@")[0])
     dtype = conversion.dtype or model.base.dtype
-    export = choose_export(model, conversion.format, dtype, conversion.padding)
+    export = choose_export(model, conversion.format, dtype)
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
         residual = export.config.get(RESIDUAL_KEY)
         report = verify(model, folder, make_probe(model), dtype, residual["scale"] if residual else None)
         write_json(folder / VERIFICATION, asdict(report))
-        write_text(folder / CARD, model_card(model, export, report, conversion.command, base_name))
+        write_text(folder / CARD, model_card(model, export, report))
         written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}
         write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
     _logger.info(

@@ -18,7 +18,7 @@ from pipeline.conversion.stock import stock_export
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.model.spec import DecoderSpec
-from pipeline.model.stock_model import UNPADDED, Padding, why_not_stock
+from pipeline.model.stock_model import why_not_stock
 from pipeline.scale.gate import DECAY, NUMBERS
 from pipeline.scale.plan import ExpansionPlan
 
@@ -37,17 +37,12 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
     return "; ".join([", ".join(format for format, reason in reasons.items() if reason is None), *others])
 
 
-def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype, padding: Padding = UNPADDED) -> Export:
+def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Export:
     """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
 
-    Raises:
-        ConversionError: `format` cannot express the model, or it holds no whole model.
+    Raises ConversionError: `format` cannot express the model, or it holds no whole model.
     """
-    if check_format(model, format) == "stock":
-        return stock_export(model, dtype, padding)
-    if padding != UNPADDED:
-        raise ConversionError(f"{model.checkpoint}: --pad-for is for an export in the format stock; leave it out")
-    return scale_export(model, dtype)
+    return stock_export(model, dtype) if check_format(model, format) == "stock" else scale_export(model, dtype)
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:

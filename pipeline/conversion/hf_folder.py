@@ -85,8 +85,7 @@ class Export:
 def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None) -> None:
     """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by default `base`.
 
-    Raises:
-        BaseModelError: a file of the base cannot be read, or links out of its folder.
+    Raises BaseModelError: a file of the base cannot be read, or links out of its folder.
     """
     write_tensors(folder, export.tensors, export.dtype)
     for file in export.code:
@@ -124,8 +123,7 @@ def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.d
 def stored_tensors(folder: Path) -> dict[str, PlannedTensor]:
     """The tensors of the files of weights in `folder`, by name, each read when it is made.
 
-    Raises:
-        ConversionError: a file is damaged; so does `make`.
+    Raises ConversionError: a file is damaged; so does `make`.
     """
 
     def read(path: Path, name: str) -> Tensor:
@@ -158,8 +156,7 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
     latter names is not kept: the only code of an export is that of `remote_code`.
 
-    Raises:
-        BaseModelError: a file cannot be read, or links out of its folder.
+    Raises BaseModelError: a file cannot be read, or links out of its folder.
     """
     templates = _matching(tokenizer / _MORE_TEMPLATES, re.compile(r"[\w-]+\.jinja"))
     kept = [(base, name) for name in ("generation_config.json", *terms_in(base))]
@@ -220,8 +217,7 @@ def load_hf_model(
 ) -> Any:
     """The causal language model in `folder`, ready for inference; `dtype` None: in the type of its files.
 
-    Raises:
-        BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
+    Raises BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
     """
     values = check_hf_config(folder, trust_remote_code=trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
@@ -257,8 +253,7 @@ def taken_ends(model: Any) -> list[int]:
 def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Checks a model's folder before any weight is read, and returns the contents of its config.json.
 
-    Raises:
-        BaseModelError: it holds no model's config.json, or code that the user does not trust.
+    Raises BaseModelError: it holds no model's config.json, or code that the user does not trust.
     """
     path = folder / "config.json"
     try:

@@ -22,6 +22,7 @@ from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_text, write_text
+from pipeline.hub import source_of
 
 CARD = "README.md"
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
@@ -29,10 +30,12 @@ _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 _logger = log.get_logger(__name__)
 
 
-def model_card(model: TrainedModel, export: Export, report: Report, command: str, base_name: str | None) -> str:
-    """The text of the card. `command` makes the folder again; `base_name` is the base's on the hub, if it is known."""
+def model_card(model: TrainedModel, export: Export, report: Report) -> str:
+    """The text of the card."""
     run, position, (trained, total) = model.manifest.run, model.manifest.position, model.counts
     kind = str(run.method.get("variant") or model.settings.name)
+    source = run.base.hub or source_of(model.base.path)
+    base_name = source and source.partition("@")[0]
     options = ", trust_remote_code=True" if export.format == "scale" else ""
     corpora, sources = _corpora(run.data)
     card = _card_of(model.base.path)
@@ -79,7 +82,7 @@ def model_card(model: TrainedModel, export: Export, report: Report, command: str
         "## Text",
         markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
-        f"The first held-out documents, by the trained model and by this one in transformers. Made by `{command}`:",
+        "The first held-out documents, by the model that trained and by this one as transformers loads it:",
         markdown_table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
         "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
     ]
@@ -135,8 +138,6 @@ def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[
 
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     def shown(value: object) -> str:
-        if isinstance(value, Mapping):
-            return ", ".join(f"{name} {inner}" for name, inner in value.items())
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     lines = [head, ["---"] * len(head), *(map(shown, row) for row in rows)]

@@ -36,8 +36,7 @@ _logger = log.get_logger(__name__)
 def check_against_transformers(base: BaseFolder, largest_bytes: int = LARGEST_BYTES) -> None:
     """Compares the logits on a probe text, in fp32 on the CPU. Holds one module of ours, and theirs whole.
 
-    Raises:
-        BaseModelError: they differ, or the weights do not fit config.json, or transformers cannot load the folder.
+    Raises BaseModelError: they differ, or the weights do not fit config.json, or transformers cannot load the folder.
     """
     with torch.device("meta"):
         whole = Decoder(base.spec)

@@ -34,19 +34,16 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from pipeline import log
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
-from pipeline.errors import ConversionError
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import family_of, hf_tensor
 from pipeline.model.family import FusedPart, HfTensor, fuse
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_in
-from pipeline.model.stock_model import UNPADDED, Padding, stock_widths
+from pipeline.model.stock_model import stock_widths
 from pipeline.scale.plan import ExpansionPlan
 
-_logger = log.get_logger(__name__)
 _HEADS_NORMS = ("attention.query_norm", "attention.key_norm")
 # Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and the output's.
 _BLOCK_POSITIONS = {
@@ -57,21 +54,11 @@ _BLOCK_POSITIONS = {
 }
 
 
-def stock_export(model: TrainedModel, dtype: torch.dtype, padding: Padding = UNPADDED) -> Export:
-    """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the base's family allows.
-
-    `padding`: for servers that split it; a model without an expansion has the base's widths, and takes none.
-
-    Raises:
-        ConversionError: padding of a model without an expansion.
-    """
+def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+    """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the base's family allows."""
     if model.plan is None:
-        if padding != UNPADDED:
-            raise ConversionError(f"{model.checkpoint}: --pad-for: nothing was added to the widths; leave it out")
         return _unwidened_export(model, dtype)
-    spec, wider = model.spec, stock_widths(model.plan.expansion, model.spec, padding)
-    if padding != UNPADDED:
-        _logger.info("padded: %s instead of %s", wider, stock_widths(model.plan.expansion, spec))
+    spec, wider = model.spec, stock_widths(model.plan.expansion, model.spec)
     mixture, entries = _wider_mixture(spec, model.plan)
     normed = spec.widths.hidden_size / wider.hidden_size
     new = StoredResidual(spec.widths.hidden_size, scale_in(dtype), spec.norm_placement == "after")

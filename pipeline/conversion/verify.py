@@ -102,13 +102,13 @@ def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] |
     """
 
     def make(model: TrainedModel) -> Probe:
-        length = min(TOKENS, model.spec.max_position_embeddings)
-        count = max(1, min(DOCUMENTS, LOGITS // (length * model.spec.vocab_size)))
+        count = max(1, min(DOCUMENTS, LOGITS // (TOKENS * model.spec.vocab_size)))
         texts: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}
         if sources:
             documents = {name: good_documents(files, (keys or {}).get(name, Keys())) for name, files in sources.items()}
             texts = {name: (one.whole_text for one in islice(found, count)) for name, found in documents.items()}
-        return {name: windows_of(of_source, model.tokenizer, length) for name, of_source in texts.items()}
+        longest = model.spec.max_position_embeddings
+        return {name: windows_of(of_source, model.tokenizer, longest) for name, of_source in texts.items()}
 
     return make
 
@@ -130,8 +130,7 @@ def verify(
     folder that stores added channels times `stored_scale` is compared with the training model whose norms count them
     so, and that with the training model itself.
 
-    Raises:
-        ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
+    Raises ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
     """
     windows = [window for of_text in probe.values() for window in of_text]
     gate = None

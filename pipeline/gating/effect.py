@@ -16,7 +16,6 @@ from pipeline.data.packing import IGNORED, Sample
 from pipeline.data.samples import HeldoutSamples
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder, Inputs
 from pipeline.model.from_hf import load_base
 from pipeline.model.output import NEVER, HiddenStates, perplexity
@@ -94,7 +93,7 @@ def heldout_perplexities(
     model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: RunConfig
 ) -> dict[str, float]:
     """The perplexity of `model` on the first held-out samples, as many of each corpus as validation reads."""
-    decoder = _loaded(model)
+    decoder = loaded(model)
     return _perplexities(heldout, config, lambda group: _nll_of(decoder, group, config))
 
 
@@ -103,7 +102,7 @@ def chosen_perplexities(
     model: TrainedModel, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
 ) -> dict[str, float]:
     """The same of the base and `model` beside each other: `model` for documents on which `gate` mostly opens."""
-    decoder, base = _loaded(model), Decoder(model.base.spec)
+    decoder, base = loaded(model), Decoder(model.base.spec)
     load_base(base, model.base)
     base = base.to(decoder.embedding.base.weight).eval()
 
@@ -116,9 +115,10 @@ def chosen_perplexities(
     return _perplexities(heldout, config, nll)
 
 
-def _loaded(model: TrainedModel) -> Decoder:
-    device = inference_device()
-    return model.loaded(inference_dtype(model.base, device), device)
+def loaded(model: TrainedModel) -> Decoder:
+    """The model on a GPU in its base's type; without one on the CPU in fp32, as 16 bits are slow there."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return model.loaded(model.base.dtype if device.type == "cuda" else torch.float32, device)
 
 
 def _nll_of(decoder: Decoder, group: Windows, config: RunConfig) -> Tensor:
@@ -136,16 +136,6 @@ def _perplexities(
         return perplexity(sum(float(nll_of(group).sum()) for group in groups) / predicted) if predicted else math.inf
 
     return {name: of(islice(samples, config.validation.max_sequences)) for name, samples in heldout.items()}
-
-
-def inference_device() -> torch.device:
-    """A GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def inference_dtype(base: BaseFolder, device: torch.device) -> torch.dtype:
-    """The base's own type on a GPU; fp32 on a CPU, which is slow in 16 bits."""
-    return base.dtype if device.type == "cuda" else torch.float32
 
 
 def decoder_inputs(group: Windows, config: RunConfig, decoder: Decoder) -> tuple[Inputs, Tensor]:

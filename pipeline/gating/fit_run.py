@@ -23,7 +23,7 @@ from pipeline.data.vocabulary import read_vocabulary
 from pipeline.errors import CheckpointError, ConfigError, DataError, PreservationError
 from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
-from pipeline.gating.effect import inference_device, inference_dtype, measure
+from pipeline.gating.effect import loaded, measure
 from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
@@ -68,8 +68,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     if not heldout:
         raise DataError("gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction")
 
-    device = inference_device()
-    decoder = model.loaded(inference_dtype(model.base, device), device)
+    decoder = loaded(model)
     gate, new, negatives, left_out = fit_on(BaseStream(decoder, layer), text, config.gate)
     texts, difference = measure(decoder, gate, heldout, config)
     if difference not in (0.0, None):
@@ -210,17 +209,11 @@ def as_text(record: GateRecord) -> str:
         shown = ("" if own is None else readable(own) for own in perplexities)
         costs = cell(text.cost_of_first_tokens, "+.3f"), cell(text.cost_of_later_tokens, "+.4f")
         rows.append([f"{name} ({text.role})", f"{text.open_fraction:.2%}", *shown, *costs])
-    difference = record.closed_max_abs_logit_difference
-    facts = {
-        "reads": f"{record.features}, before layer {record.layer}",
-        "AUC": f"{record.auc:.5f}",
-        "closed, of new text": f"{record.closed_fraction_of_new:.2%}",
-        "open, of other text": f"{record.open_fraction_of_negatives:.2%}",
-        "left out, of the base's own text, as of the new kind": f"{record.left_out_of_own_text:.2%}",
-        "largest logit difference from the base where it never opens": "none"
-        if difference is None
-        else f"{difference:g}",
-    }
     header = ["held-out corpus", "open", "perplexity: base", "ungated", "gated"]
     header += [f"nats lost: first {FIRST_TOKENS}", "later"]
-    return "\n".join([table(header, rows), "", *(f"{name}: {value}" for name, value in facts.items())])
+    facts = (
+        f"reads {record.features} before layer {record.layer}; of unused text: AUC {record.auc:.5f}, "
+        f"closed, of new: {record.closed_fraction_of_new:.2%}; open, of other: "
+        f"{record.open_fraction_of_negatives:.2%}; left out of the base's own: {record.left_out_of_own_text:.2%}"
+    )
+    return f"{table(header, rows)}\n\n{facts}"

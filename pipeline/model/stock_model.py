@@ -1,7 +1,6 @@
 """The ordinary model that a widened one may become: whether it can, with which widths, and who can split it.
 
-Widths may be padded with zeros to what its servers split. A zero head attends to zero values, a zero channel is
-multiplied by zero: outputs stay equal to the last bit of the sums that matter. Only time and memory grow.
+What its servers split evenly depends on its widths: the expansion's may be chosen so that they do.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from pipeline.errors import ConfigError
 from pipeline.model.families import family_of
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan, Widths
@@ -25,20 +23,6 @@ class Padding:
 
     tp: int = 1
     row_multiple: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Padding:
-        """Reads `tp=8`, `gguf`, or both with a comma between them. Raises ConfigError if it is something else."""
-        tp, row_multiple = 1, 1
-        for need in text.split(","):
-            name, _, number = need.strip().partition("=")
-            if name == "tp" and number.isdecimal() and 1 <= int(number) <= 1024:
-                tp = int(number)
-            elif need.strip() == "gguf":
-                row_multiple = _GGUF_BLOCK
-            else:
-                raise ConfigError(f"{need.strip()!r}: expected tp=<ranks> or gguf")
-        return cls(tp, row_multiple)
 
 
 UNPADDED = Padding()

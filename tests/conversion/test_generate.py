@@ -141,13 +141,9 @@ def test_documents_packed_in_one_row_do_not_see_each_other(key, load):
 def test_both_paths_of_the_router_are_taken(load):
     model = load("route")
     tokens = some_tokens(model.config, 4, 24)
-    routed = model(tokens).logits
-    others = []
-    for threshold in (-1.1, 1.1):
-        model.output.threshold = threshold
-        others.append((model(tokens).logits == routed).all(-1))
-    preserved, adapted = others
-    assert (preserved ^ adapted).all() and preserved.any() and adapted.any()
+    routed, model.output.threshold = model(tokens).logits, -1.1
+    preserved = (model(tokens).logits == routed).all(-1)
+    assert preserved.any() and not preserved.all()
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
-from tests.programs import scale_cpt
 from tests.widened import some_tokens
 
 METHODS = {"stock": scale("preserve", norm="base"), "scale": scale("adapt")}
@@ -62,11 +60,7 @@ def exports(base, checkpoints, tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("exports"), {}
     for name, checkpoint in checkpoints.items():
         made[name] = folder / name
-        base_name = "someone/stories" if name == "stock" else None
-        convert(
-            Conversion(checkpoint, base, made[name], format=name, base_name=base_name, command="python convert.py"),
-            probe_maker({}),
-        )
+        convert(Conversion(checkpoint, base, made[name], format=name), probe_maker({}))
     return made
 
 
@@ -78,9 +72,7 @@ def front_matter(folder: Path) -> dict:
 @pytest.mark.parametrize("format", METHODS)
 def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
     front, text = front_matter(exports[format]), (exports[format] / "README.md").read_text()
-    named = {"base_model": "someone/stories", "base_model_relation": "finetune"} if format == "stock" else {}
     assert front == {
-        **named,
         "license": "other",
         "license_name": "stories",
         "license_link": "LICENSE.txt",
@@ -94,23 +86,22 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
     assert "| hidden_size | 64 + " in text
     found = json.loads((exports[format] / "verification.json").read_text())["texts"]["english"]
     assert f"| english | {found['tokens']} | {found['training_perplexity']:.4g} |" in text
-    assert "`python convert.py`" in text and ("trust_remote_code=True" in text) == (format == "scale")
+    assert ("trust_remote_code=True" in text) == (format == "scale")
     kept = {path.name: path.read_bytes() for path in exports[format].iterdir()}
     assert kept["LICENSE.txt"] == b"Do as you like." and kept["USE_POLICY.md"] == b"Do no harm."
     for name in ("tokenizer.json", "generation_config.json"):
         assert kept[name] == (STORIES / name).read_bytes()
 
 
-def test_the_card_names_the_base_on_the_hub_and_the_command_that_was_given(base, checkpoints, tmp_path):
-    """Of a base that training had from the hub, wherever it lies now."""
+def test_the_card_names_the_base_that_training_had_from_the_hub(base, checkpoints, tmp_path):
+    """Wherever it lies now."""
     checkpoint = shutil.copytree(checkpoints["scale"], tmp_path / "checkpoints" / checkpoints["scale"].name)
     manifest = load_manifest(checkpoint)
     record = manifest.run.base.model_copy(update={"hub": "someone/stories@abc"})
     manifest.model_copy(update={"run": manifest.run.model_copy(update={"base": record})}).save(checkpoint)
-    arguments = ["--checkpoint", checkpoint, "--base", base, "--output", tmp_path / "my hf"]
-    assert scale_cpt("convert", *arguments).returncode == 0
-    assert front_matter(tmp_path / "my hf")["base_model"] == "someone/stories"
-    assert f"`scale-cpt convert {shlex.join(map(str, arguments))}`" in (tmp_path / "my hf" / "README.md").read_text()
+    convert(Conversion(checkpoint, base, tmp_path / "hf"), probe_maker({}))
+    front = front_matter(tmp_path / "hf")
+    assert (front["base_model"], front["base_model_relation"]) == ("someone/stories", "finetune")
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,6 @@ def test_the_fit_is_that_of_scikit_learn():
     assert all(torch.equal(a, b) for a, b in [(fit_logistic(features, is_new)[0], weight)])
 
 
-def test_a_constant_feature_has_no_effect():
-    features, is_new = problem(300, shift=2.0)
-    features[:, 2] = 3.0
-    mean, std = standardisation(features)
-    weight, _ = fit_logistic((features - mean) / std, is_new)
-    assert std[2] == 1 and weight[2] == 0
-
-
 @pytest.mark.parametrize("kind", [True, False])
 def test_one_kind_of_text_alone_is_refused(kind):
     with pytest.raises(DataError, match="one kind only"):

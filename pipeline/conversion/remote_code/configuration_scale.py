@@ -75,8 +75,6 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         # transformers before and after configurations became dataclasses: both take this.
         for name in ScaleConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
-        if isinstance(self.rotary, dict):
-            raise ValueError("rotary: written by an earlier version of this model's code; convert the checkpoint again")
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.layer_rotary = self.layer_rotary or [None] * self.num_hidden_layers
         super().__init__(**kwargs)

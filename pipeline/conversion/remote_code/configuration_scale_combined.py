@@ -30,8 +30,7 @@ class CombinedConfig(ScaleConfig):
 
         Sorted, as a config that was saved again is, so that every piece keeps its id.
 
-        Raises:
-            ValueError: a name that is not there, or that names no folder.
+        Raises ValueError: a name that is not there, or that names no folder.
         """
         if bad := [name for name in self.expansions if not NAME.fullmatch(name)]:
             raise ValueError(f"expansions: expected names of ASCII letters, digits, - and _, found {bad[0]!r}")

@@ -76,8 +76,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
         The model is for inference.
 
-        Raises:
-            ValueError: `active` names one that is not there, or the base would be quantised or on several devices.
+        Raises ValueError: `active` names one that is not there, or the base would be quantised or on several devices.
         """
         found = super().from_pretrained(name, *args, **kwargs)
         model: CombinedForCausalLM = found[0] if isinstance(found, tuple) else found
@@ -136,8 +135,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
         An expansion's embedding has a row of zeros for a piece of another's vocabulary.
 
-        Raises:
-            ValueError: an expansion lacks a tensor.
+        Raises ValueError: an expansion lacks a tensor.
         """
         of_base = {key: value for key, value in self.named_parameters() if not key.startswith(EXPANSIONS)}
         of_base["output.base"] = self.output.base  # not named where it is tied
@@ -156,18 +154,13 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 raise ValueError(f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it again")
 
     def set_active(self, names: Iterable[str]) -> None:
-        """From now on only these expansions open; none: the model is the base.
-
-        Raises:
-            ValueError: one is not loaded.
-        """
+        """From now on only these expansions open; none: the model is the base. Raises ValueError: one is not loaded."""
         self.active = chosen(names, self.names)
 
     def allowed(self, requests: Sequence[Iterable[str]]) -> Tensor:
         """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of `generate`.
 
-        Raises:
-            ValueError: one is not loaded.
+        Raises ValueError: one is not loaded.
         """
         rows = [chosen(names, self.names) for names in requests]
         table = [[name in names for name in self.names] for names in rows]
@@ -190,8 +183,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
         Logits come for the last `logits_to_keep` tokens (0: all), or those.
 
-        Raises:
-            ValueError: a cache, or an argument, that this model does not take.
+        Raises ValueError: a cache, or an argument, that this model does not take.
         """
         hidden_states = kwargs.pop("output_hidden_states", self.config.output_hidden_states)
         if kwargs.pop("inputs_embeds", None) is not None or hidden_states:

@@ -1,22 +1,15 @@
-"""Widths of ordinary models that servers can split: what they fit, and that padding changes nothing."""
+"""Widths of ordinary models that servers can split."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.verify import probe_maker
-from pipeline.errors import ConfigError, ConversionError
 from pipeline.model.from_hf import read_spec
 from pipeline.model.stock_model import Padding, describe_serving, padded_widths
 from pipeline.scale.plan import Widths
-from tests.bases import STORIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,15 +41,6 @@ def test_padded_widths_fit(kv_heads, group, head_dim, hidden_size, intermediate_
     assert padded_widths(found, head_dim, padding, derives_head_dim=derives_head_dim) == found
 
 
-def test_needs_are_read_and_others_refused():
-    assert padded_widths(Widths(49, 20, 8, 4), 8, Padding(), derives_head_dim=False) == Widths(56, 20, 8, 4)
-    for text, padding in (("tp=8", Padding(8)), ("gguf", Padding(1, 256)), ("gguf, tp=2", Padding(2, 256))):
-        assert Padding.parse(text) == padding
-    for text in ("", "tp", "tp=0", "tp=x", "tp=9999", "gguf=1", "vllm"):
-        with pytest.raises(ConfigError, match="expected tp=<ranks> or gguf"):
-            Padding.parse(text)
-
-
 def test_what_servers_make_of_widths_is_told():
     spec = read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json")
     assert describe_serving(Widths(256, 1024, 4, 1), spec) == (
@@ -64,22 +48,3 @@ def test_what_servers_make_of_widths_is_told():
         "num_attention_heads 32"
     )
     assert describe_serving(Widths(512, 1024, 32, 8), spec) == "split by tp 1, 2, 4, 8; GGUF's K-quants: whole"
-
-
-def test_a_padded_export_computes_the_same(models, tmp_path):
-    """stories260K with 8 + 4 heads, of which 4 + 2 hold keys and values, for 8 ranks and rows of 256."""
-    model = models("stories260K", "stock")
-    asked = Conversion(model.checkpoint, STORIES, tmp_path / "padded", "stock", padding=Padding(8, 256))
-    assert convert(asked, probe_maker({})) and not convert(asked, probe_maker({}))  # compares the logits
-    padded = load_hf_model(asked.output)
-    assert padded.config.num_key_value_heads % 8 == 0 and padded.config.hidden_size % 256 == 0
-    assert padded.config.intermediate_size == 256
-
-    asked = Conversion(model.checkpoint, STORIES, tmp_path / "no", padding=Padding(8))
-    for refused in (replace(asked, format="expansion"), replace(asked, format="scale")):
-        with pytest.raises(ConversionError, match=r"leave (it|--pad-for) out"):
-            convert(refused, probe_maker({}))
-
-    unwidened = models("stories260K", "fft")
-    with pytest.raises(ConversionError, match="--pad-for: nothing was added"):
-        convert(Conversion(unwidened.checkpoint, STORIES, tmp_path / "no", padding=Padding(8)), probe_maker({}))

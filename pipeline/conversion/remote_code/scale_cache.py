@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
 
-_Layer = TypeVar("_Layer", bound=DynamicLayer)
 WINDOW_DOUBLINGS = 7
 WINDOW = 2**WINDOW_DOUBLINGS
 """How many tokens a running mean reads; what it leaves out is below the resolution of fp32."""
@@ -68,7 +67,7 @@ class TextCache(DynamicLayer):  # type: ignore[misc]
         self.has_expansion = False
 
 
-def layer_of(kind: type[_Layer], cache: Any) -> _Layer:
+def layer_of(kind: type[DynamicLayer], cache: Any) -> Any:
     """The layer of this kind in `cache`, which gets one."""
     for layer in cache.layers:
         if type(layer) is kind:

@@ -93,7 +93,6 @@ setup(
             *EVAL,
             *WANDB,
             *MLFLOW,
-            "gguf>=0.17,<1",
             "mkdocs-material>=9.7,<10",
             "mkdocs-include-markdown-plugin>=7,<8",
             "pytest>=8",

@@ -72,7 +72,8 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _their_logits(base: BaseFolder, spec: DecoderSpec, windows: list[Tensor]) -> list[Tensor]:
-    entries = {"num_hidden_layers": spec.num_layers, **family_of(spec).layer_entries(spec)}
+    fewer = {"num_hidden_layers": spec.num_layers, **family_of(spec).layer_entries(spec)}
+    entries = fewer if spec.num_layers < base.spec.num_layers else {}  # else their own reading is what counts
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would list the layers that are left out
     transformers_logging.disable_progress_bar()

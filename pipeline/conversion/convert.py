@@ -76,16 +76,16 @@ def latest_conversion(config: RunConfig) -> Conversion:
     """
     gate = config.folder / GATE_FOLDER if config.gate is not None else None
     vocabulary = None if config.vocabulary is None else config.vocabulary.folder
-    checkpoint = newest_checkpoint(config)
-    return Conversion(checkpoint, config.base, config.folder / HF_FOLDER, gate=gate, vocabulary=vocabulary)
+    output = config.folder / HF_FOLDER
+    return Conversion(newest_checkpoint(config), config.base, output, gate=gate, vocabulary=vocabulary)
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
     """The checkpoint that a run's `checkpoints/latest` names."""
-    folder = config.checkpoint_folder
-    checkpoint = latest_checkpoint(folder)
+    checkpoint = latest_checkpoint(config.checkpoint_folder)
     if checkpoint is None:
-        raise CheckpointError(f"{folder / LATEST}: no such file; the run has no checkpoint yet: train it first")
+        latest = config.checkpoint_folder / LATEST
+        raise CheckpointError(f"{latest}: no such file; the run has no checkpoint yet: train it first")
     return checkpoint
 
 

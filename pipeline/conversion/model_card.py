@@ -64,8 +64,7 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         whole = export.config if export.format == "stock" else {name: base[name] + added[name] for name in base}
         settings |= {name: f"{base[name]} + {added[name]}, here {whole[name]}" for name in base}
     verified = [
-        (name, one.tokens, one.training_perplexity, one.exported_perplexity, f"{one.top1_agreement:.2%}")
-        for name, one in report.texts.items()
+        (name, one.tokens, one.training_perplexity, one.exported_perplexity) for name, one in report.texts.items()
     ]
     paragraphs = [
         f"---\n{front_matter.to_yaml()}\n---",
@@ -83,7 +82,7 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
         "The first held-out documents, by the model that trained and by this one as transformers loads it:",
-        markdown_table(("text", "tokens", "perplexity in training", "here", "same likeliest token"), verified),
+        markdown_table(("text", "tokens", "perplexity in training", "here"), verified),
         "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
     ]
     return "\n\n".join(paragraphs)

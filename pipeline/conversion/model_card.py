@@ -60,9 +60,7 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     }
     if model.plan is not None:
         base, added = asdict(model.spec.widths), asdict(model.plan.expansion)
-        # A stock export may have more than the sum: zeros.
-        whole = export.config if export.format == "stock" else {name: base[name] + added[name] for name in base}
-        settings |= {name: f"{base[name]} + {added[name]}, here {whole[name]}" for name in base}
+        settings |= {name: f"{base[name]} + {added[name]}" for name in base}
     verified = [
         (name, one.tokens, one.training_perplexity, one.exported_perplexity) for name, one in report.texts.items()
     ]

@@ -36,7 +36,7 @@ _FULL_FILES = {
     "observers": "tasks trackers",
     "evaluation": "benchmarks chats",
     "data": "preprocess vocabulary",
-    "studies": "run_study chat_study",
+    "studies": "run_study chat_study osf",
     "rehearsal": "corpus",
     "health": "watchdog",
     ".": "outputs",

@@ -66,10 +66,13 @@ def _scores_of_texts(options: argparse.Namespace) -> str:
 
 
 def _scores_of_chats(options: argparse.Namespace) -> str:
+    from pipeline.data.chats import ChatTemplate
     from pipeline.evaluation.chats import chat_rows, read_chats, score_chats
     from pipeline.evaluation.table import table
 
     chats = read_chats(options.chats)
+    for model in options.model:  # as above
+        ChatTemplate(model)
     settings = {name: getattr(options, name) for name in ("max_answer_tokens", "trust_remote_code")}
     scores = {str(model): score_chats(model, chats, **settings) for model in options.model}
     return _json(scores) if options.json else table(*chat_rows(scores))

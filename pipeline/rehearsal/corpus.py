@@ -212,20 +212,20 @@ def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: _Unit) -> UnitR
     with writing_shard(job.output / unit.name, token_dtype(tokenizer.vocab_size), job.output / STATE) as shard:
         while (left := unit.size - shard.tokens) > 0:
             # At first no more documents than are needed if all are as long as they may be. Later an eighth more than
-            # the mean length suggests: another batch for a few missing tokens would take as long as a whole one.
+            # the mean length suggests: few documents take almost as long as a whole batch.
             needed = 1.125 * left * shard.documents / shard.tokens if shard.documents else left / sampling.max_tokens
-            count = min(sampling.batch_size, math.ceil(needed))
             try:
                 documents = writer.write(
-                    list(islice(openings, count)),
+                    list(islice(openings, math.ceil(needed))),
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
+                    batch_size=sampling.batch_size,
                     seed=mix(sampling.seed, unit.number, shard.documents),
                 )
             except torch.OutOfMemoryError:
                 raise ConfigError(
-                    f"{device}: {count} documents of up to {sampling.max_tokens} tokens at a time do not fit into its "
-                    f"memory; give a smaller --batch-size than {sampling.batch_size}, and remove {job.output} first"
+                    f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} tokens at a time do not "
+                    f"fit into its memory; give a smaller --batch-size, and remove {job.output} first"
                 ) from None
             if not start:  # the end of another document, which the base began with, is no part of this one
                 documents = [document[int(document[0] == end[-1]) :] for document in documents]

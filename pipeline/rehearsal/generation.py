@@ -15,6 +15,10 @@ from transformers import GenerationConfig
 from pipeline.conversion.hf_folder import load_hf_model, taken_ends
 from pipeline.data.tokenizer import Tokenizer
 
+_Ids = npt.NDArray[Any]
+_FIRST_TOKENS = 32
+"""After so many, and again whenever a document has about twice as many, those that are over leave."""
+
 
 class BaseWriter:
     """The base model in `base` on `device`, in the type of its files; it samples from the ids of `tokenizer` alone.
@@ -31,10 +35,9 @@ class BaseWriter:
         self._model: Any = load_hf_model(base, device=device)
         self._ends = taken_ends(self._model)
 
-    @torch.inference_mode()
     def write(
-        self, openings: Sequence[npt.NDArray[Any]], *, temperature: float, max_tokens: int, seed: int
-    ) -> list[npt.NDArray[np.int64]]:
+        self, openings: Sequence[_Ids], *, temperature: float, max_tokens: int, batch_size: int, seed: int
+    ) -> list[_Ids]:
         """Continues each opening (ids, at least one) to a document of at most `max_tokens` tokens, its end included.
 
         A document is over where the base writes the token that ends one, or the token that starts the next: bases that
@@ -42,38 +45,59 @@ class BaseWriter:
         case, and also where it is cut at `max_tokens`. Packed without document masks, nothing else would keep two
         documents apart, and every corpus has this form. The cut claims nothing wrong: rehearsal compares the model with
         the base's distribution at each position, and never learns that the end follows.
+
+        Those that are not over after a few tokens go on together, for twice as many: no batch waits for its longest
+        document. A batch holds `batch_size` documents of about the same length.
         """
         end = self._tokenizer.document_end
         ends = [end[-1], *self._tokenizer.document_start[:1], *self._ends]
-        room = max_tokens - len(end)
-        longest = max(map(len, openings))
-        tokens = torch.full((len(openings), longest), end[-1], device=self.device)
+        room, new = max_tokens - len(end), _FIRST_TOKENS
+        found = [opening.astype(np.int64) for opening in openings]
+        left = list(range(len(found)))
+        with _reproducible(self.device, seed):
+            while left:
+                left.sort(key=lambda number: len(found[number]))
+                for first in range(0, len(left), batch_size):
+                    batch = left[first : first + batch_size]
+                    written = self._continued([found[number] for number in batch], temperature, room, new, ends)
+                    for number, ids in zip(batch, written, strict=True):
+                        found[number] = ids
+                left = [
+                    number
+                    for number in left
+                    if len(found[number]) < room and not np.isin(found[number][len(openings[number]) :], ends).any()
+                ]
+                new *= 2
+        return [_document(ids, len(opening), ends, end) for ids, opening in zip(found, openings, strict=True)]
+
+    @torch.inference_mode()
+    def _continued(
+        self, texts: Sequence[_Ids], temperature: float, room: int, new: int, ends: list[int]
+    ) -> Iterator[_Ids]:
+        """Each text with `new` more tokens, at most `room` in all; what follows an end is of no consequence."""
+        longest = max(map(len, texts))
+        tokens = torch.full((len(texts), longest), ends[0], device=self.device)
         is_given = torch.zeros_like(tokens)
-        for row, opening in enumerate(openings):
-            tokens[row, longest - len(opening) :] = torch.from_numpy(opening.astype(np.int64))
-            is_given[row, longest - len(opening) :] = 1
-        padding = longest - is_given.sum(dim=1)
+        for row, text in enumerate(texts):
+            tokens[row, longest - len(text) :] = torch.from_numpy(text)
+            is_given[row, longest - len(text) :] = 1
         rows = int(self._model.get_output_embeddings().weight.shape[0])
         config = GenerationConfig(
             do_sample=True,
             temperature=temperature,
             top_k=0,
             top_p=1.0,
-            max_length=room + int(padding.max()),
+            max_new_tokens=min(new, room - min(map(len, texts))),
             eos_token_id=ends,
-            pad_token_id=end[-1],
+            pad_token_id=ends[0],
             # Some bases have more rows in their embedding than the tokenizer has ids.
             suppress_tokens=list(range(self._tokenizer.vocab_size, rows)) or None,
         )
-        with _reproducible(self.device, seed):
-            written = self._model.generate(tokens, attention_mask=is_given, generation_config=config)
-        found = zip(written.cpu().numpy(), padding.tolist(), map(len, openings), strict=True)
-        return [_document(row[start : start + room], length, ends, end) for row, start, length in found]
+        written = self._model.generate(tokens, attention_mask=is_given, generation_config=config).cpu().numpy()
+        return (row[longest - len(text) :][:room] for row, text in zip(written, texts, strict=True))
 
 
-def _document(
-    ids: npt.NDArray[np.int64], opening: int, ends: Sequence[int], end: tuple[int, ...]
-) -> npt.NDArray[np.int64]:
+def _document(ids: _Ids, opening: int, ends: Sequence[int], end: tuple[int, ...]) -> _Ids:
     """The document in `ids`, of which the first `opening` were given: up to the first of `ends`, then `end`."""
     is_end = np.isin(ids[opening:], ends)
     if is_end.any():

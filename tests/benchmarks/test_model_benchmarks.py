@@ -46,7 +46,8 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
 def test_every_batch_size_is_sampled(tmp_path, monkeypatch):
     sizes = ["--batch-sizes", 1, 3, "--documents", 2, "--max-tokens", 6, "--turns", 1]
     rows = rows_of(sampling_throughput, tmp_path, monkeypatch, "--base", STORIES, *sizes)
-    assert [row["way"] for row in rows] == ["generate, one at a time", "sample, 1 at a time", "sample, 3 at a time"]
+    ways = [f"{way}, {size} at a time" for size in (1, 3) for way in ("generate", "sample")]
+    assert [row["way"] for row in rows] == ["generate, one at a time", *ways]
     assert rows[0]["times_one_at_a_time"] == 1 and all(row["tokens_per_second"] > 0 for row in rows)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.model.decoder import Decoder
+from pipeline.rehearsal import generation
 from pipeline.rehearsal.generation import BaseWriter, _document
 from tests.bases import STORIES
 from tests.rehearsal.helpers import END, KNOWN_IDS, START, copied_stories, known_logits, own_decoder, random_base
@@ -39,11 +40,12 @@ def greedy(decoder: Decoder, opening: np.ndarray, max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_at_a_low_temperature_it_is_greedy_decoding(name: str, tmp_path: Path):
-    """Openings of several lengths are in one batch: what is before a shorter one has no influence."""
+def test_at_a_low_temperature_it_is_greedy_decoding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Openings of several lengths share batches, in several rounds: what is before a shorter one has no influence."""
+    monkeypatch.setattr(generation, "_FIRST_TOKENS", 2)
     base = random_base(name, tmp_path / "base")
     given = openings(1, 9, 22, 4)
-    written = writer(base).write(given, temperature=NEARLY_GREEDY, max_tokens=24, seed=1)
+    written = writer(base).write(given, temperature=NEARLY_GREEDY, max_tokens=24, batch_size=3, seed=1)
     decoder = own_decoder(base)
     assert [document.tolist() for document in written] == [greedy(decoder, opening, 24) for opening in given]
 
@@ -55,7 +57,9 @@ def test_the_text_has_the_entropy_of_the_bases_distribution(name: str, tmp_path:
     decoder = own_decoder(base)
     for temperature in (1.0, 0.7):
         excess: dict[float, list[torch.Tensor]] = {1.0: [], 0.7: []}
-        for document in writer(base).write(openings(1) * 64, temperature=temperature, max_tokens=48, seed=5):
+        for document in writer(base).write(
+            openings(1) * 64, temperature=temperature, max_tokens=48, batch_size=64, seed=5
+        ):
             ids = document[:-1]
             logits = known_logits(decoder, ids)[:-1]
             for assumed, values in excess.items():
@@ -72,7 +76,9 @@ def test_a_document_is_over_at_every_end_of_the_base(tmp_path: Path):
     full_stop = 426
     base = copied_stories(tmp_path / "base", generation_config={"eos_token_id": [full_stop, END]})
     given = openings(1) * 8
-    whole, cut = (writer(one).write(given, temperature=1.0, max_tokens=40, seed=3) for one in (STORIES, base))
+    whole, cut = (
+        writer(one).write(given, temperature=1.0, max_tokens=32, batch_size=8, seed=3) for one in (STORIES, base)
+    )
     first = [np.flatnonzero(document == full_stop) for document in whole]
     assert any(map(len, first))
     for document, stops, own in zip(whole, first, cut, strict=True):
@@ -88,14 +94,15 @@ def test_nothing_else_of_the_bases_generation_config_is_used(tmp_path: Path):
             "no_repeat_ngram_size": 2, "bad_words_ids": [[410]],
         },
     )  # fmt: skip
-    written = [writer(base).write(openings(1, 5), temperature=1.0, max_tokens=40, seed=3) for base in (leaky, STORIES)]
+    settings = {"temperature": 1.0, "max_tokens": 40, "batch_size": 2, "seed": 3}
+    written = [writer(base).write(openings(1, 5), **settings) for base in (leaky, STORIES)]
     assert [document.tolist() for document in written[0]] == [document.tolist() for document in written[1]]
     assert min(map(len, written[0])) > 10
 
 
 def test_only_ids_of_the_tokenizer_are_drawn(tmp_path: Path):
     base = random_base("llama", tmp_path / "base")
-    written = writer(base).write(openings(1) * 16, temperature=1.0, max_tokens=48, seed=2)
+    written = writer(base).write(openings(1) * 16, temperature=1.0, max_tokens=48, batch_size=16, seed=2)
     assert max(int(document.max()) for document in written) < KNOWN_IDS
     everything = own_decoder(base).logits(torch.from_numpy(written[0])[None])[0]
     others = torch.softmax(everything, dim=-1)[:, KNOWN_IDS:].sum(dim=-1)
@@ -105,7 +112,7 @@ def test_only_ids_of_the_tokenizer_are_drawn(tmp_path: Path):
 def test_documents_have_the_form_of_every_corpus(tmp_path: Path):
     base = random_base("llama", tmp_path / "base")
     given = openings(1, 3, 30, 38, 30, 1)
-    written = writer(base).write(given * 8, temperature=2.0, max_tokens=40, seed=4)
+    written = writer(base).write(given * 8, temperature=2.0, max_tokens=40, batch_size=7, seed=4)
     for opening, document in zip(given * 8, written, strict=True):
         assert document[: len(opening)].tolist() == opening.tolist()
         assert document[-1] == END

@@ -31,6 +31,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.evaluation.table import over_seeds, readable, table
 from pipeline.studies.run_study import open_study
 
+RATES = [3e-3, 1e-2, 3e-2, 1e-1]
 Scores = dict[str, float]
 """Perplexities by corpus."""
 _logger = log.get_logger(__name__)
@@ -89,7 +90,7 @@ def main() -> None:
     add = parser.add_argument
     add("study", type=Path, help="a frontier study's YAML file")
     add("--data", type=Path, default=Path("data"), help="the folder of its texts (default: data)")
-    add("--learning-rates", type=float, nargs="+", default=[3e-3, 1e-2, 3e-2], help="default: 3e-3 1e-2 3e-2")
+    add("--learning-rates", type=float, nargs="+", default=RATES, help="default: 3e-3 1e-2 3e-2 1e-1")
     add("--effective-rank", type=float, default=0.5, help="the frozen share of the directions (default: PEFT's 0.5)")
     options = parser.parse_args()
     runs = open_study(options.study, options.data)

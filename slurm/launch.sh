@@ -7,10 +7,9 @@
 # docs/adr/0011-one-job-a-run-folder.md says why there is no second job instead.
 set -uo pipefail
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-read -ra container <<<"${CONTAINER:-}"
+source slurm/common.sh
 ((RANK == 0)) || exec "${container[@]}" "$@"
 
-source slurm/common.sh
 changes=() # may_go_on reads them
 for argument; do
     [[ "$argument" != --set=* ]] || changes+=("$argument")

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154  # common.sh sets `container`
 # Runs a stage's command, on one process or on all ranks. slurm/common.sh sources this file.
 #
 #   here COMMAND…               a serial stage: one process, on this node
@@ -9,22 +9,19 @@
 #
 # The first three replace the background shell of run_stage, so that a signal to the stage reaches the command itself.
 
-here() {
-    local container
-    read -ra container <<<"${CONTAINER:-}"
-    exec "${container[@]}" "$@"
-}
+here() { exec "${container[@]}" "$@"; }
 
 # The launcher is the host's. srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun
 # where it was not.
 over_mpi() {
-    local launcher container
+    local launcher
     read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
-    read -ra container <<<"${CONTAINER:-}"
     exec "${launcher[@]}" "${container[@]}" "$@"
 }
 
 on_every_rank() {
+    EXPECTED_WORLD_SIZE=$(count_ranks)
+    export EXPECTED_WORLD_SIZE
     if on_slurm; then
         over_the_allocation "$@"
     else
@@ -33,14 +30,12 @@ on_every_rank() {
 }
 
 over_the_allocation() {
-    local nodes=$SLURM_JOB_NUM_NODES ranks options
-    ranks=$(count_ranks)
+    local nodes=$SLURM_JOB_NUM_NODES ranks=$EXPECTED_WORLD_SIZE options
     local ranks_per_node=$(((ranks + nodes - 1) / nodes))
     find_rendezvous
     share_the_cores "${SLURM_CPUS_ON_NODE:-1}" "$ranks_per_node"
     say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST), rendezvous at $MASTER_ADDR:$MASTER_PORT"
     read -ra options <<<"${SRUN_OPTIONS:-}"
-    export EXPECTED_WORLD_SIZE=$ranks
     export SLURM_EXIT_ERROR=$SLURM_FAULT # distinguishes faults of srun from the user's
     # Not --kill-on-bad-exit: it would kill the ranks that still save when the first has ended with RESUME_LATER.
     # --wait: a tracker may take a minute to end its run. --gpu-bind=none: every rank sees its node's GPUs, also under
@@ -49,53 +44,40 @@ over_the_allocation() {
         --gpu-bind=none --export=ALL --wait="${EXIT_GRACE_S:-120}" "${options[@]}" bash slurm/launch.sh "$@"
 }
 
-# The ranks of the allocation; else NPROC, else one per GPU of this machine, else two.
+on_this_machine() {
+    say "no Slurm allocation: $EXPECTED_WORLD_SIZE processes on this machine (NPROC sets how many)"
+    share_the_cores "$(nproc)" "$EXPECTED_WORLD_SIZE"
+    [[ "$1" == python ]] || die "outside Slurm on_every_rank starts python only, not $1"
+    here python -m pipeline.local_ranks "$EXPECTED_WORLD_SIZE" "${@:2}"
+}
+
+# The ranks of the allocation; without one NPROC, else one per GPU of this machine, else two.
 count_ranks() {
+    local nodes=${SLURM_JOB_NUM_NODES:-1} ranks
     if on_slurm; then
-        allocated_ranks
-        return
+        ranks=${SLURM_NTASKS:-$nodes}
+        # One task per node but several GPUs: --ntasks-per-node was not set. One rank per GPU.
+        ((ranks != nodes || ${SLURM_GPUS_ON_NODE:-0} < 2)) || ranks=$((nodes * SLURM_GPUS_ON_NODE))
+    else
+        ranks=${NPROC:-$(gpus_here)}
     fi
-    local ranks=${NPROC:-$(gpus_here)}
     echo $((ranks > 0 ? ranks : 2))
 }
 
-allocated_ranks() {
-    local nodes=$SLURM_JOB_NUM_NODES ranks=${SLURM_NTASKS:-$SLURM_JOB_NUM_NODES}
-    # One task per node but several GPUs: --ntasks-per-node was not set. One rank per GPU.
-    if ((ranks == nodes && ${SLURM_GPUS_ON_NODE:-0} > 1)); then
-        ranks=$((nodes * SLURM_GPUS_ON_NODE))
-    fi
-    echo "$ranks"
-}
-
-# Without an allocation: what the #SBATCH lines and sbatch's environment request; with NPROC, or where there is no Slurm,
-# nothing, which means this machine.
+# Without an allocation: what the script's #SBATCH lines and sbatch's environment request; with NPROC, or where there is
+# no Slurm, nothing, which means this machine.
 planned_cluster() {
-    local nodes=1 ranks
+    local nodes ranks gpus=${SBATCH_GPUS_PER_NODE:-1}
     if on_slurm; then
-        nodes=$SLURM_JOB_NUM_NODES ranks=$(allocated_ranks)
+        nodes=$SLURM_JOB_NUM_NODES ranks=$(count_ranks)
     elif [[ -n "${NPROC:-}" ]] || ! command -v sbatch >/dev/null; then
         return
     else
-        local tasks gpus=${SBATCH_GPUS_PER_NODE:-1}
-        nodes=$(sbatch_line nodes "$1") tasks=$(sbatch_line ntasks-per-node "$1")
-        gpus=${gpus##*:} # h100:8
-        ranks=$((nodes * (tasks > 1 ? tasks : gpus)))
+        nodes=$(sed -n 's/^#SBATCH --nodes=//p' "$1")
+        ranks=$((nodes * ${gpus##*:})) # h100:8
         say "a plan of what sbatch would request: $ranks GPUs on $nodes nodes; NPROC=2 plans 2 processes here" >&2
     fi
     echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))"
-}
-
-sbatch_line() { sed -n "s/^#SBATCH --$1=//p" "$2"; }
-
-on_this_machine() {
-    local ranks
-    ranks=$(count_ranks)
-    say "no Slurm allocation: $ranks processes on this machine (NPROC sets how many)"
-    share_the_cores "$(nproc)" "$ranks"
-    export EXPECTED_WORLD_SIZE=$ranks
-    [[ "$1" == python ]] || die "outside Slurm on_every_rank starts python only, not $1"
-    here python -m pipeline.local_ranks "$ranks" "${@:2}"
 }
 
 # The first node's address as Slurm knows it; a port computed from the job's number, below the kernel's ephemeral ports.

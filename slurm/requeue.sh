@@ -31,9 +31,8 @@ job_is_running() { [[ "$(ask_slurm show job "$THIS_JOB" --oneliner)" == *" JobSt
 # scale-cpt may-retry decides. If it fails itself (an unmounted file system), a fault that is not the user's is tried again
 # while the job, or this call of the script, has restarted less often than it may without progress.
 may_go_on() {
-    local stage=$1 code=$2 most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3} verdict=0 container
+    local stage=$1 code=$2 most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3} verdict=0
     [[ "$code" != "$CONFIG_ERROR" ]] || return 1 # which scale-cpt may-retry would meet, and print, again
-    read -ra container <<<"${CONTAINER:-}"
     # shellcheck disable=SC2154  # choose_config and launch.sh set `changes`
     "${container[@]}" python -m pipeline may-retry "$CONFIG" "${changes[@]}" --stage "$stage" --exit-code "$code" \
         --without-progress "$idle" --most "$most" || verdict=$?

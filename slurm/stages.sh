@@ -12,7 +12,7 @@ through_srun="" # not empty if the stage is run by srun
 restarts_here=0 # without Slurm: how often a stage was restarted
 
 run_stage() {
-    local name=$1 code when
+    local name=$1 code
     shift
     export STAGE=$name
     trap 'woken=true; forward USR1' USR1
@@ -23,17 +23,15 @@ run_stage() {
     while true; do
         say "$name"
         attempt "$@"
-        [[ "$stage_code$stop_signal" != 0 ]] || break
-        code=$stage_code when=during
+        code=$stage_code
+        [[ "$code$stop_signal" != 0 ]] || break
         # After a signal, success and death by a signal both mean "saved". Another exit code is a fault.
-        if ((stage_code == RESUME_LATER)) || { [[ -n "$stop_signal" ]] && ((stage_code == 0 || stage_code > 128)); }; then
-            code=$RESUME_LATER
-            ((stage_code != 0)) || when=after
-            [[ -n "$stage_pid" ]] || when=before
-            [[ "$stop_signal" != INT ]] || ((stage_code <= 128)) || code=$INTERRUPTED
-            say "stopped $when $name"
+        if ((code == RESUME_LATER)) || { [[ -n "$stop_signal" ]] && ((code == 0 || code > 128)); }; then
+            [[ "$stop_signal" != INT ]] || ((code <= 128)) || code=$INTERRUPTED
+            ((code == INTERRUPTED)) || code=$RESUME_LATER
+            say "stopped at $name"
         else
-            echo "error: stage $name ended with exit code $stage_code; its first error above says why" >&2
+            echo "error: stage $name ended with exit code $code; its first error above says why" >&2
             clear_leftovers
         fi
         try_again "$name" "$code" || exit "$code"
@@ -43,10 +41,9 @@ run_stage() {
 
 # Runs the stage once, and sets stage_code. Do not call it in a condition (if, ||), where bash ignores errors.
 attempt() {
-    export ATTEMPT=${series:=${SLURM_JOB_ID:-$HOSTNAME-$$-$(date +%s)}}.${SLURM_RESTART_COUNT:-$((restarts_here))}
+    export ATTEMPT=${series:=${SLURM_JOB_ID:-$HOSTNAME-$$-$(date +%s)}}.${SLURM_RESTART_COUNT:-$restarts_here}
     through_srun=""
     [[ "$1" != on_every_rank ]] || ! on_slurm || through_srun=true
-    stage_pid=""
     stage_code=$RESUME_LATER
     [[ -z "$stop_signal" ]] || return 0 # the signal came between two stages
     # In the background: bash runs a trap only after the foreground command has ended.
@@ -58,22 +55,16 @@ attempt() {
 }
 
 forward() {
-    local sent
-    sent=$(signal_for_stage "$1")
+    local sent=TERM # a background command of a shell without job control ignores INT
+    if ! on_slurm; then
+        sent=$1
+    elif [[ -n "$through_srun" && "$stop_signal $1" != "INT INT" ]]; then
+        sent=USR1 # at TERM srun kills every rank; training takes both signals as "save and stop"
+    fi
     stop_signal=$1
     say "caught SIG$1: asking the stage to save and stop"
     ((SECONDS - stage_began > 1)) || sleep 1 # a shell that was just forked still has its parent's traps and would lose the signal
     kill -s "$sent" "$stage_pid" 2>/dev/null || true
-}
-
-signal_for_stage() {
-    if ! on_slurm; then
-        echo "$1"
-    elif [[ -z "$through_srun" || "$stop_signal $1" == "INT INT" ]]; then
-        echo TERM # a background command of a shell without job control ignores INT
-    else
-        echo USR1 # at TERM srun kills every rank; training takes both signals as "save and stop"
-    fi
 }
 
 # Kills ranks that outlived their launcher, and stopped ones, which react to SIGKILL only.

@@ -18,29 +18,24 @@ source slurm/common.sh
 load_site
 choose_config "$@"
 
-if ! command -v sbatch >/dev/null; then
-    say "no sbatch here: the stages run on this machine"
-    bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" clean
-    bash slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
-    exec bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate convert evaluate
-fi
+command -v sbatch >/dev/null || exec bash slurm/cpt_korean.sh "$CONFIG" "${changes[@]}"
 
 read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"
 
-# submit NAME AFTER OPTION… SCRIPT ARGUMENT…: sets `job` to the new job's id.
+# submit NAME OPTION… SCRIPT ARGUMENT…: submits a job that starts after `job`, and sets `job` to its id.
+job=""
 submit() {
-    local name=$1 after=$2
-    shift 2
-    job=$(submit_afresh ${after:+--dependency="afterok:$after" --kill-on-invalid-dep=yes} "$@")
+    local name=$1 after=$job
+    shift
+    job=$(submit_afresh --job-name="$name" ${after:+--dependency="afterok:$after" --kill-on-invalid-dep=yes} "$@")
     job=${job%%;*} # a federation appends its cluster's name
     echo "$name: job $job${after:+, after job $after}"
 }
 
-job=""
 if (here python -m pipeline config show "$CONFIG" "${changes[@]}" 2>/dev/null || true) | grep -q '^      clean:$'; then
-    submit cleaning "" --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" clean
+    submit cleaning --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" clean
 fi
-submit tokenization "$job" "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
-submit training "$job" "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate
-submit conversion "$job" "${serial[@]}" slurm/convert_checkpoint.sh "$CONFIG" "${changes[@]}"
-submit evaluation "$job" "${serial[@]}" slurm/evaluate.sh "$CONFIG" "${changes[@]}"
+submit tokenization "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
+submit training "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate
+submit conversion --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" convert
+submit evaluation --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" evaluate

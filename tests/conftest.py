@@ -22,7 +22,7 @@ from tests.slurm.cluster import Cluster, guarded_cluster, why_not
 _NO_SLURM = "no Slurm: "
 _SKIPPED = pytest.StashKey[list[str]]()
 _TESTS = Path(__file__).parent
-FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_stages.py", "slurm/test_requeue.py")
+FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_jobs.py")
 """The longest files of `make test`, with which it starts: the workers then end together."""
 _FULL_FILES = {
     "packaging": "wheel",
@@ -58,8 +58,8 @@ QUICK = (
     "studies/test_chat_study.py::test_answers_follow",
     "slurm/test_pipeline.py::test_an_interrupted_job",
     "slurm/test_scripts.py",
-    "slurm/test_stages.py::test_a_job[time limit saves and requeues]",
-    "slurm/test_requeue.py::test_a_job[rank killed]",
+    "slurm/test_jobs.py::test_a_job[a_time_limit_saves_and_requeues]",
+    "slurm/test_jobs.py::test_a_job[a_killed_rank_requeues_its_job]",
 )
 """What `make test` runs nevertheless; on a real Slurm one whole run, one time limit, one kill."""
 

@@ -11,7 +11,6 @@ import argparse
 import os
 import shutil
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -21,76 +20,44 @@ from pipeline.files import write_json
 from tests.faults import trials
 from tests.faults.random_kills import kill_at_random, kill_jobs_at_random
 from tests.faults.runs import LASTING, Laboratory
-from tests.faults.trials import Result, fill_the_disk, poison_a_batch, restart_daemon, stop_and_resume, survive
-from tests.slurm.cluster import NODES, guarded_cluster, why_not
+from tests.faults.trials import LIMITED, Result, damage_the_newest, poison_a_batch, stop_and_resume
+from tests.slurm.cluster import guarded_cluster, why_not
 
-
-def _damage(damage: Callable[[Path], None]) -> Callable[..., Result]:
-    while_down = partial(trials.to_the_newest, damage)
-    return partial(stop_and_resume, inject=trials.requeue, while_down=while_down, checkpoints_before=2)
-
-
-FAULTS: dict[str, tuple[str, Callable[..., Result]]] = {
-    "requeue": (
-        "scontrol requeue",
-        partial(
-            stop_and_resume,
-            inject=trials.requeue,
-            loses_steps=None,
-            remarks="Slurm sends TERM, and KILL after KillWait",
-        ),
+FAULTS: dict[str, Callable[..., Result]] = {
+    "requeue": partial(
+        stop_and_resume, inject=trials.requeue, loses_steps=None
+    ),  # Slurm sends TERM, and KILL after KillWait
+    "time-limit": partial(
+        stop_and_resume,
+        inject=trials.come_near_the_time_limit,
+        shape=LASTING,
+        options=LIMITED,
+        while_down=trials.lift_the_time_limit,
+        loses_steps=False,
     ),
-    "time-limit": (
-        "the time limit (--signal=B:USR1@60)",
-        partial(
-            stop_and_resume,
-            inject=trials.come_near_the_time_limit,
-            shape=LASTING,
-            options=("--time=10", "--signal=B:USR1@60"),
-            while_down=trials.lift_the_time_limit,
-            loses_steps=False,
-            remarks="Slurm looks at limits every 30 s",
-        ),
+    "term": partial(stop_and_resume, inject=trials.terminate, loses_steps=False),
+    "kill-rank": partial(stop_and_resume, inject=trials.kill_rank),
+    "kill-launcher": partial(stop_and_resume, inject=trials.kill_launcher),
+    "kill-script": partial(stop_and_resume, inject=trials.kill_batch_script, loses_steps=None),
+    "daemon": trials.restart_daemons,
+    "node": partial(stop_and_resume, inject=trials.lose_node),
+    "hung": partial(
+        stop_and_resume,
+        inject=lambda job: job.stop_between_checkpoints(),
+        changes={"watchdog": {"beat_every_s": 1, "dead_after_s": 8}},
+        environment={"EXIT_GRACE_S": "5"},
     ),
-    "term": ("scancel --signal=TERM", partial(stop_and_resume, inject=trials.terminate, loses_steps=False)),
-    "kill-rank": ("kill -9 of a rank", partial(stop_and_resume, inject=trials.kill_rank)),
-    "kill-launcher": ("kill -9 of srun", partial(stop_and_resume, inject=trials.kill_launcher)),
-    "kill-script": (
-        "kill -9 of the batch script",
-        partial(stop_and_resume, inject=trials.kill_batch_script, loses_steps=None),
-    ),
-    "daemon": (
-        "slurmd killed and brought back, on each node",
-        partial(survive, injections=[partial(restart_daemon, node) for node in NODES]),
-    ),
-    "node": ("a node lost with all it runs, and back", partial(stop_and_resume, inject=trials.lose_node)),
-    "hung": (
-        "a rank that hangs (SIGSTOP)",
-        partial(
-            stop_and_resume,
-            inject=lambda job: job.stop_between_checkpoints(),
-            changes={"watchdog": {"beat_every_s": 1, "dead_after_s": 8}},
-            environment={"EXIT_GRACE_S": "5"},
-            remarks="watchdog.dead_after_s 8, EXIT_GRACE_S 5",
-        ),
-    ),
-    "checkpoint-truncated": ("the newest checkpoint truncated", _damage(trials.truncate)),
-    "checkpoint-flipped": ("the newest checkpoint with a bit flipped", _damage(trials.flip_bit)),
-    "checkpoint-missing": ("the newest checkpoint without a rank's file", _damage(trials.lose_file)),
-    "disk-full": ("the disk full during a save, and free again", fill_the_disk),
-    "nan-once": ("a NaN in a batch, once", partial(poison_a_batch, stays=False)),
-    "nan-stays": ("a NaN in a batch, whenever it is read", partial(poison_a_batch, stays=True)),
-    "random": ("kill -9 of plain ranks at random instants, saving included", partial(kill_at_random, kills=25, seed=1)),
-    "random-asynchronous": (
-        "kill -9 of plain ranks at random instants, saving asynchronously",
-        partial(kill_at_random, kills=20, seed=2, asynchronous=True),
-    ),
-    "random-slurm": (
-        "kill -9 of a rank or srun at random instants, through Slurm",
-        partial(kill_jobs_at_random, kills=5, seed=3),
-    ),
+    "checkpoint-truncated": partial(damage_the_newest, damage=trials.truncate),
+    "checkpoint-flipped": partial(damage_the_newest, damage=trials.flip_bit),
+    "checkpoint-missing": partial(damage_the_newest, damage=trials.lose_file),
+    "disk-full": trials.fill_the_disk,
+    "nan-once": partial(poison_a_batch, stays=False),
+    "nan-stays": partial(poison_a_batch, stays=True),
+    "random": partial(kill_at_random, kills=25, seed=1),
+    "random-asynchronous": partial(kill_at_random, kills=20, seed=2, asynchronous=True),
+    "random-slurm": partial(kill_jobs_at_random, kills=5, seed=3),
 }
-"""The title of each fault in the table, and its trial, by the short names that `--only` takes."""
+"""The trial of each fault, by the name that `--only` takes."""
 
 
 def main() -> int:
@@ -105,25 +72,23 @@ def main() -> int:
     shutil.rmtree(arguments.folder, ignore_errors=True)
     laboratory = Laboratory(arguments.folder.resolve())
     rows = ["| fault | times | steps lost | seconds to resume | sequence equal |", "|---|---|---|---|---|"]
-    results: dict[str, dict[str, object] | None] = {}
+    results: dict[str, Result | None] = {}
     with guarded_cluster() as cluster:
         for name in arguments.only:
-            title, trial = FAULTS[name]
-            began = time.monotonic()
             try:
-                result = trial(laboratory, cluster)
+                result = results[name] = FAULTS[name](laboratory, cluster)
             except Exception:  # noqa: BLE001  the other faults are still injected
                 traceback.print_exc()
                 results[name] = None
-                rows.append(f"| {title} | 1 | all | never | NO |")
+                rows.append(f"| {name} | 1 | all | never | NO |")
             else:
-                results[name] = result._asdict()
-                cells = f"{result.times} | {result.steps_lost} | {result.seconds_to_resume:.1f}"
-                rows.append(f"| {title} | {cells} | {'yes' if result.sequence_equal else 'NO'} |")
-            print(f"[{time.monotonic() - began:.0f} s] {name}: {rows[-1]}", flush=True)
-    write_json(arguments.folder / "summary.json", results)
+                seconds = "" if result.seconds_to_resume is None else f"{result.seconds_to_resume:.1f}"
+                equal = "yes" if result.sequence_equal else "NO"
+                rows.append(f"| {name} | {result.times} | {result.steps_lost} | {seconds} | {equal} |")
+            print(rows[-1], flush=True)
+    write_json(arguments.folder / "summary.json", {name: one and one._asdict() for name, one in results.items()})
     print("\n".join(["", *rows]))
-    return 0 if all(result is not None and result["sequence_equal"] for result in results.values()) else 1
+    return 0 if all(one is not None and one.sequence_equal for one in results.values()) else 1
 
 
 if __name__ == "__main__":

@@ -2,23 +2,79 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import runpy
+import signal
+import sys
 import time
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import psutil
+import torch
+
+from pipeline.local_ranks import reserved_port
+from tests.distributed import processes
 from tests.faults.job import Job, is_launcher, is_rank
-from tests.faults.runs import BRIEF, Laboratory, Run, TrialError, await_that, finish, have_ended, kill, local_ranks
+from tests.faults.runs import BRIEF, RANKS, Laboratory, Run, await_that
 from tests.faults.trials import Result, interrupt
 from tests.slurm.cluster import Cluster, ClusterError
 from tests.waiting import PATIENCE_S
 
-SAVE_EVERY = 2
+OFTEN = 2
+"""Saves every two steps."""
 IN_A_SAVE_FRACTION = 1 / 3
 """This fraction of the kills waits for the next save: saves are short, and random times rarely hit them."""
 EXIT_GRACE_S = 3.0
 """A rank whose peers die before the rendezvous waits for half an hour unless its launcher ends it."""
 _VICTIMS = (slice(0, 1), slice(1, 2), slice(None))
+
+
+@contextlib.contextmanager
+def local_ranks(run: Run) -> Iterator[list[Any]]:
+    """An attempt of a run: its ranks as processes of this machine, which leaving the block kills.
+
+    They run the same program as slurm/launch.sh, in the same environment, forked from a server that has imported
+    everything: training starts after a second.
+    """
+    with reserved_port() as port:
+        ranks = [processes.Process(target=_train, args=(run, rank, port), daemon=True) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        try:
+            yield ranks
+        finally:
+            kill(ranks)
+
+
+def _train(run: Run, rank: int, port: int) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    torch.set_num_threads(1)
+    descriptor = os.open(run.log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.argv = ["pipeline.train", str(run.config)]
+    runpy.run_module("pipeline.train", run_name="__main__", alter_sys=True)
+
+
+def kill(ranks: Sequence[Any]) -> bool:
+    """Kills these ranks; returns False if all of them had already ended."""
+    for process in ranks:
+        process.kill()
+    for process in ranks:
+        process.join()
+    return any(process.exitcode == -signal.SIGKILL for process in ranks)
+
+
+def have_ended(ranks: Sequence[Any], timeout_s: float = 0.0) -> bool:
+    """Waits at most `timeout_s` for all ranks; returns whether they ended."""
+    deadline = time.monotonic() + timeout_s
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return all(process.exitcode is not None for process in ranks)
 
 
 def kill_at_random(
@@ -27,82 +83,58 @@ def kill_at_random(
     """Trains runs as plain processes, and kills one or both ranks, until there were `kills` kills."""
     draw = random.Random(seed)
     whole_s = laboratory.undisturbed(BRIEF)[1]
-    moments: Counter[str] = Counter()
-    lost, seconds, equal, runs = 0, 0.0, True, 0
-    while moments.total() < kills:
-        runs += 1
-        run = laboratory.new_run(BRIEF, checkpoints={"every_steps": SAVE_EVERY, "asynchronous": asynchronous})
-        struck_at: float | None = None
-        while True:
-            lives_s = draw.uniform(0, whole_s) if moments.total() < kills else PATIENCE_S
-            victims, in_a_save = draw.choice(_VICTIMS), draw.random() < IN_A_SAVE_FRACTION
-            moment, first_step_at, killed_at = _attempt(run, lives_s, victims, in_a_save=in_a_save)
-            if struck_at is not None and first_step_at is not None:
-                seconds = max(seconds, first_step_at - struck_at)
-            struck_at = killed_at
-            if struck_at is None:
-                break
-            moments[moment] += 1
-            lost = max(lost, run.step - run.saved_step)
+    done, lost, equal = 0, 0, True
+    while done < kills:
+        run = laboratory.new_run(BRIEF, checkpoints={"every_steps": OFTEN, "asynchronous": asynchronous})
+        while done < kills and _is_killed(run, draw.uniform(0, whole_s), draw):
+            done, lost = done + 1, max(lost, run.step - run.saved_step)
+        if not run.is_done:
+            _is_killed(run, PATIENCE_S, draw)
         equal = equal and laboratory.is_undisturbed(run)
-    when = ", ".join(f"{count} while {moment}" for moment, count in sorted(moments.items()))
-    how = f"{runs} runs as plain processes that save every {SAVE_EVERY} steps, seed {seed}; {when}"
-    return Result(moments.total(), lost, seconds, equal, how)
+    return Result(done, lost, None, equal)
 
 
-def _attempt(run: Run, lives_s: float, victims: slice, *, in_a_save: bool) -> tuple[str, float | None, float | None]:
-    """Starts a run and kills it after `lives_s` seconds, or in the first save after that.
+def _is_killed(run: Run, lives_s: float, draw: random.Random) -> bool:
+    """Starts a run and kills ranks of it after `lives_s` seconds, or in the first save after that.
 
-    Returns what it was doing when it was killed, the time of its first new step, or None, and the time of the kill, or
-    None if it finished before.
-
-    Raises:
-        TrialError: it failed without a kill, or resumed from another checkpoint than the newest.
+    Returns False if it finished before. Raises TrialError if it failed without a kill, or resumed from another
+    checkpoint than the newest.
     """
     left_over, printed, saved = run.unfinished_saves, len(run.output), run.saved_step
-    resumptions = len(run.resumed_steps)
-    first_step_at = struck_at = None
+    resumptions, in_a_save = len(run.resumed_steps), draw.random() < IN_A_SAVE_FRACTION
     with local_ranks(run) as ranks:
-        deadline = time.monotonic() + lives_s
-        while time.monotonic() < deadline and not have_ended(ranks):
-            if first_step_at is None and run.trains_again(printed):
-                first_step_at = time.monotonic()
-            time.sleep(0.02)
+        have_ended(ranks, lives_s)
         while in_a_save and not run.unfinished_saves - left_over and not have_ended(ranks):
             time.sleep(0.001)
-        now = time.monotonic()
-        if not have_ended(ranks) and kill(ranks[victims]):
-            struck_at = now
-            if first_step_at is None:
-                have_ended(ranks, EXIT_GRACE_S)
-            elif not have_ended(ranks, PATIENCE_S):
-                raise TrialError(f"{run.folder}: a rank outlived the other by {PATIENCE_S:.0f} s\n{run.output}")
+        killed = not have_ended(ranks) and kill(ranks[draw.choice(_VICTIMS)])
+        if not killed:
+            have_ended(ranks, PATIENCE_S)
+            codes = [process.exitcode for process in ranks]
+            run.require(codes == [0] * RANKS, f"ended with {codes}")
+        elif run.trains_again(printed):
+            run.require(have_ended(ranks, PATIENCE_S), "a rank outlived the other")
         else:
-            finish(run, ranks)
+            have_ended(ranks, EXIT_GRACE_S)
     for resumed in run.resumed_steps[resumptions:]:  # none if it was killed before it resumed
-        if resumed != saved:
-            raise TrialError(f"{run.folder}: it resumed from step {resumed}, but {saved} was saved\n{run.output}")
-    working = "starting" if first_step_at is None else "training"
-    return "saving" if run.unfinished_saves - left_over else working, first_step_at, struck_at
+        run.require(resumed == saved, f"it resumed from step {resumed}, but {saved} was saved")
+    return killed
 
 
 def kill_jobs_at_random(laboratory: Laboratory, cluster: Cluster, *, kills: int, seed: int) -> Result:
     """The same for Slurm jobs, including srun; the first job is not disturbed, to measure how long one takes."""
-    laboratory.undisturbed(BRIEF)
     draw = random.Random(seed)
-    done, lost, seconds, equal, jobs, whole_s = 0, 0, 0.0, True, 0, 0.0
+    done, lost, seconds, equal, whole_s = 0, 0, 0.0, True, 0.0
 
     def kill_any(job: Job) -> None:
         """SIGKILL to a random process among srun and the ranks, once one of them runs."""
 
-        def working() -> list[Any]:
+        def working() -> list[psutil.Process]:
             return job.processes(lambda process: is_launcher(process) or is_rank(process))
 
         await_that(lambda: bool(working()), f"{job.run.folder}: a process to kill")
         draw.choice(working()).kill()
 
-    while done < kills or jobs == 0:
-        jobs += 1
+    while done < kills:
         run, began = laboratory.new_run(BRIEF), time.monotonic()
         job = Job(cluster, run, MAX_RESTARTS_WITHOUT_PROGRESS=str(kills))
         while whole_s and done < kills:
@@ -113,7 +145,7 @@ def kill_jobs_at_random(laboratory: Laboratory, cluster: Cluster, *, kills: int,
         job.finish()
         whole_s = whole_s or time.monotonic() - began
         equal = equal and laboratory.is_undisturbed(run)
-    return Result(done, lost, seconds, equal, f"{jobs} jobs, seed {seed}")
+    return Result(done, lost, seconds, equal)
 
 
 def _ends_within(job: Job, seconds: float) -> bool:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import re
-import runpy
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipeline.local_ranks import reserved_port
+from pipeline.run_folder.checkpoint_names import named_checkpoint, step_in
 from pipeline.run_folder.metrics import METRICS, read_metrics
-from tests.distributed import processes, run_ranks
+from tests.distributed import run_ranks
 from tests.training.faults import train_without
 from tests.training.runs import make_run, make_tokens, metrics, write_config
 from tests.waiting import PATIENCE_S, wait_until
@@ -36,26 +29,29 @@ class TrialError(AssertionError):
 
 def await_that(condition: Callable[[], bool], what: str) -> None:
     """Waits until `condition` holds; raises TrialError if it does not in time."""
-    if not wait_until(condition, every_s=0.02):
+    if not wait_until(condition, every_s=0.1):
         raise TrialError(f"not seen in {PATIENCE_S:.0f} s: {what}")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What makes one run's figures differ from another's."""
-
-    zero_stage: int
-    steps: int
-    save_every: int
-    sequence_length: int
-    global_batch_size: int
-    micro_batch_size: int
-
-
-BRIEF = Shape(1, steps=40, save_every=8, sequence_length=64, global_batch_size=16, micro_batch_size=4)
-"""Some 4 s of steps."""
-LASTING = Shape(3, steps=48, save_every=8, sequence_length=256, global_batch_size=64, micro_batch_size=8)
-"""Some 70 s of steps, for faults that Slurm notices after half a minute."""
+SAVE_EVERY = 8
+BRIEF, LASTING = "brief", "lasting"
+SHAPES: dict[str, dict[str, int]] = {
+    BRIEF: {
+        "zero": 1,
+        "schedule__steps": 40,
+        "schedule__global_batch_size": 16,
+        "schedule__micro_batch_size": 4,
+        "data__sequence_length": 64,
+    },
+    LASTING: {
+        "zero": 3,
+        "schedule__steps": 48,
+        "schedule__global_batch_size": 64,
+        "schedule__micro_batch_size": 8,
+        "data__sequence_length": 256,
+    },
+}
+"""Some 4 s of steps; some 70 s, for faults that Slurm notices after half a minute."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,12 @@ class Run:
 
     folder: Path
     config: Path
-    shape: Shape
+    shape: str
+
+    @property
+    def steps(self) -> int:
+        """How many it has in all."""
+        return SHAPES[self.shape]["schedule__steps"]
 
     @property
     def step(self) -> int:
@@ -73,24 +74,20 @@ class Run:
         return int(lines[-1]["step"]) if lines else 0
 
     @property
-    def checkpoints(self) -> dict[int, Path]:
-        """The complete checkpoints by step, oldest first."""
-        whole = sorted(path.parent for path in self.folder.glob("checkpoints/step_*/manifest.json"))
-        return {int(path.name.removeprefix("step_")): path for path in whole if path.suffix == ""}
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
     @property
     def saved_step(self) -> int:
         """The step of the checkpoint that `latest` names, 0 without one; a newer complete one may not be named yet."""
-        try:
-            return int((self.folder / "checkpoints" / "latest").read_text(encoding="utf-8").removeprefix("step_"))
-        except FileNotFoundError:
-            return 0
+        named = named_checkpoint(self.checkpoints)
+        return step_in(named.name) or 0 if named else 0
 
     @property
     def unfinished_saves(self) -> set[int]:
         """The inodes of unfinished saves, those of killed attempts included."""
         inodes = set()
-        for folder in self.folder.glob("checkpoints/.step_*"):
+        for folder in self.checkpoints.glob(".step_*"):
             with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
                 inodes.add(folder.stat().st_ino)
         return inodes
@@ -102,13 +99,12 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """What its processes print."""
+        """What its processes print, in all attempts."""
         return self.folder / "output.log"
 
     @property
     def output(self) -> str:
-        """The output of all attempts."""
-        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
     @property
     def resumed_steps(self) -> list[int]:
@@ -124,101 +120,43 @@ class Run:
         """Whether a new attempt has trained a step, by the output after `printed_before` characters."""
         return _STEP.search(self.output, printed_before) is not None
 
-
-@contextlib.contextmanager
-def local_ranks(run: Run) -> Iterator[list[Any]]:
-    """An attempt of a run: its ranks as processes of this machine, which leaving the block kills.
-
-    They run the same program as slurm/launch.sh, in the same environment, forked from a server that has imported
-    everything: training starts after a second.
-    """
-    with reserved_port() as port:
-        ranks = [processes.Process(target=_train, args=(run, rank, port), daemon=True) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        try:
-            yield ranks
-        finally:
-            kill(ranks)
+    def require(self, condition: bool, what: str) -> None:
+        """Raises TrialError, with the run's output, if `condition` does not hold."""
+        if not condition:
+            raise TrialError(f"{self.folder}: {what}\n{self.output}")
 
 
-def _train(run: Run, rank: int, port: int) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    torch.set_num_threads(1)
-    descriptor = os.open(run.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    sys.argv = ["pipeline.train", str(run.config)]
-    runpy.run_module("pipeline.train", run_name="__main__", alter_sys=True)
-
-
-def kill(ranks: Sequence[Any]) -> bool:
-    """Kills these ranks; returns False if all of them had already ended."""
-    for process in ranks:
-        process.kill()
-    for process in ranks:
-        process.join()
-    return any(process.exitcode == -signal.SIGKILL for process in ranks)
-
-
-def have_ended(ranks: Sequence[Any], timeout_s: float = 0.0) -> bool:
-    """Waits at most `timeout_s` for all ranks; returns whether they ended."""
-    deadline = time.monotonic() + timeout_s
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
-    return all(process.exitcode is not None for process in ranks)
-
-
-def finish(run: Run, ranks: Sequence[Any]) -> None:
-    """Waits for the end of a run; raises TrialError if a rank failed."""
-    have_ended(ranks, PATIENCE_S)
-    if any(process.exitcode != 0 for process in ranks):
-        raise TrialError(f"{run.folder}: ended with {[process.exitcode for process in ranks]}\n{run.output}")
-
-
-@dataclass
 class Laboratory:
     """A folder with the tokens, the initial expansion and the undisturbed runs, which all runs share."""
 
-    folder: Path
-    _undisturbed: dict[tuple[Shape, tuple[int, ...]], tuple[Run, float]] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs = 0
+        self._undisturbed: dict[tuple[str, tuple[int, ...]], tuple[Run, float]] = {}
+        make_tokens(folder / "tokens")
+        make_run(folder, folder / "tokens")
+        run_ranks(int, 1)  # the server of the ranks finishes its imports: no run waits for them
 
-    def __post_init__(self) -> None:
-        make_tokens(self.folder / "tokens")
-        make_run(self.folder, self.folder / "tokens")
-        warm = processes.Process(target=int)  # the server finishes its imports: no run waits for them
-        warm.start()
-        warm.join()
-
-    def new_run(self, shape: Shape, **changes: Any) -> Run:
+    def new_run(self, shape: str, **changes: Any) -> Run:
         """A run ready to train; `changes` as in `tests.training.runs.write_config`."""
-        folder = self.folder / f"run-{next(self._numbers)}"
-        config = write_config(
-            folder,
-            self.folder / "tokens",
-            zero=shape.zero_stage,
-            name="run.yaml",
-            upscaled=str(self.folder / "upscaled"),
-            data__sequence_length=shape.sequence_length,
-            schedule__steps=shape.steps,
-            schedule__global_batch_size=shape.global_batch_size,
-            schedule__micro_batch_size=shape.micro_batch_size,
-            validation={"every_steps": shape.steps // 2, "max_sequences": 5},
-            **{"checkpoints__every_steps": shape.save_every, **changes},
-        )
-        return Run(folder, config, shape)
+        self._runs += 1
+        folder = self.folder / f"run-{self._runs}"
+        settings: dict[str, Any] = {
+            **SHAPES[shape],
+            "upscaled": str(self.folder / "upscaled"),
+            "validation": {"every_steps": 20, "max_sequences": 5},
+            "checkpoints": {"every_steps": SAVE_EVERY},
+        }
+        config = write_config(folder, self.folder / "tokens", **settings | changes)
+        run = Run(folder, config, shape)
+        run.log.touch()
+        return run
 
-    def undisturbed(self, shape: Shape, skipped: tuple[int, ...] = ()) -> tuple[Run, float]:
+    def undisturbed(self, shape: str, skipped: tuple[int, ...] = ()) -> tuple[Run, float]:
         """The run of that shape without faults, optionally without some steps, and its seconds; trained once."""
         if (shape, skipped) not in self._undisturbed:
             run, began = self.new_run(shape), time.monotonic()
-            if skipped:
-                run_ranks(train_without, RANKS, run.config, *skipped, timeout_s=PATIENCE_S)
-            else:
-                with local_ranks(run) as ranks:
-                    finish(run, ranks)
+            run_ranks(train_without, RANKS, run.config, *skipped)
             self._undisturbed[shape, skipped] = run, time.monotonic() - began
         return self._undisturbed[shape, skipped]
 
@@ -226,5 +164,5 @@ class Laboratory:
         """Whether the run logged every step once, with the metrics of the undisturbed run, bit for bit."""
         figures = run.figures
         trained = [line["step"] for line in figures if "loss" in line]
-        expected = [step for step in range(1, run.shape.steps + 1) if step not in skipped]
+        expected = [step for step in range(1, run.steps + 1) if step not in skipped]
         return trained == expected and figures == self.undisturbed(run.shape, skipped)[0].figures

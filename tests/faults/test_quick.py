@@ -1,8 +1,4 @@
-"""Two faults of the suite; `make faults` injects all of them.
-
-Other tests cover the rest one by one: a NaN (tests/training/test_divergence.py), a hung rank
-(tests/slurm/test_requeue.py, tests/health/test_watchdog.py), damaged checkpoints, a full disk.
-"""
+"""Two faults of the suite; `make faults` injects all of them."""
 
 from __future__ import annotations
 
@@ -29,18 +25,17 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 @pytest.mark.slurm
 def test_a_killed_rank_and_a_truncated_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
     damage = partial(to_the_newest, truncate)
-    result = stop_and_resume(laboratory, slurm_cluster, inject=kill_rank, while_down=damage, checkpoints_before=2)
+    result = stop_and_resume(laboratory, slurm_cluster, inject=kill_rank, while_down=damage)
     assert result.sequence_equal and result.steps_lost > BRIEF.save_every
 
 
 def test_a_difference_in_the_last_bit_is_found(laboratory: Laboratory, tmp_path: Path):
     reference, _ = laboratory.undisturbed(BRIEF)
-    run = replace(reference, folder=tmp_path)
     lines = read_metrics(reference.folder / METRICS)
 
     def found_equal() -> bool:
         (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        return laboratory.is_undisturbed(run)
+        return laboratory.is_undisturbed(replace(reference, folder=tmp_path))
 
     assert found_equal()
     lines[20]["loss"] = math.nextafter(lines[20]["loss"], 0)

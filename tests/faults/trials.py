@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from pipeline.run_folder.checkpoint_names import all_checkpoints, step_in
 from tests.disks import SmallDisk
 from tests.faults.job import Job, is_launcher
-from tests.faults.runs import BRIEF, LASTING, RANKS, Laboratory, Shape, TrialError, await_that
-from tests.slurm.cluster import Cluster
+from tests.faults.runs import BRIEF, LASTING, RANKS, SAVE_EVERY, SHAPES, Laboratory, await_that
+from tests.slurm.cluster import NODES, Cluster
+from tests.waiting import PATIENCE_S
 
 
 class Result(NamedTuple):
-    """What the faults of one kind did.
+    """What the faults of one kind did: how often they were injected, and what the worst of them cost.
 
-    Attributes:
-        times: how often it was injected.
-        steps_lost: the largest number of steps computed again or skipped.
-        seconds_to_resume: the longest from the fault to the first new step, with five seconds in place of Slurm's two
-            minutes between attempts.
-        sequence_equal: whether the metrics of every run equal those of an undisturbed one, bit for bit.
-        remarks: for the terminal and summary.json.
+    Seconds of a job go to its first new step, with five in place of Slurm's two minutes between attempts. The sequence
+    is equal if the metrics of every run are those of an undisturbed one, bit for bit.
     """
 
     times: int
     steps_lost: int
-    seconds_to_resume: float
+    seconds_to_resume: float | None
     sequence_equal: bool
-    remarks: str = ""
 
 
 Injection = Callable[[Job], object]
@@ -58,55 +53,56 @@ def terminate(job: Job) -> None:
     job.cluster.run("scancel", "--signal=TERM", str(job.id))
 
 
+LIMITED = ("--time=30", "--signal=B:USR1@900")
+
+
 def come_near_the_time_limit(job: Job) -> None:
-    """Lowers the limit so that Slurm sends its signal at the next check, within half a minute."""
-    started = datetime.fromisoformat(job.cluster.job(job.id)["StartTime"])
-    minutes = math.ceil(((datetime.now() - started).total_seconds() + 30) / 60)
-    job.cluster.scontrol("update", f"JobId={job.id}", f"TimeLimit={minutes}")
+    """Lowers the limit of a LIMITED job: Slurm sends its signal at the next check, within half a minute."""
+    job.cluster.scontrol("update", f"JobId={job.id}", "TimeLimit=14")
 
 
 def lift_the_time_limit(job: Job) -> int:
     """For the next attempt."""
-    job.cluster.scontrol("update", f"JobId={job.id}", "TimeLimit=UNLIMITED")
+    job.cluster.scontrol("update", f"JobId={job.id}", "TimeLimit=30")
     return job.run.saved_step
 
 
 def kill_rank(job: Job) -> None:
     """SIGKILL to rank 1, as the kernel does when memory is exhausted."""
-    _kill(job.stop_between_checkpoints())
+    job.stop_between_checkpoints().kill()
 
 
 def kill_launcher(job: Job) -> None:
     """SIGKILL to srun."""
-    _kill_in_training(job, is_launcher, "srun")
+    _kill_in_training(job, is_launcher)
 
 
 def kill_batch_script(job: Job) -> None:
     """SIGKILL to the shell that runs slurm/cpt_korean.sh."""
-
-    def noticed() -> bool:
-        return job.cluster.job(job.id)["JobState"] != "RUNNING"
-
-    _kill_in_training(job, lambda process: process.name() == "bash", "batch script", noticed)
+    _kill_in_training(job, lambda process: process.name() == "bash")
 
 
-def restart_daemon(node: str, job: Job) -> None:
-    """SIGKILL to a node's slurmd, whose children survive; then restarts it."""
-    job.cluster.kill_slurmd(node)
-    job.cluster.start_slurmd(node)
+def _kill_in_training(job: Job, described: Callable[[psutil.Process], bool]) -> None:
+    """Rank 1 is suspended until Slurm has noticed: a short run could end before."""
+    rank = job.stop_between_checkpoints()
+    job.process(described).kill()
+    await_that(lambda: job.cluster.job(job.id)["JobState"] != "RUNNING", "that Slurm notices the end of a process")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.resume()
 
 
 def lose_node(job: Job) -> None:
-    """SIGKILL to node n2's slurmd and all of the job's processes there, as in a power failure; restarts slurmd."""
+    """SIGKILL to node n2's slurmd and all of the job's processes there, as in a power failure; slurmd comes back."""
     job.stop_between_checkpoints()
     doomed = job.processes(lambda process: process.environ().get("SLURMD_NODENAME") == "n2")
     keepers = {parent for process in doomed for parent in process.parents() if parent.name() == "slurmstepd"}
-    job.cluster.kill_slurmd("n2")
+    job.cluster.slurmd("n2").suspend()  # it shall not report their end
     for process in (*keepers, *doomed):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    await_that(lambda: all(map(_is_dead, doomed)), "the end of all that runs on node n2")
-    job.cluster.start_slurmd("n2")
+    _, alive = psutil.wait_procs(doomed, timeout=PATIENCE_S)
+    job.run.require(not alive, f"{alive} did not end")
+    job.cluster.restart_slurmd("n2")
 
 
 def truncate(checkpoint: Path) -> None:
@@ -131,37 +127,13 @@ def lose_file(checkpoint: Path) -> None:
 
 def to_the_newest(damage: Callable[[Path], None], job: Job) -> int:
     """Damages a job's newest checkpoint; the run must resume from the one before."""
-    *_, before, newest = job.run.checkpoints
-    damage(job.run.checkpoints[newest])
-    return before
+    *_, before, newest = all_checkpoints(job.run.checkpoints)
+    damage(newest)
+    return step_in(before.name) or 0
 
 
 def _of_rank(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"rank_{rank:05d}.safetensors"
-
-
-def _kill_in_training(
-    job: Job, described: Callable[[psutil.Process], bool], what: str, noticed: Callable[[], bool] = lambda: True
-) -> None:
-    """SIGKILL to a process of the job. Rank 1 is suspended until it is `noticed`: a short run could end before."""
-    rank = job.stop_between_checkpoints()
-    _kill(job.process(described, what))
-    await_that(noticed, f"Slurm to notice the end of {what}")
-    with contextlib.suppress(psutil.NoSuchProcess):
-        rank.resume()
-
-
-def _kill(process: psutil.Process) -> None:
-    process.kill()
-    await_that(lambda: _is_dead(process), f"the end of process {process.pid}")
-
-
-def _is_dead(process: psutil.Process) -> bool:
-    """Whether it has ended; its parent may not have waited for it yet."""
-    try:
-        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
 
 
 # --- What becomes of the run -----------------------------------------------------------------------------------------
@@ -177,16 +149,14 @@ def stop_and_resume(
     cluster: Cluster,
     *,
     inject: Injection,
-    shape: Shape = BRIEF,
+    shape: str = BRIEF,
     loses_steps: bool | None = True,
     while_down: WhileDown = newest_checkpoint,
-    checkpoints_before: int = 1,
     options: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
     changes: dict[str, Any] | None = None,
-    remarks: str = "",
 ) -> Result:
-    """Stops a job once, after `checkpoints_before` checkpoints, and lets it resume.
+    """Stops a job once and lets it resume.
 
     `loses_steps` says whether some must be computed again, none must, or either may be. `changes` are those of the
     run's settings, `options` those of sbatch, `environment` is the job's.
@@ -194,12 +164,16 @@ def stop_and_resume(
     laboratory.undisturbed(shape)
     run = laboratory.new_run(shape, **(changes or {}))
     job = Job(cluster, run, options=options, **(environment or {}))
-    job.wait_between_checkpoints(checkpoints_before)
+    job.wait_between_checkpoints(checkpoints=1 if while_down is newest_checkpoint else 2)
     lost, seconds = interrupt(job, inject, while_down)
     job.finish()
-    if loses_steps is not None and loses_steps != (lost > 0):
-        raise TrialError(f"{lost} steps were lost, expected {'some' if loses_steps else 'none'}\n{run.output}")
-    return Result(1, lost, seconds, laboratory.is_undisturbed(run), remarks)
+    run.require(loses_steps in (None, lost > 0), f"{lost} steps were lost")
+    return Result(1, lost, seconds, laboratory.is_undisturbed(run))
+
+
+def damage_the_newest(laboratory: Laboratory, cluster: Cluster, *, damage: Callable[[Path], None]) -> Result:
+    """Damages the newest checkpoint of a job that is queued again."""
+    return stop_and_resume(laboratory, cluster, inject=requeue, while_down=partial(to_the_newest, damage))
 
 
 def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkpoint) -> tuple[int, float]:
@@ -218,36 +192,34 @@ def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkp
     seconds = time.monotonic() - struck
     resumed = run.resumed_steps[-1] if run.resumed_steps else 0
     # The newest checkpoint may be one that was damaged meanwhile.
-    most = run.shape.save_every * (1 if while_down is newest_checkpoint else 2)
-    if resumed != expected or last_step - resumed > most:
-        found = f"it resumed from step {resumed} after step {last_step}"
-        raise TrialError(f"{run.folder}: {found}, expected {expected} and at most {most} lost\n{run.output}")
+    most = SAVE_EVERY * (1 if while_down is newest_checkpoint else 2)
+    found = f"it resumed from step {resumed} after step {last_step}, expected {expected} and at most {most} lost"
+    run.require(resumed == expected and last_step - resumed <= most, found)
     return last_step - resumed, seconds
 
 
-def survive(laboratory: Laboratory, cluster: Cluster, *, injections: Sequence[Injection]) -> Result:
-    """Injects each fault into a job, which must continue without a restart."""
+def restart_daemons(laboratory: Laboratory, cluster: Cluster) -> Result:
+    """SIGKILL to each node's slurmd, whose children survive; it comes back, and the job continues without a restart."""
     laboratory.undisturbed(LASTING)
     run = laboratory.new_run(LASTING)
     job = Job(cluster, run)
     seconds = 0.0
-    for inject in injections:
+    for node in NODES:
         job.wait_between_checkpoints()
         struck = time.monotonic()
-        inject(job)
+        cluster.restart_slurmd(node)
         job.wait_for_step(run.step + 1)
         seconds = max(seconds, time.monotonic() - struck)
-    if run.step == run.shape.steps:
-        raise TrialError(f"{run.folder}: it was done before the last fault\n{run.output}")
+    run.require(run.step < run.steps, "it was done before the last fault")
     job.finish(restarts=0)
-    return Result(len(injections), 0, seconds, laboratory.is_undisturbed(run))
+    return Result(len(NODES), 0, seconds, laboratory.is_undisturbed(run))
 
 
 def fill_the_disk(laboratory: Laboratory, cluster: Cluster) -> Result:
     """Runs a job that saves to a small disk, which another program fills during the run."""
     laboratory.undisturbed(BRIEF)
     run = laboratory.new_run(BRIEF)
-    disk = SmallDisk(run.folder / "checkpoints", mib=64)
+    disk = SmallDisk(run.checkpoints, mib=64)
     try:
         job = Job(cluster, run)
         job.wait_between_checkpoints()
@@ -258,8 +230,8 @@ def fill_the_disk(laboratory: Laboratory, cluster: Cluster) -> Result:
         seconds = time.monotonic() - struck
         disk.free()
         job.finish(restarts=0)
-        if not saved < failed_at < run.saved_step == run.shape.steps:
-            raise TrialError(f"saved {saved}, full at {failed_at}, then saved {run.saved_step}\n{run.output}")
+        found = f"saved {saved}, full at {failed_at}, then saved {run.saved_step}"
+        run.require(saved < failed_at < run.saved_step == run.steps, found)
     finally:
         disk.remove()
     return Result(1, 0, seconds, laboratory.is_undisturbed(run))
@@ -267,11 +239,12 @@ def fill_the_disk(laboratory: Laboratory, cluster: Cluster) -> Result:
 
 def poison_a_batch(laboratory: Laboratory, cluster: Cluster, *, stays: bool, step: int = 13) -> Result:
     """Runs a job with a NaN in a batch of rank 1 in that step, whenever it is read or only the first time."""
-    skipped = (step,) if stays else ()
+    skipped = (step,) if stays else ()  # else the step is computed again
     laboratory.undisturbed(BRIEF, skipped)
     run = laboratory.new_run(BRIEF)
     strokes = run.folder / "strokes"
-    batch = (step - 1) * (BRIEF.global_batch_size // BRIEF.micro_batch_size // RANKS) + 1
+    global_batch, micro_batch = (SHAPES[BRIEF][f"schedule__{name}_batch_size"] for name in ("global", "micro"))
+    batch = (step - 1) * (global_batch // micro_batch // RANKS) + 1
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "poison"), os.environ.get("PYTHONPATH"))))
     poison = json.dumps({"rank": 1, "micro_batch": batch, "stays": stays, "strokes": str(strokes)})
     job = Job(cluster, run, PYTHONPATH=path, POISON=poison)
@@ -279,7 +252,6 @@ def poison_a_batch(laboratory: Laboratory, cluster: Cluster, *, stays: bool, ste
     done = time.time()
     job.finish(restarts=0)
     times = [float(line) for line in strokes.read_text(encoding="utf-8").splitlines()]
-    if len(times) != (2 if stays else 1) or f"step {step}: its loss or gradient is not finite" not in run.output:
-        raise TrialError(f"struck {len(times)} times\n{run.output}")
-    remarks = f"compared with a run that skips step {step}" if stays else "the step is recomputed"
-    return Result(1, 1, done - times[0], laboratory.is_undisturbed(run, skipped), remarks)
+    run.require(len(times) == (2 if stays else 1), f"struck {len(times)} times")
+    run.require(f"step {step}: its loss or gradient is not finite" in run.output, "the NaN was not noticed")
+    return Result(1, 1, done - times[0], laboratory.is_undisturbed(run, skipped))

@@ -17,19 +17,17 @@ _VALUES: tuple[Any, ...] = (
 _EXTREMES = (0, -1, 1, 2**31 - 1, 2**40, 2**62, -(2**63), 2**63 - 1)
 
 
-def damage_any(root: Path, draw: random.Random, *, values: bool = True) -> str:
-    """Damages one to three random files below `root`; returns what was done."""
+def damage(root: Path, draw: random.Random, *, values: bool) -> str:
+    """Damages one to three random files below `root`; returns what was done.
+
+    Without `values` JSON is only cut: no hash guards the values of a manifest.
+    """
     done = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         if files := [path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink()]:
             file = draw.choice(files)
             done.append(f"{file}: {_damage_file(file, draw, values)}")
     return "; ".join(done) or "nothing"
-
-
-def damage_bytes_only(root: Path, draw: random.Random) -> str:
-    """The same, but JSON is only cut: no hash guards the values of a manifest."""
-    return damage_any(root, draw, values=False)
 
 
 def _damage_file(file: Path, draw: random.Random, values: bool) -> str:
@@ -43,22 +41,18 @@ def _damage_file(file: Path, draw: random.Random, values: bool) -> str:
         return "cut"
     if is_text and draw.random() < 0.6:
         try:
-            text, what = _with_other_value(file.suffix, content.decode(), draw)
-            file.write_text(text)
-            return what
+            return _change_a_value(file, content.decode(), draw)
         except (ValueError, yaml.YAMLError, IndexError):
             pass  # damaged before
-    changed, what = _with_other_bytes(content, draw)
-    file.write_bytes(changed)
-    return what
+    return _change_bytes(file, bytearray(content), draw)
 
 
-def _with_other_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """`content` with random damage, often in the header or the footer."""
-    data = bytearray(content)
-    region = draw.choice((range(len(data)), range(len(data)), range(len(data))[:64], range(len(data))[-512:]))
+def _change_bytes(file: Path, data: bytearray, draw: random.Random) -> str:
+    """Anywhere, often in the header or the footer."""
+    length = len(data)
+    region = draw.choice((range(length), range(length), range(length)[:64], range(length)[-512:]))
     at = draw.choice(region) if region else 0
-    size = min(draw.choice((1, 4, 8, 64, 4096)), len(data) - at)
+    size = min(draw.choice((1, 4, 8, 64, 4096)), length - at)
     kind = draw.choice(("flip", "flip", "overwrite", "cut", "insert", "integer"))
     if kind == "flip" and data:
         data[at] ^= 1 << draw.randrange(8)
@@ -70,14 +64,16 @@ def _with_other_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
         data[at:at] = draw.choice((draw.randbytes(size), b"[" * 5_000, b"9" * 5_000, b"\xef\xbb\xbf", b"\r\n", b"\0"))
     elif kind == "integer":
         data[at - at % 8 : at - at % 8 + 8] = (draw.choice(_EXTREMES) % 2**64).to_bytes(8, "little")
-    return bytes(data), f"{kind} at {at} of {len(content)} bytes"
+    file.write_bytes(data)
+    return f"{kind} at {at} of {length} bytes"
 
 
-def _with_other_value(suffix: str, text: str, draw: random.Random) -> tuple[str, str]:
-    """A text of JSON, JSON lines or YAML with a random value changed or removed; raises where it is none."""
-    lines = text.split("\n") if suffix == ".jsonl" else [text]
+def _change_a_value(file: Path, text: str, draw: random.Random) -> str:
+    """Changes or removes a random value of JSON, of a line of JSON, or of YAML; raises where it is none."""
+    lines = text.split("\n") if file.suffix == ".jsonl" else [text]
     number = draw.randrange(max(1, len(lines) - 1))
-    holder = {"": yaml.safe_load(text) if suffix == ".yaml" else json.loads(lines[number])}
+    read, write = (yaml.safe_load, yaml.safe_dump) if file.suffix == ".yaml" else (json.loads, json.dumps)
+    holder = {"": read(lines[number])}
     # Values deep in long lists are many, and alike: half of the time a place near the root is taken.
     places = list(_places(holder))
     near = [place for place in places if len(place[2]) <= 3]
@@ -86,8 +82,9 @@ def _with_other_value(suffix: str, text: str, draw: random.Random) -> tuple[str,
         del parent[key]
     else:
         parent[key] = draw.choice(_VALUES)
-    lines[number] = yaml.safe_dump(holder[""]) if suffix == ".yaml" else json.dumps(holder[""])
-    return "\n".join(lines), f"another value of {'.'.join(path)[:200]}"
+    lines[number] = write(holder[""])
+    file.write_text("\n".join(lines))
+    return f"another value of {'.'.join(path)[:200]}"
 
 
 def _places(parent: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any, tuple[str, ...]]]:

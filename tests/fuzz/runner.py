@@ -9,12 +9,12 @@ import random
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import INTERNAL_FAULT, UserError, exit_code_of, in_one_line
-from tests.fuzz.damage import damage_any
+from tests.fuzz.damage import damage
 
 INPUT = Path("input")
 """What is damaged. Everything is relative to a subject's own folder, so that copies of it hold the same bytes."""
@@ -31,23 +31,22 @@ class Subject(NamedTuple):
         target: the row of the table that it belongs to.
         name: its name among the target's.
         make: writes the sound input to `INPUT`, and other files that the reader needs beside it.
-        read: reads it as the project does; returns digests of what it read, by name.
-        exact: whether the project promises to notice any change. Then each digest must be that of the sound input.
-        damage: damages the folder; returns what it did.
+        read: reads it as the project does; returns what it read, if `exact`.
+        exact: whether the project promises to notice any change.
     """
 
     target: str
     name: str
-    make: Callable[[], None]
-    read: Callable[[], Mapping[str, str] | None]
+    make: Callable[[], object]
+    read: Callable[[], object]
     exact: bool = False
-    damage: Callable[[Path, random.Random], str] = damage_any
 
 
 class Result(NamedTuple):
     """How one input ended; the seed and its number make it again. docs/faults.md explains `outcome`."""
 
     number: int
+    target: str
     subject: str
     outcome: str
     damage: str
@@ -60,50 +59,44 @@ def results(folder: Path, subjects: Sequence[Subject], seed: int, numbers: Itera
     Each sound input is read first: a reader that refuses its own is an AssertionError.
     """
     targets: dict[str, list[Subject]] = {}
-    truth: dict[Subject, Mapping[str, str]] = {}
+    truth: dict[Subject, Any] = {}
     for subject in subjects:
         targets.setdefault(subject.target, []).append(subject)
-        shutil.rmtree(_sound(folder, subject), ignore_errors=True)
-        _sound(folder, subject).mkdir(parents=True)
-        answer = _in_child(subject.make, _sound(folder, subject))
-        if answer["kind"] == "content":
-            answer = _in_child(subject.read, _copy(folder, subject, "truth"))
-        assert answer["kind"] == "content", f"{subject.target}/{subject.name} unharmed: {answer}"
-        truth[subject] = answer["content"]
+        sound = _sound(folder, subject)
+        shutil.rmtree(sound, ignore_errors=True)
+        sound.mkdir(parents=True)
+        outcome, answer = _in_child(subject.make, sound)
+        if outcome == "right":
+            outcome, answer = _in_child(subject.read, _copied(sound, folder / "truth"))
+        assert outcome == "right", f"{subject.target}/{subject.name} unharmed: {answer}"
+        truth[subject] = answer
     for number in numbers:
         draw = random.Random(f"{seed}/{number}")
         subject = draw.choice([*targets.values()][number % len(targets)])
-        place = _copy(folder, subject, f"input-{number}")
+        place = _copied(_sound(folder, subject), folder / f"input-{number}")
         os.chdir(place)
-        damage = subject.damage(INPUT, draw)
-        outcome, why = _judge(subject, truth[subject], _in_child(subject.read, place))
+        done = damage(INPUT, draw, values=not subject.exact)
+        outcome, answer = _in_child(subject.read, place)
+        if outcome == "right" and subject.exact and answer != truth[subject]:
+            outcome, answer = "silent change", "accepted, with another content than was written"
+        elif outcome == "refused" and (str(INPUT) not in answer or len(answer) > _LONGEST_MESSAGE):
+            outcome = "vague"
         if outcome in GOOD:
             shutil.rmtree(place)
-        yield Result(number, f"{subject.target}/{subject.name}", outcome, damage[:200], why[:2000])
-
-
-def _judge(subject: Subject, truth: Mapping[str, str], answer: Mapping[str, Any]) -> tuple[str, str]:
-    kind, text = answer["kind"], answer.get("text", "")
-    if kind == "content":
-        if subject.exact and any(truth.get(name) != value for name, value in answer["content"].items()):
-            return "silent change", "accepted, with another content than was written"
-        return "right", ""
-    if kind == "refused" and (str(INPUT) not in text or len(text) > _LONGEST_MESSAGE):
-        return "vague", text
-    return kind, text
+        yield Result(number, subject.target, subject.name, outcome, done[:200], str(answer)[:2000])
 
 
 def _sound(folder: Path, subject: Subject) -> Path:
     return folder / "sound" / f"{subject.target}-{subject.name}".replace(" ", "-")
 
 
-def _copy(folder: Path, subject: Subject, name: str) -> Path:
-    shutil.rmtree(folder / name, ignore_errors=True)
-    return Path(shutil.copytree(_sound(folder, subject), folder / name, symlinks=True))
+def _copied(source: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    return Path(shutil.copytree(source, target, symlinks=True))
 
 
-def _in_child(work: Callable[[], Mapping[str, str] | None], place: Path) -> dict[str, Any]:
-    """How `work` ends in `place`: {"kind": "content", "content": …}, or another kind and a text."""
+def _in_child(work: Callable[[], object], place: Path) -> tuple[str, Any]:
+    """How `work` ends in `place`: "right" and what it returns, or another outcome and a text."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -114,16 +107,16 @@ def _in_child(work: Callable[[], Mapping[str, str] | None], place: Path) -> dict
         os.dup2(log, 2)
         signal.alarm(_WALL_SECONDS)
         try:
-            answer = {"kind": "content", "content": work() or {}}
+            answer = ("right", work())
         except BaseException as error:  # noqa: BLE001  every other end is a fault
-            answer = {"kind": "traceback", "text": traceback.format_exc()}
+            answer = ("traceback", traceback.format_exc())
             if isinstance(error, (UserError, OSError)) and exit_code_of(error) != INTERNAL_FAULT:
-                answer = {"kind": "refused", "text": in_one_line(error)}  # as every command line prints it
+                answer = ("refused", in_one_line(error))  # as every command line prints it
         (place / "answer.json").write_text(json.dumps(answer))
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        kind = "hang" if number == signal.SIGALRM else "abort"
-        return {"kind": kind, "text": signal.Signals(number).name}
-    return dict(json.loads((place / "answer.json").read_text()))
+        return "hang" if number == signal.SIGALRM else "abort", signal.Signals(number).name
+    outcome, answer = json.loads((place / "answer.json").read_text())
+    return outcome, answer

@@ -11,18 +11,17 @@ make two nodes; each has its own `slurmd -N name`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import re
 import secrets
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +32,13 @@ from tests.waiting import PATIENCE_S, wait_until
 
 NODES = ("n1", "n2")
 FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-MESSAGE_TIMEOUT = "MessageTimeout=60"
-"""How many seconds a command waits for a daemon that is busy."""
-_DAEMONS = ("munged", "slurmctld", "slurmd")
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _CPUS_PER_NODE = 16
 """More than the machine has: most of the tests' jobs wait, and run at the same time."""
 
+# FirstJobId: jobs meet on ports made from their numbers; another cluster on this machine should have others.
+# MessageTimeout: how many seconds a command waits for a daemon that is busy.
 _SLURM_CONF = """\
 ClusterName=scale-cpt-test
 SlurmctldHost={host}(127.0.0.1)
@@ -47,7 +47,6 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -60,14 +59,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2
-MpiDefault=none
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-JobCompType=jobcomp/none
 PropagateResourceLimits=NONE
 ReturnToService=2
-JobRequeue=1
-{message_timeout}
+MessageTimeout=60
 MinJobAge=86400
 FirstJobId={first_job_id}
 SlurmdTimeout=20
@@ -78,10 +72,6 @@ PartitionName=all Nodes={node_names} Default=YES MaxTime=INFINITE State=UP
 
 class ClusterError(Exception):
     """The cluster did not do what a test relies on."""
-
-
-class SlurmdCrashedError(ClusterError):
-    """A slurmd ended that nobody had ended, and was started again. Slurm 22.05's does so once in many launches."""
 
 
 class JobEnd(NamedTuple):
@@ -96,23 +86,16 @@ def why_not() -> str | None:
     """Why a cluster cannot start on this machine; None if it can."""
     if os.geteuid() != 0:
         return "slurmd needs root: run the tests as root, in a container for example"
-    absent = [program for program in (*_DAEMONS, "sbatch", "srun", "scontrol", "scancel") if _find(program) is None]
+    absent = [program for program in _PROGRAMS if shutil.which(program, path=_PATH) is None]
     return f"{', '.join(absent)} not installed: run `make slurm` (on Debian or Ubuntu, as root)" if absent else None
 
 
-def _find(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
 class Cluster:
-    """The daemons, with all files in `folder`, and the jobs."""
+    """The jobs of a running cluster, whose files are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.conf = folder / "slurm.conf"
-        self.crashes = 0
-        """How often a slurmd ended that nobody had ended."""
-        self._revival = threading.Lock()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -120,11 +103,9 @@ class Cluster:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return {**kept, "SLURM_CONF": str(self.conf)}
 
-    # --- Jobs
-
-    def run(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-        """Runs a command with this cluster's environment and returns its standard output."""
-        environment = {**self.environment, **(env or {})}
+    def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
+        """Runs a command with `env` and this cluster's environment; returns its standard output."""
+        environment = self.environment | env
         result = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ClusterError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}")
@@ -133,11 +114,9 @@ class Cluster:
     def scontrol(self, *args: str) -> str:
         return self.run("scontrol", *args)
 
-    def sbatch(
-        self, script: Path, env: Mapping[str, str] | None = None, args: tuple[str, ...] = (), cwd: Path | None = None
-    ) -> int:
-        """Submits `script` from the folder `cwd` with `env` added to the environment; returns the job's id."""
-        return int(self.run("sbatch", "--parsable", *args, str(script), env=env, cwd=cwd))
+    def sbatch(self, *args: str | Path, cwd: Path | None = None, **env: str) -> int:
+        """Submits a job from the folder `cwd`; returns its id."""
+        return int(self.run("sbatch", "--parsable", *map(str, args), cwd=cwd, **env))
 
     def job(self, job_id: int) -> dict[str, str]:
         """What `scontrol show job` says, under its own names (JobState, Restarts, StdOut…)."""
@@ -150,8 +129,9 @@ class Cluster:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def evidence(self, job_id: int) -> str:
-        """Output, Slurm's record and the daemons' logs, for the message of a failed test."""
-        return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), self._logs()))
+        """Output, Slurm's record and the end of the daemons' logs, for the message of a failed test."""
+        logs = [line for log in sorted(self.folder.glob("*.log")) for line in (str(log), *_end_of(log))]
+        return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), *logs))
 
     def wait(self, job_id: int, timeout: float = PATIENCE_S) -> JobEnd:
         """Waits until the job has ended for good, requeues included."""
@@ -165,19 +145,13 @@ class Cluster:
         """Waits until `condition` holds for what `job` returns, and returns that.
 
         Raises:
-            ClusterError: it did not hold in time.
-            SlurmdCrashedError: a slurmd crashed meanwhile, as a node that dies; it is running again.
+            ClusterError: it did not hold in time, or a slurmd crashed meanwhile, as a node that dies.
         """
-        crashes = self.crashes
-
-        def over() -> bool:
-            self._revive()
-            return self.crashes > crashes or condition(self.job(job_id))
-
-        if not wait_until(over, timeout):
+        crashes = self.slurmd_restarts
+        if not wait_until(lambda: self.slurmd_restarts > crashes or condition(self.job(job_id)), timeout):
             raise ClusterError(f"after {timeout} s\n{self.evidence(job_id)}")
-        if self.crashes > crashes:
-            raise SlurmdCrashedError(f"a slurmd crashed\n{self.evidence(job_id)}")
+        if self.slurmd_restarts > crashes:
+            raise ClusterError(f"a slurmd crashed\n{self.evidence(job_id)}")
         return self.job(job_id)
 
     def wait_for_output(self, job_id: int, text: str, count: int = 1) -> None:
@@ -193,130 +167,26 @@ class Cluster:
         self.wait_for(job_id, lambda job: job["JobState"] == "PENDING")
         self.scontrol("update", f"JobId={job_id}", "StartTime=now+5")
 
-    # --- Daemons
+    @property
+    def slurmd_restarts(self) -> int:
+        """How often a slurmd ended, and was started again. That of Slurm 22.05 crashes once in many launches."""
+        restarts = self.folder / "restarts"
+        return restarts.stat().st_size if restarts.exists() else 0
 
-    def start(self, ports: Sequence[int]) -> None:
-        """Starts the daemons, each on one of these ports; returns when both nodes are idle."""
-        for name in ("state", *(f"spool.{node}" for node in NODES)):
-            (self.folder / name).mkdir()
-        self._write_conf(*ports)
-        key = self.folder / "munge.key"
-        key.touch(mode=0o600)
-        key.write_bytes(secrets.token_bytes(128))
-        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log"}
-        options = {**files, "seed-file": "munged.seed"}.items()
-        self._start("munged", "--force", *(f"--{option}={self.folder / name}" for option, name in options))
-        self.start_controller("-c")
-        for node in NODES:
-            self.start_slurmd(node)
+    def slurmd(self, node: str) -> psutil.Process:
+        """The node's daemon. Its job steps have daemons of their own, which outlive it."""
+        return psutil.Process(int((self.folder / f"slurmd.{node}.pid").read_text(encoding="utf-8")))
 
-    def _write_conf(self, controller_port: int, *node_ports: int) -> None:
-        host, at = socket.gethostname(), f"NodeAddr=127.0.0.1 CPUs={_CPUS_PER_NODE} RealMemory=2000"
-        nodes = [
-            f"NodeName={node} NodeHostname={host} {at} Port={port}"
-            for node, port in zip(NODES, node_ports, strict=True)
-        ]
-        text = _SLURM_CONF.format(
-            folder=self.folder,
-            host=host,
-            controller_port=controller_port,
-            # Jobs meet on ports made from their numbers: another cluster on this machine should have others.
-            first_job_id=controller_port % 14_000 + 1,
-            message_timeout=MESSAGE_TIMEOUT,
-            nodes="\n".join(nodes),
-            node_names=",".join(NODES),
-        )
-        self.conf.write_text(text, encoding="utf-8")
+    def restart_slurmd(self, node: str) -> None:
+        """Kills the node's daemon, as when the node dies; returns when another was started."""
+        before = self.slurmd_restarts
+        self.slurmd(node).kill()
+        if not wait_until(lambda: self.slurmd_restarts > before):
+            raise ClusterError(f"{node}: no slurmd was started again")
 
-    def start_controller(self, *options: str) -> None:
-        """Starts slurmctld, with its saved state if there is one, and waits until it answers."""
 
-        def answers() -> bool:
-            with contextlib.suppress(ClusterError):
-                return "is UP" in self.scontrol("ping")
-            return False
-
-        self._start("slurmctld", *options)
-        if not wait_until(answers):
-            raise ClusterError(f"slurmctld does not answer\n{self._logs()}")
-
-    def stop_controller(self) -> None:
-        """Ends slurmctld in good order, as for an upgrade; the jobs run on."""
-        self._end("slurmctld.pid", signal.SIGTERM)
-
-    def start_slurmd(self, node: str) -> None:
-        """Starts the node's daemon and waits until Slurm can use the node; an earlier daemon may still look usable."""
-        began = datetime.now().replace(microsecond=0)
-
-        def usable() -> bool:
-            shown = self.scontrol("show", "node", node, "--oneliner")
-            started = re.search(r" SlurmdStartTime=(\d\S+)", shown)
-            is_new = started is not None and datetime.fromisoformat(started[1]) >= began
-            return is_new and re.search(" State=(IDLE|MIXED|ALLOCATED) ", shown) is not None
-
-        (self.folder / f"slurmd.{node}.pid").unlink(missing_ok=True)  # of one that crashed
-        self._start("slurmd", "-N", node)
-        if not wait_until(usable):
-            raise ClusterError(f"{self.scontrol('show', 'node', node)}\n{self._logs()}")
-
-    def kill_slurmd(self, node: str) -> None:
-        """Kills the node's daemon, as when the node dies. Its job steps have daemons of their own, and survive."""
-        self._end(f"slurmd.{node}.pid", signal.SIGKILL)
-
-    def _revive(self) -> None:
-        """Starts each slurmd that left its pid file behind, as the service manager of a real node would."""
-        with self._revival:
-            for node in NODES:
-                if (self.folder / f"slurmd.{node}.pid").exists() and not self._runs(node):
-                    self.crashes += 1
-                    self.start_slurmd(node)
-
-    def _runs(self, node: str) -> bool:
-        with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
-            daemon = psutil.Process(int((self.folder / f"slurmd.{node}.pid").read_text(encoding="utf-8")))
-            return daemon.name() == "slurmd" and daemon.status() != psutil.STATUS_ZOMBIE
-        return False
-
-    def _end(self, pid_file: str, how: signal.Signals) -> None:
-        daemon = psutil.Process(int((self.folder / pid_file).read_text(encoding="utf-8")))
-        (self.folder / pid_file).unlink()  # first: `_revive` is about those that end without being told to
-        daemon.send_signal(how)
-        daemon.wait(timeout=PATIENCE_S)
-
-    def _start(self, program: str, *args: str) -> None:
-        with (self.folder / "start.log").open("ab") as log:
-            command, none = [_find(program) or program, *args], subprocess.DEVNULL
-            result = subprocess.run(command, env=self.environment, stdin=none, stdout=log, stderr=log, check=False)
-        if result.returncode != 0:
-            raise ClusterError(f"{program} ended with {result.returncode}\n{self._logs()}")
-
-    def _logs(self) -> str:
-        """The end of every daemon's log."""
-        logs = {log.name: log.read_text(errors="replace").splitlines() for log in sorted(self.folder.glob("*.log"))}
-        return "\n".join(line for name, lines in logs.items() for line in (f"--- {name}", *lines[-15:]))
-
-    def stop(self) -> None:
-        """Ends jobs and daemons and all they started, and removes the folder."""
-        with contextlib.suppress(ClusterError):
-            self.run("scancel", "--signal=KILL", "--full", "--user=root")
-            self.run("scancel", "--user=root")
-            wait_until(lambda: not self.run("squeue", "--noheader").strip(), 60)
-        wait_until(self._all_killed)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _all_killed(self) -> bool:
-        """Kills this cluster's daemons and job steps, identified by their environment; whether there were none."""
-        doomed: list[psutil.Process] = []
-        for process in psutil.process_iter(["name"]):
-            with contextlib.suppress(psutil.Error):
-                is_daemon = process.info["name"] in (*_DAEMONS, "slurmstepd")
-                if is_daemon and process.environ().get("SLURM_CONF") == str(self.conf):
-                    doomed += [process, *process.children(recursive=True)]
-        for process in doomed:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(doomed, timeout=10)
-        return not doomed
+def _end_of(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines()[-15:]
 
 
 @contextlib.contextmanager
@@ -337,23 +207,105 @@ def guarded_cluster() -> Iterator[Cluster]:
         yield Cluster(Path(conf).parent)
 
 
+class Daemons:
+    """A cluster's daemons, children of this process, each started again when it ends, as a service manager does."""
+
+    def __init__(self, cluster: Cluster, ports: Sequence[int]) -> None:
+        self._cluster = cluster
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        folder = cluster.folder
+        _write_conf(cluster, *ports)
+        key = folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log"}
+        options = [f"--{option}={folder / name}" for option, name in {**files, "seed-file": "munged.seed"}.items()]
+        self._commands = {
+            "munged": ["munged", "--foreground", "--force", *options],
+            "slurmctld": ["slurmctld", "-D"],
+            **{node: ["slurmd", "-D", "-N", node] for node in NODES},
+        }
+
+    def keep(self) -> None:
+        """Starts those that do not run, and lets orphans of ended ones go."""
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    process.wait()
+        for name, command in self._commands.items():
+            before = self._running.get(name)
+            if before is None or before.poll() is not None:
+                (self._cluster.folder / f"slurmd.{name}.pid").unlink(missing_ok=True)  # of one that crashed
+                self._running[name] = self._start(command)
+                if before is not None and name in NODES:
+                    with (self._cluster.folder / "restarts").open("ab") as restarts:
+                        restarts.write(b"|")
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        program, none = shutil.which(command[0], path=_PATH) or command[0], subprocess.DEVNULL
+        with (self._cluster.folder / "start.log").open("ab") as log:
+            return subprocess.Popen(
+                [program, *command[1:]], env=self._cluster.environment, stdin=none, stdout=log, stderr=log
+            )
+
+    def are_ready(self) -> bool:
+        """Whether both nodes can take jobs."""
+        self.keep()
+        with contextlib.suppress(ClusterError):
+            return self._cluster.scontrol("show", "nodes", "--oneliner").count(" State=IDLE ") == len(NODES)
+        return False
+
+    def stop(self) -> None:
+        """Ends jobs, daemons and all they started, and removes the folder."""
+        with contextlib.suppress(ClusterError):
+            self._cluster.run("scancel", "--signal=KILL", "--full", "--user=root")
+            self._cluster.run("scancel", "--user=root")
+            wait_until(lambda: not self._cluster.run("squeue", "--noheader").strip(), 60)
+        while started := psutil.Process().children(recursive=True):
+            for process in started:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(started, timeout=10)
+        shutil.rmtree(self._cluster.folder, ignore_errors=True)
+
+
+def _write_conf(cluster: Cluster, controller_port: int, *node_ports: int) -> None:
+    host, at = socket.gethostname(), f"NodeAddr=127.0.0.1 CPUs={_CPUS_PER_NODE} RealMemory=2000"
+    nodes = [
+        f"NodeName={node} NodeHostname={host} {at} Port={port}" for node, port in zip(NODES, node_ports, strict=True)
+    ]
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
+        (cluster.folder / name).mkdir()
+    text = _SLURM_CONF.format(
+        folder=cluster.folder,
+        host=host,
+        controller_port=controller_port,
+        first_job_id=controller_port % 14_000 + 1,
+        nodes="\n".join(nodes),
+        node_names=",".join(NODES),
+    )
+    cluster.conf.write_text(text, encoding="utf-8")
+
+
 def main() -> int:
     """Starts a cluster, prints how to use it, and keeps it until stdin ends."""
     if reason := why_not():
         print(f"no cluster: {reason}", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # PR_SET_CHILD_SUBREAPER: processes that outlive a daemon of this cluster become children of this process.
+    ctypes.CDLL(None).prctl(36, 1)
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="scale-cpt-slurm-")))
-    try:
-        with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
-            cluster.start([held.enter_context(reserved_port()) for _ in ("controller", *NODES)])
-            print(f"export SLURM_CONF={cluster.conf}", flush=True)
-            sys.stdin.read()
-    except ClusterError as error:
-        print(f"no cluster: {error}", file=sys.stderr)
-        return 1
-    finally:
-        cluster.stop()
+    with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
+        daemons = Daemons(cluster, [held.enter_context(reserved_port()) for _ in ("controller", *NODES)])
+        held.callback(daemons.stop)
+        if not wait_until(daemons.are_ready):
+            print(f"no cluster: {cluster.folder}: the daemons are not ready", file=sys.stderr)
+            return 1
+        print(f"export SLURM_CONF={cluster.conf}", flush=True)
+        # Until stdin ends; a first line that someone types does not end it.
+        while not (select.select([sys.stdin], [], [], 0.2)[0] and not sys.stdin.readline()):
+            daemons.keep()
     return 0
 
 

@@ -11,27 +11,21 @@ import yaml
 from tests.slurm.cluster import Cluster
 
 PROJECT = Path(__file__).parents[2]
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
-REQUEUED = (*TWO_NODES, "--requeue", "--open-mode=append")
-
-
-def script(folder: Path, body: str, *options: str) -> Path:
-    """Writes `folder/job.sh` with `body` and an #SBATCH line for each option."""
-    path = folder / "job.sh"
-    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in options), "set -euo pipefail", body]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def stage_script(folder: Path, body: str, *options: str) -> Path:
-    """The same for a body that uses the functions of slurm/common.sh, started as slurm/cpt_korean.sh starts."""
-    return script(folder, f"cd {PROJECT}\nsource slurm/common.sh\nload_site\n{body}", *options)
+    """A script with an #SBATCH line for each option and a body that uses the functions of slurm/common.sh."""
+    path = folder / "job.sh"
+    head = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in options), "set -euo pipefail"]
+    path.write_text("\n".join([*head, f"cd {PROJECT}", "source slurm/common.sh", "load_site", body, ""]))
+    return path
 
 
 def submit(cluster: Cluster, folder: Path, body: str, *options: str, **env: str) -> int:
     """Submits such a script, of a run in `folder`, from there; returns the job's id."""
     return cluster.sbatch(
-        stage_script(folder, body, *options), env={"CONFIG": str(run_config(folder)), **env}, cwd=folder
+        stage_script(folder, body, *options), cwd=folder, **{"CONFIG": str(run_config(folder)), **env}
     )
 
 
@@ -43,8 +37,11 @@ def run_config(folder: Path, run: Path | None = None) -> Path:
     return path
 
 
+def without_slurm(**env: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | env
+
+
 def bash(script: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script as a user without Slurm would."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, env={**clean, **env}, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=without_slurm(**env), capture_output=True, text=True, check=False)

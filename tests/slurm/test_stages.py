@@ -1,147 +1,139 @@
-"""A stage that is told to stop saves, and the script ends or requeues its job."""
+"""Stages without Slurm: stopped, they save and end the script; after a fault that is not the user's they run again."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import Scenario
-from tests.slurm.jobs import REQUEUED, bash, run_config, stage_script, submit
-
-# A stage of two ranks that saves and stops at a signal, as training does, and continues at the next attempt.
-TRAINING = """\
-run_stage train on_every_rank bash -c '
-    saved=$SAVE.$RANK
-    [[ ! -e $saved ]] || { echo "rank $RANK went on"; exit 0; }
-    trap "sleep 0.5; touch $saved; echo rank $RANK saved; exit 75" USR1 TERM
-    echo "rank $RANK of $WORLD_SIZE works"
-    sleep 200 & wait'
-run_stage convert here echo converted
-"""
+from pipeline.errors import USER_ERROR, worth_another_attempt
+from pipeline.run_folder.attempts import read_attempts
+from tests.slurm.jobs import PROJECT, bash, run_config, stage_script, without_slurm
 
 
-def submit_training(cluster: Cluster, folder: Path, *options: str, body: str = TRAINING) -> int:
-    """Submits it, and waits until both ranks have installed their traps."""
-    job = submit(cluster, folder, body, *REQUEUED, *options, SAVE=str(folder / "saved"))
-    cluster.wait_for_output(job, "of 2 works", count=2)
-    return job
+def test_the_ranks_meet_on_this_machine(tmp_path: Path):
+    script = stage_script(tmp_path, "run_stage meet on_every_rank python -m tests.slurm.meet")
+    result = bash(script, NPROC="2", DS_ACCELERATOR="cpu")
+    assert result.returncode == 0, result.stderr
+    assert "no Slurm allocation: 2 processes on this machine" in result.stdout
+    assert {f"rank {rank} of 2 on here by gloo: sum 3" for rank in range(2)} <= set(result.stdout.splitlines())
 
 
-def time_limit_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
-    job = submit_training(cluster, folder, "--time=30", "--signal=B:USR1@900")
-    # Less than the 900 s of --signal: Slurm sends the signal at its next check, within half a minute.
-    cluster.scontrol("update", f"JobId={job}", "TimeLimit=14")
-    cluster.wait_for_output(job, "queueing job")
-    assert "restart 1, " in cluster.output(job) and "converted" not in cluster.output(job)
-    cluster.scontrol("update", f"JobId={job}", "TimeLimit=30")
-    continues(cluster, job)
-    assert "converted" in cluster.output(job).splitlines()
+@pytest.mark.parametrize("code", [2, 75])
+def test_the_script_ends_as_its_ranks_do(tmp_path: Path, code: int):
+    """Two lines on stderr, the ranks' and the script's, where torchrun alone adds a traceback and ends with 1."""
+    (program := tmp_path / "program.py").write_text(
+        f"import os, sys\nif os.environ['RANK'] == '0': print('error: why', file=sys.stderr)\nsys.exit({code})"
+    )
+    body = f"run_stage train on_every_rank python {program}\nrun_stage second here echo second"
+    result = bash(stage_script(tmp_path, body), NPROC="2", EXIT_GRACE_S="300")
+    assert result.returncode == code and "second" not in result.stdout
+    assert result.stderr.splitlines()[0] == "error: why"
+    assert len(result.stderr.splitlines()) == (1 if code == 75 else 2)
 
 
-def terminated_script_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
-    """srun would answer the script's TERM by killing every rank at once."""
-    job = submit_training(cluster, folder)
-    cluster.run("scancel", "--batch", "--signal=TERM", str(job))
-    continues(cluster, job)
-
-
-def continues(cluster: Cluster, job: int) -> None:
-    """Both ranks save, and the job's second start continues."""
-    cluster.start_now(job)
-    end = cluster.wait(job)
-    assert (end.state, end.restarts) == ("COMPLETED", 1), cluster.evidence(job)
-    lines = set(cluster.output(job).splitlines())
-    assert {"rank 0 saved", "rank 1 saved", "rank 0 went on", "rank 1 went on"} <= lines
-
-
-def interrupted_script_saves_and_ends(cluster: Cluster, folder: Path) -> None:
-    job = submit_training(cluster, folder)
-    cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    assert cluster.wait(job) == ("FAILED", 75, 0), cluster.evidence(job)
-    assert {"rank 0 saved", "rank 1 saved"} <= set(cluster.output(job).splitlines())
-
-
-def second_interrupt_ends_hanging_ranks(cluster: Cluster, folder: Path) -> None:
-    hangs = 'trap "echo rank $RANK hangs" USR1; echo "rank $RANK of 2 works"; while true; do sleep 0.2; done'
-    job = submit_training(cluster, folder, body=f"run_stage train on_every_rank bash -c '{hangs}'")
-    cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    cluster.wait_for_output(job, " hangs", count=2)
-    cluster.run("scancel", "--batch", "--signal=INT", str(job))
-    assert cluster.wait(job) == ("FAILED", 130, 0), cluster.evidence(job)
-
-
-def cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
-    """Although its stage fails at the signal, with a code that is retried."""
-    body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
-    job = submit(cluster, folder, body, "--requeue")
-    cluster.wait_for_output(job, "works\n")
-    cluster.run("scancel", str(job))
-    end = cluster.wait(job)
-    assert (end.state, end.restarts) == ("CANCELLED", 0), cluster.evidence(job)
-    assert "queueing job" not in cluster.output(job)
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "time limit saves and requeues": time_limit_saves_and_requeues,
-    "terminated script saves and requeues": terminated_script_saves_and_requeues,
-    "interrupted script saves and ends": interrupted_script_saves_and_ends,
-    "second interrupt ends hanging ranks": second_interrupt_ends_hanging_ranks,
-    "cancelled job stays cancelled": cancelled_job_stays_cancelled,
-}
-
-
-@pytest.mark.slurm
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_job(outcomes: dict[str, Future[None]], name: str):
-    outcomes[name].result()
-
-
-def test_a_failing_stage_ends_the_script_with_its_exit_code(tmp_path: Path):
-    result = bash(stage_script(tmp_path, "run_stage first here bash -c 'exit 7'\nrun_stage second here echo second"))
-    assert result.returncode == 7
-    assert "error: stage first ended with exit code 7" in result.stderr
-    assert "second" not in result.stdout
-
-
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_stopped_script_stops_its_stage_and_starts_no_other(tmp_path: Path, how: signal.Signals, code: int):
-    body = "run_stage first here bash -c 'echo works; exec sleep 1234.75'\nrun_stage second here echo second"
-    with subprocess.Popen(["bash", str(stage_script(tmp_path, body))], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(
+    ("how", "stage", "code", "said"),
+    [
+        (signal.SIGTERM, "exec sleep 1234", 75, "the same command resumes from there"),
+        (signal.SIGINT, "exec sleep 1234", 130, "the same command resumes from there"),
+        (signal.SIGTERM, 'trap "exit 70" TERM; sleep 1234 & wait', 70, "caught SIGTERM"),
+    ],
+)
+def test_a_stopped_script_stops_its_stage_and_starts_no_other(tmp_path: Path, how, stage: str, code: int, said: str):
+    """Nor the same again, if it fails while it stops."""
+    script = stage_script(tmp_path, f"run_stage first here bash -c 'echo works; {stage}'\nrun_stage second here true")
+    env = without_slurm(CONFIG=str(run_config(tmp_path)))
+    with subprocess.Popen(["bash", str(script)], env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert "first" in process.stdout.readline()
-        assert process.stdout.readline() == "works\n"
+        assert process.stdout.readline().endswith("] first\n") and process.stdout.readline() == "works\n"
         process.send_signal(how)
         output = process.stdout.read()  # ends when the last holder of the pipe has gone, the stage included
     assert process.returncode == code
-    assert "the same command resumes from there" in output
-    assert "second" not in output
+    assert said in output and "second" not in output and "another attempt" not in output
 
 
 @pytest.mark.parametrize("how", ["USR1", "TERM", "INT"])
 def test_a_stop_between_two_stages_starts_no_other(tmp_path: Path, how: str):
-    result = bash(
-        stage_script(tmp_path, f"run_stage first here true\nkill -{how} $$\nrun_stage second here echo second")
-    )
+    body = f"run_stage first here true\nkill -{how} $$\nrun_stage next here echo second"
+    result = bash(stage_script(tmp_path, body))
     assert result.returncode == 75
-    assert "stopped before second" in result.stdout
-    assert "second" not in result.stdout.splitlines()
+    assert "stopped at next" in result.stdout and "second" not in result.stdout
 
 
-def test_a_stage_that_fails_after_a_stop_is_not_tried_again(tmp_path: Path):
-    body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
-    script = stage_script(tmp_path, body)
-    env = {**os.environ, "CONFIG": str(run_config(tmp_path))}
-    with subprocess.Popen(["bash", str(script)], env=env, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert "train" in process.stdout.readline()
-        assert process.stdout.readline() == "works\n"
-        process.send_signal(signal.SIGTERM)
-        output = process.stdout.read()
-    assert process.returncode == 70
-    assert "works" not in output and "another attempt" not in output
+# A stage of two ranks whose first attempt fails and whose second succeeds.
+FAILS_ONCE = """\
+import os, signal, time
+if os.environ["ATTEMPT"].endswith(".0"):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.FAULT)
+        time.sleep(100)
+    raise SystemExit(69)
+"""
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_a_stage_is_run_again_after_a_fault(tmp_path: Path, fault: str):
+    (program := tmp_path / "program.py").write_text(FAILS_ONCE.replace("FAULT", fault))
+    script = stage_script(tmp_path, f"run_stage train on_every_rank python {program}; echo went on")
+    result = bash(script, NPROC="2", EXIT_GRACE_S="5", CONFIG=str(run_config(tmp_path)))
+    assert result.returncode == 0, result.stderr
+    assert "another attempt at train: restart 1, 1 of at most 3 without progress" in result.stdout
+    assert result.stdout.splitlines()[-1] == "went on"
+    [ended] = [attempt.ended for attempt in read_attempts(tmp_path / "run")]
+    assert ended is not None and ended.exit_code in (69, 137)
+
+
+def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
+    """The run's configuration cannot be read when scale-cpt may-retry wants to."""
+    body = "fail_once() { rm -f $CONFIG; [[ $ATTEMPT != *.0 ]] || exit 70; }\nrun_stage train fail_once"
+    result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
+    assert result.returncode == 0, result.stderr
+    assert "another attempt at train: scale-cpt may-retry itself ended with exit code 70" in result.stdout
+
+
+def test_without_python_the_scripts_decide_as_python_does(tmp_path: Path):
+    body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
+    result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
+    assert result.stdout.split() == [str(code) for code in range(1, 256) if worth_another_attempt(code)], result.stderr
+
+
+@pytest.mark.parametrize(("stage", "fault"), [("train", "Read-only"), ("tokenize", "Not a")])
+def test_a_folder_that_cannot_be_written_ends_the_script_in_one_line(tmp_path: Path, small_disk, stage, fault):
+    disk = small_disk(mib=1)
+    (disk.path / "file").touch()
+    disk.make_read_only()
+    folder = disk.path / ("run" if fault == "Read-only" else "file/run")
+    result = bash(PROJECT / "slurm" / "cpt_korean.sh", str(run_config(tmp_path, folder)), stage, NPROC="2")
+    assert result.returncode == USER_ERROR, result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: ") and "stage" not in line)
+    assert str(disk.path) in line and fault in line
+    assert "Traceback" not in result.stderr and "another attempt" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("answer", "patience_s", "asked", "code"),
+    [
+        ("Unable to contact slurm controller (connect failure)", "300", 3, 0),
+        ("Unable to contact slurm controller (connect failure)", "0", 1, 71),
+        ("Invalid node name specified", "300", 1, 71),
+    ],
+)
+def test_a_request_is_repeated_until_slurmctld_answers(tmp_path: Path, answer, patience_s, asked, code):
+    """A rendezvous that Slurm does not answer for is its fault, as are those of srun."""
+    body = f"""\
+scontrol() {{
+    echo "$*" >>{tmp_path}/asked
+    [[ $2 == hostnames || $(wc -l <{tmp_path}/asked) -ge 3 ]] || {{ echo "{answer}"; return 1; }}
+    [[ $2 == hostnames ]] && echo n1 || echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1 x"
+}}
+SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1 SLURM_PATIENCE_S={patience_s}
+find_rendezvous
+echo $MASTER_ADDR"""
+    result = bash(stage_script(tmp_path, body))
+    assert result.returncode == code, result.stderr
+    assert (tmp_path / "asked").read_text().count("show node n1 --oneliner") == asked
+    assert result.stdout == ("10.0.0.1\n" if code == 0 else "")
+    assert code == 0 or f"error: scontrol show node n1 --oneliner: {answer}" in result.stderr

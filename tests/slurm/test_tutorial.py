@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import PROJECT
+from tests.slurm.jobs import ON_THE_CPU, PROJECT
 
 pytestmark = pytest.mark.slurm
 
@@ -26,12 +26,13 @@ def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(slurm_cl
     script = tmp_path / "tutorial.sh"
     script.write_text("set -euo pipefail\n" + "\n".join(blocks), encoding="utf-8")
 
-    env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
-    printed = slurm_cluster.run("bash", str(script), env=env, cwd=folder)
+    printed = slurm_cluster.run("bash", str(script), cwd=folder, PYTHONPATH=str(PROJECT), **ON_THE_CPU)
 
     here = json.loads((folder / "runs" / "my-korean" / "summary.json").read_text(encoding="utf-8"))
     assert here["new_perplexity_after"] < here["new_perplexity_before"]
     assert here["old_perplexity_after"] < 1.2 * here["old_perplexity_before"]
+    assert here["closed_max_abs_logit_difference"] in (0.0, None)
+    assert 0 <= here["gate_open_old"] < 0.5 < here["gate_open_new"] <= 1
     assert "Once upon a time" in printed
     assert (folder / "my-korean.html").exists()
     job = int(re.search(r"Submitted batch job (\d+)", printed)[1])

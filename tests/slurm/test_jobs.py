@@ -1,0 +1,189 @@
+"""What becomes of jobs that are stopped, killed or cancelled, on a real Slurm. They mostly wait, at the same time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm.cluster import Cluster, ClusterError
+from tests.slurm.jobs import submit
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slurm
+
+BETWEEN_STARTS_S = 0.5
+"""Jobs that start in the same instant make Slurm 22.05's slurmctld crash now and then."""
+ATTEMPTS = 3
+REQUEUED = ("--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append")
+
+# A stage of two ranks that saves and stops at a signal, as training does, rank 1 later than rank 0. The next attempt
+# goes on.
+TRAINING = """\
+run_stage train on_every_rank bash -c '
+    [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || { echo "rank $RANK went on"; exit 0; }
+    trap "sleep $((1 + 3 * RANK)); echo rank $RANK saved; exit 75" USR1 TERM
+    echo "rank $RANK works as $$"
+    sleep 200 & wait'
+run_stage convert here echo converted
+"""
+SAVED = {"rank 0 saved", "rank 1 saved"}
+
+
+def training(cluster: Cluster, folder: Path, *options: str, body: str = TRAINING, **env: str) -> int:
+    """Submits it, and waits until both ranks have installed their traps."""
+    job = submit(cluster, folder, body, *REQUEUED, *options, **env)
+    cluster.wait_for_output(job, " works", count=2)
+    return job
+
+
+def lines_of(cluster: Cluster, job: int) -> set[str]:
+    return set(cluster.output(job).splitlines())
+
+
+def goes_on(cluster: Cluster, job: int) -> None:
+    """The job is queued again, and its second start completes it."""
+    cluster.start_now(job)
+    end = cluster.wait(job)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), cluster.evidence(job)
+    assert lines_of(cluster, job) >= {"rank 0 went on", "rank 1 went on", "converted"}
+
+
+def a_time_limit_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
+    job = training(cluster, folder, "--time=30", "--signal=B:USR1@900")
+    # Less than the 900 s of --signal: Slurm sends the signal at its next check, within half a minute.
+    cluster.scontrol("update", f"JobId={job}", "TimeLimit=14")
+    cluster.wait_for_output(job, "queueing job")
+    assert "restart 1, " in cluster.output(job) and "converted" not in lines_of(cluster, job)
+    cluster.scontrol("update", f"JobId={job}", "TimeLimit=30")
+    goes_on(cluster, job)
+    assert lines_of(cluster, job) >= SAVED, "a rank that saves longer than the other is waited for"
+
+
+def a_terminated_script_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
+    """srun would answer the script's TERM by killing every rank at once."""
+    job = training(cluster, folder)
+    cluster.run("scancel", "--batch", "--signal=TERM", str(job))
+    goes_on(cluster, job)
+    assert lines_of(cluster, job) >= SAVED
+
+
+def an_interrupted_script_saves_and_ends(cluster: Cluster, folder: Path) -> None:
+    job = training(cluster, folder)
+    cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    assert cluster.wait(job) == ("FAILED", 75, 0), cluster.evidence(job)
+    assert lines_of(cluster, job) >= SAVED
+
+
+def a_second_interrupt_ends_ranks_that_hang(cluster: Cluster, folder: Path) -> None:
+    hangs = 'trap "echo rank $RANK hangs" USR1; echo "rank $RANK works"; while true; do sleep 0.2; done'
+    job = training(cluster, folder, body=f"run_stage train on_every_rank bash -c '{hangs}'")
+    cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    cluster.wait_for_output(job, " hangs", count=2)
+    cluster.run("scancel", "--batch", "--signal=INT", str(job))
+    assert cluster.wait(job) == ("FAILED", 130, 0), cluster.evidence(job)
+
+
+def a_cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
+    """Although its stage fails at the signal, with a code that is retried."""
+    body = """run_stage train here bash -c 'trap "exit 70" TERM; echo works; sleep 100 & wait'"""
+    job = submit(cluster, folder, body, "--requeue")
+    cluster.wait_for_output(job, "works\n")
+    cluster.run("scancel", str(job))
+    end = cluster.wait(job)
+    assert (end.state, end.restarts) == ("CANCELLED", 0), cluster.evidence(job)
+    assert "queueing job" not in cluster.output(job)
+
+
+def a_killed_rank_requeues_its_job(cluster: Cluster, folder: Path) -> None:
+    job = training(cluster, folder, EXIT_GRACE_S="8")
+    following = cluster.sbatch(f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true", cwd=folder)
+    ranks = {rank: int(pid) for rank, pid in re.findall(r"rank (\d) works as (\d+)", cluster.output(job))}
+    psutil.Process(ranks["1"]).kill()
+    goes_on(cluster, job)
+    assert not [pid for pid in ranks.values() if psutil.pid_exists(pid)], "ranks of the first attempt live on"
+    assert cluster.wait(following).state == "COMPLETED"
+    assert cluster.job(following)["StartTime"] >= cluster.job(job)["EndTime"], "it waits through requeues"
+
+
+def one_task_of_an_array_is_requeued_alone(cluster: Cluster, folder: Path) -> None:
+    """The last task of an array has the number of the whole array, too."""
+    body = f"""\
+work() {{
+    while [[ $SLURM_ARRAY_TASK_ID == 0 && ! -e {folder}/done ]]; do sleep 0.2; done
+    [[ $SLURM_ARRAY_TASK_ID == 0 || ${{SLURM_RESTART_COUNT:-0}} == 1 ]] || exit 75
+    touch {folder}/done
+}}
+run_stage tokenize work"""
+    array = submit(cluster, folder, body, "--array=0-1", "--requeue", "--open-mode=append", "--output=%a.out")
+
+    def task(number: int) -> str:
+        return cluster.scontrol("show", "job", f"{array}_{number}", "--oneliner")
+
+    assert wait_until(lambda: "JobState=PENDING" in task(1) and "Restarts=1" in task(1)), task(1)
+    cluster.scontrol("update", f"JobId={array}_1", "StartTime=now+5")
+    assert wait_until(lambda: all("JobState=COMPLETED" in task(number) for number in range(2))), task(0) + task(1)
+    assert "Restarts=0" in task(0)
+
+
+def ranks_meet_over_both_nodes(cluster: Cluster, folder: Path) -> None:
+    body = "run_stage meet on_every_rank python -m tests.slurm.meet"
+    job = submit(cluster, folder, body, "--nodes=2", "--ntasks-per-node=2")
+    assert cluster.wait(job).state == "COMPLETED", cluster.evidence(job)
+    output = cluster.output(job)
+    assert lines_of(cluster, job) >= {f"rank {rank} of 4 on n{1 + rank // 2} by gloo: sum 10" for rank in range(4)}
+    assert f"4 ranks over 2 nodes (n[1-2]), rendezvous at 127.0.0.1:{15000 + job}" in output
+
+
+Scenario = Callable[[Cluster, Path], None]
+SCENARIOS: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (
+        a_time_limit_saves_and_requeues,
+        a_terminated_script_saves_and_requeues,
+        an_interrupted_script_saves_and_ends,
+        a_second_interrupt_ends_ranks_that_hang,
+        a_cancelled_job_stays_cancelled,
+        a_killed_rank_requeues_its_job,
+        one_task_of_an_array_is_requeued_alone,
+        ranks_meet_over_both_nodes,
+    )
+}
+
+
+def run_scenario(scenario: Scenario, cluster: Cluster, new_folder: Callable[[], Path]) -> None:
+    """Runs a scenario, and again where a slurmd crashed meanwhile: what it saw says nothing about our scripts."""
+    for attempt in range(1, ATTEMPTS + 1):
+        crashes = cluster.slurmd_restarts
+        try:
+            scenario(cluster, new_folder())
+            return
+        except (AssertionError, ClusterError):
+            if cluster.slurmd_restarts == crashes or attempt == ATTEMPTS:
+                raise
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[None]]]:
+    """The scenarios whose tests were selected, by name, all running."""
+    chosen = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
+        running = {}
+        for name in chosen:
+            new_folder = partial(tmp_path_factory.mktemp, "job")
+            running[name] = pool.submit(run_scenario, SCENARIOS[name], slurm_cluster, new_folder)
+            time.sleep(BETWEEN_STARTS_S)
+        yield running
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_job(outcomes: dict[str, Future[None]], name: str):
+    outcomes[name].result()

@@ -25,7 +25,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 @pytest.mark.slurm
 def test_a_killed_rank_and_a_truncated_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
     damage = partial(to_the_newest, truncate)
-    result = stop_and_resume(laboratory, slurm_cluster, inject=kill_rank, while_down=damage)
+    result = stop_and_resume(laboratory, slurm_cluster, inject=kill_rank, while_down=damage, checkpoints_before=2)
     assert result.sequence_equal and result.steps_lost > BRIEF.save_every
 
 

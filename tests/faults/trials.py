@@ -152,19 +152,19 @@ def stop_and_resume(
     shape: str = BRIEF,
     loses_steps: bool | None = True,
     while_down: WhileDown = newest_checkpoint,
+    checkpoints_before: int = 1,
     options: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Result:
-    """Stops a job once and lets it resume.
+    """Stops a job once, after `checkpoints_before` checkpoints, and lets it resume.
 
     `loses_steps` says whether some must be computed again, none must, or either may be. `changes` are those of the
     run's settings, `options` those of sbatch, `environment` is the job's.
     """
-    laboratory.undisturbed(shape)
     run = laboratory.new_run(shape, **(changes or {}))
     job = Job(cluster, run, options=options, **(environment or {}))
-    job.wait_between_checkpoints(checkpoints=1 if while_down is newest_checkpoint else 2)
+    job.wait_between_checkpoints(checkpoints_before)
     lost, seconds = interrupt(job, inject, while_down)
     job.finish()
     run.require(loses_steps in (None, lost > 0), f"{lost} steps were lost")
@@ -173,7 +173,8 @@ def stop_and_resume(
 
 def damage_the_newest(laboratory: Laboratory, cluster: Cluster, *, damage: Callable[[Path], None]) -> Result:
     """Damages the newest checkpoint of a job that is queued again."""
-    return stop_and_resume(laboratory, cluster, inject=requeue, while_down=partial(to_the_newest, damage))
+    while_down = partial(to_the_newest, damage)
+    return stop_and_resume(laboratory, cluster, inject=requeue, while_down=while_down, checkpoints_before=2)
 
 
 def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkpoint) -> tuple[int, float]:
@@ -200,7 +201,6 @@ def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkp
 
 def restart_daemons(laboratory: Laboratory, cluster: Cluster) -> Result:
     """SIGKILL to each node's slurmd, whose children survive; it comes back, and the job continues without a restart."""
-    laboratory.undisturbed(LASTING)
     run = laboratory.new_run(LASTING)
     job = Job(cluster, run)
     seconds = 0.0
@@ -217,7 +217,6 @@ def restart_daemons(laboratory: Laboratory, cluster: Cluster) -> Result:
 
 def fill_the_disk(laboratory: Laboratory, cluster: Cluster) -> Result:
     """Runs a job that saves to a small disk, which another program fills during the run."""
-    laboratory.undisturbed(BRIEF)
     run = laboratory.new_run(BRIEF)
     disk = SmallDisk(run.checkpoints, mib=64)
     try:
@@ -240,7 +239,6 @@ def fill_the_disk(laboratory: Laboratory, cluster: Cluster) -> Result:
 def poison_a_batch(laboratory: Laboratory, cluster: Cluster, *, stays: bool, step: int = 13) -> Result:
     """Runs a job with a NaN in a batch of rank 1 in that step, whenever it is read or only the first time."""
     skipped = (step,) if stays else ()  # else the step is computed again
-    laboratory.undisturbed(BRIEF, skipped)
     run = laboratory.new_run(BRIEF)
     strokes = run.folder / "strokes"
     global_batch, micro_batch = (SHAPES[BRIEF][f"schedule__{name}_batch_size"] for name in ("global", "micro"))

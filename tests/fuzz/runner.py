@@ -25,21 +25,16 @@ _LONGEST_MESSAGE = 2_000
 
 
 class Subject(NamedTuple):
-    """One reader of one kind of input.
-
-    Attributes:
-        target: the row of the table that it belongs to.
-        name: its name among the target's.
-        make: writes the sound input to `INPUT`, and other files that the reader needs beside it.
-        read: reads it as the project does; returns what it read, if `exact`.
-        exact: whether the project promises to notice any change.
-    """
+    """One reader of one kind of input, a row of the table."""
 
     target: str
     name: str
     make: Callable[[], object]
+    """Writes the sound input to `INPUT`, and other files that the reader needs beside it."""
     read: Callable[[], object]
+    """Reads it as the project does; returns what it read, if `exact`."""
     exact: bool = False
+    """Whether the project promises to notice any change."""
 
 
 class Result(NamedTuple):

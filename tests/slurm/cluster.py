@@ -42,7 +42,7 @@ _CPUS_PER_NODE = 16
 _SLURM_CONF = """\
 ClusterName=scale-cpt-test
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={controller_port}
+SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -63,10 +63,10 @@ PropagateResourceLimits=NONE
 ReturnToService=2
 MessageTimeout=60
 MinJobAge=86400
-FirstJobId={first_job_id}
+FirstJobId={first_job}
 SlurmdTimeout=20
 {nodes}
-PartitionName=all Nodes={node_names} Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -130,7 +130,7 @@ class Cluster:
 
     def evidence(self, job_id: int) -> str:
         """Output, Slurm's record and the end of the daemons' logs, for the message of a failed test."""
-        logs = [line for log in sorted(self.folder.glob("*.log")) for line in (str(log), *_end_of(log))]
+        logs = [log.read_text(errors="replace")[-2000:] for log in sorted(self.folder.glob("*.log"))]
         return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), *logs))
 
     def wait(self, job_id: int, timeout: float = PATIENCE_S) -> JobEnd:
@@ -185,10 +185,6 @@ class Cluster:
             raise ClusterError(f"{node}: no slurmd was started again")
 
 
-def _end_of(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines()[-15:]
-
-
 @contextlib.contextmanager
 def guarded_cluster() -> Iterator[Cluster]:
     """A cluster that a process of its own holds, which removes it even if this one is killed."""
@@ -214,7 +210,9 @@ class Daemons:
         self._cluster = cluster
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         folder = cluster.folder
-        _write_conf(cluster, *ports)
+        for name in ("state", *(f"spool.{node}" for node in NODES)):
+            (folder / name).mkdir()
+        cluster.conf.write_text(_slurm_conf(folder, *ports), encoding="utf-8")
         key = folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -232,21 +230,19 @@ class Daemons:
             with contextlib.suppress(psutil.Error):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     process.wait()
-        for name, command in self._commands.items():
+        for name, (program, *options) in self._commands.items():
             before = self._running.get(name)
-            if before is None or before.poll() is not None:
-                (self._cluster.folder / f"slurmd.{name}.pid").unlink(missing_ok=True)  # of one that crashed
-                self._running[name] = self._start(command)
-                if before is not None and name in NODES:
-                    with (self._cluster.folder / "restarts").open("ab") as restarts:
-                        restarts.write(b"|")
-
-    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        program, none = shutil.which(command[0], path=_PATH) or command[0], subprocess.DEVNULL
-        with (self._cluster.folder / "start.log").open("ab") as log:
-            return subprocess.Popen(
-                [program, *command[1:]], env=self._cluster.environment, stdin=none, stdout=log, stderr=log
-            )
+            if before is not None and before.poll() is None:
+                continue
+            (self._cluster.folder / f"slurmd.{name}.pid").unlink(missing_ok=True)  # of one that crashed
+            command = [shutil.which(program, path=_PATH) or program, *options]
+            with (self._cluster.folder / "start.log").open("ab") as log:
+                self._running[name] = subprocess.Popen(
+                    command, env=self._cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            if before is not None and name in NODES:
+                with (self._cluster.folder / "restarts").open("ab") as restarts:
+                    restarts.write(b"|")
 
     def are_ready(self) -> bool:
         """Whether both nodes can take jobs."""
@@ -269,22 +265,14 @@ class Daemons:
         shutil.rmtree(self._cluster.folder, ignore_errors=True)
 
 
-def _write_conf(cluster: Cluster, controller_port: int, *node_ports: int) -> None:
-    host, at = socket.gethostname(), f"NodeAddr=127.0.0.1 CPUs={_CPUS_PER_NODE} RealMemory=2000"
-    nodes = [
-        f"NodeName={node} NodeHostname={host} {at} Port={port}" for node, port in zip(NODES, node_ports, strict=True)
-    ]
-    for name in ("state", *(f"spool.{node}" for node in NODES)):
-        (cluster.folder / name).mkdir()
-    text = _SLURM_CONF.format(
-        folder=cluster.folder,
-        host=host,
-        controller_port=controller_port,
-        first_job_id=controller_port % 14_000 + 1,
-        nodes="\n".join(nodes),
-        node_names=",".join(NODES),
+def _slurm_conf(folder: Path, controller_port: int, *node_ports: int) -> str:
+    host = socket.gethostname()
+    described = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={_CPUS_PER_NODE} RealMemory=2000"
+    nodes = [f"NodeName={node} {described} Port={port}" for node, port in zip(NODES, node_ports, strict=True)]
+    first_job = controller_port % 14_000 + 1
+    return _SLURM_CONF.format(
+        folder=folder, host=host, port=controller_port, first_job=first_job, nodes="\n".join(nodes)
     )
-    cluster.conf.write_text(text, encoding="utf-8")
 
 
 def main() -> int:

@@ -10,14 +10,12 @@ from pipeline.training import launch
 
 def main() -> None:
     place = launch.read_launch(os.environ)
-    device = launch.initialise(place)
-    total = torch.tensor([place.rank + 1], device=device)
+    total = torch.tensor([place.rank + 1], device=launch.initialise(place))
     torch.distributed.all_reduce(total)
-    backend = torch.distributed.get_backend()
-    node = os.environ.get("SLURMD_NODENAME", "here")
+    how = f"on {os.environ.get('SLURMD_NODENAME', 'here')} by {torch.distributed.get_backend()}"
     launch.finish()
     # One write: the ranks share a file, and print would give the line's end apart.
-    os.write(1, f"rank {place.rank} of {place.world_size} on {node} by {backend}: sum {total.item()}\n".encode())
+    os.write(1, f"rank {place.rank} of {place.world_size} {how}: sum {total.item()}\n".encode())
 
 
 if __name__ == "__main__":

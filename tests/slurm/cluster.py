@@ -292,7 +292,7 @@ def main() -> int:
             return 1
         print(f"export SLURM_CONF={cluster.conf}", flush=True)
         # Until stdin ends; a first line that someone types does not end it.
-        while not (select.select([sys.stdin], [], [], 0.2)[0] and not sys.stdin.readline()):
+        while not (select.select([sys.stdin], [], [], 1)[0] and not sys.stdin.readline()):
             daemons.keep()
     return 0
 

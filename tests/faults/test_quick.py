@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from tests.faults.random_kills import kill_at_random
-from tests.faults.runs import BRIEF, Laboratory
+from tests.faults.runs import BRIEF, SAVE_EVERY, Laboratory
 from tests.faults.trials import kill_rank, stop_and_resume, to_the_newest, truncate
 from tests.slurm.cluster import Cluster
 
@@ -26,7 +26,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 def test_a_killed_rank_and_a_truncated_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
     damage = partial(to_the_newest, truncate)
     result = stop_and_resume(laboratory, slurm_cluster, inject=kill_rank, while_down=damage, checkpoints_before=2)
-    assert result.sequence_equal and result.steps_lost > BRIEF.save_every
+    assert result.sequence_equal and result.steps_lost > SAVE_EVERY
 
 
 def test_a_difference_in_the_last_bit_is_found(laboratory: Laboratory, tmp_path: Path):

@@ -86,6 +86,14 @@ def test_a_stage_is_run_again_after_a_fault(tmp_path: Path, fault: str):
     assert ended is not None and ended.exit_code in (69, 137)
 
 
+def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
+    """The run's configuration cannot be read when scale-cpt may-retry wants to."""
+    body = "fail_once() { rm -f $CONFIG; [[ $ATTEMPT != *.0 ]] || exit 70; }\nrun_stage train fail_once"
+    result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
+    assert result.returncode == 0, result.stderr
+    assert "another attempt at train: scale-cpt may-retry itself ended with exit code 70" in result.stdout
+
+
 def test_without_python_the_scripts_decide_as_python_does(tmp_path: Path):
     body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
     result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))

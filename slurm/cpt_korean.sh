@@ -36,19 +36,23 @@ if [[ "${arguments[0]:-}" == --dry-run ]]; then
 fi
 
 ((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
-readonly ALL="clean tokenize sample upscale train gate convert evaluate"
-STAGES=${STAGES:-$ALL}
+STAGES=${STAGES:-clean tokenize sample upscale train gate convert evaluate}
 
 # Lets the first stage check that the batch can be divided among the ranks, before hours of tokenization.
 [[ " $STAGES " != *" train "* ]] || EXPECTED_WORLD_SIZE=$(count_ranks)
 export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"
 for stage in $STAGES; do
-    [[ " $ALL " == *" $stage "* ]] || die "STAGES: there is no stage \"$stage\"; choose from $ALL"
-    if [[ "$stage" == train ]]; then
-        run_stage train on_every_rank python -m pipeline.train "$CONFIG" "${changes[@]}"
-    else
-        run_stage "$stage" here python -m pipeline "$stage" "$CONFIG" "${changes[@]}"
-    fi
+    case "$stage" in
+        clean) run_stage clean here python -m pipeline clean "$CONFIG" "${changes[@]}" ;;
+        tokenize) run_stage tokenize here python -m pipeline tokenize "$CONFIG" "${changes[@]}" ;;
+        sample) run_stage sample here python -m pipeline sample "$CONFIG" "${changes[@]}" ;;
+        upscale) run_stage upscale here python -m pipeline upscale "$CONFIG" "${changes[@]}" ;;
+        train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" "${changes[@]}" ;;
+        gate) run_stage gate here python -m pipeline gate "$CONFIG" "${changes[@]}" ;;
+        convert) run_stage convert here python -m pipeline convert "$CONFIG" "${changes[@]}" ;;
+        evaluate) run_stage evaluate here python -m pipeline evaluate "$CONFIG" "${changes[@]}" ;;
+        *) die "STAGES: there is no stage \"$stage\"; choose from clean tokenize sample upscale train gate convert evaluate" ;;
+    esac
 done
 say "done"

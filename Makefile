@@ -63,11 +63,17 @@ expansions: $(CORE)  ## expansions on one base, each alone and combined: of doma
 		$(foreach name,reviews law books,$(call RUN,$(name))/hf) $(EXPANSIONS)/differ $(EXPANSIONS)/alike
 
 CHAT := $(if $(QUICK),quick,full)
-chat: $(CORE)  ## a chat model learns Korean: what becomes of its chats; hours on two cores (QUICK=1: one seed, about an hour)
+# Without these a fifth of a CPU's step is page faults: large tensors come from memory that is kept.
+chat: export MALLOC_MMAP_MAX_ ?= 0
+chat: export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
+chat: export MALLOC_TOP_PAD_ ?= 200000000
+chat: $(CORE)  ## a chat model learns Korean: what becomes of its chats; under two hours of a core (QUICK=1: main rows, one seed, under 20 minutes)
 	$(BIN)/python studies/chat/make_chats.py --output runs/chat/texts
 	$(BIN)/python -m pipeline study configs/studies/chat$(if $(QUICK),_quick).yaml --data runs/chat/texts
-	$(BIN)/python -m pipeline study configs/studies/chat_plain$(if $(QUICK),_quick).yaml --data runs/chat/texts
-	$(BIN)/python studies/chat/score.py runs/chat/$(CHAT) --texts runs/chat/texts --plain runs/chat/$(CHAT)_plain
+ifndef QUICK
+	$(BIN)/python -m pipeline study configs/studies/chat_plain.yaml --data runs/chat/texts
+endif
+	$(BIN)/python studies/chat/score.py runs/chat/$(CHAT) --texts runs/chat/texts $(if $(QUICK),,--plain runs/chat/plain)
 
 # Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
 BIOGRAPHY := biography$(if $(QUICK),_quick)

@@ -25,7 +25,6 @@ BASES = {
     "korean_ablations": "llama-1m",
     "korean_none": "llama-1m",
     "chat_plain": "llama-0.7m",
-    "chat_plain_quick": "llama-0.7m",
 }
 CLUSTERS = (8, 16, 32, 64, 128)
 RANKS = {

@@ -1,6 +1,6 @@
 """Scores the models of a finished chat study: held-out chats, answers that end, and perplexity of both languages.
 
-    python studies/chat/score.py runs/chat/quick --texts runs/chat/texts --plain runs/chat/plain_quick
+    python studies/chat/score.py runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
 
 Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain names the study that
 trains the base as it was before its chats, for the chat vector: its fully fine-tuned weights, plus what the chats
@@ -24,16 +24,16 @@ from pipeline.conversion.model_card import markdown_table
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
 from pipeline.errors import RunFolderError
-from pipeline.evaluation.chats import read_chats, score_chats
+from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.evaluation.table import over_seeds, readable
-from pipeline.files import published_folder, write_text
+from pipeline.files import json_hash, published_folder, read_object, write_json, write_text
 from pipeline.studies.results import read_rows
 
 HELDOUT = {"Korean": "data/ko/*.heldout.jsonl.zst", "English": "data/en/gutenberg.heldout.jsonl.zst"}
 KINDS = ("english", "korean")
 ANSWER_TOKENS = 48
-TABLE = "chats.md"
+TABLE, SCORES = "chats.md", "chat_scores.json"
 _WEIGHTS = "model.safetensors"
 logger = log.get_logger(__name__)
 
@@ -82,6 +82,27 @@ def with_chat_vector(trained: Path, chat: Path, plain: Path) -> Path:
     return output
 
 
+def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[float]:
+    """The figures of the model in `folder`: both perplexities, then of each kind of chats exact match, ended, tokens.
+
+    They are kept in SCORES of the folder, until that is written anew, or the chats or `max_bytes` change.
+    """
+    asked = {name: [(chat.messages, chat.reference) for chat in own] for name, own in chats.items()}
+    made_of = {"chats": json_hash(asked), "max_bytes": max_bytes}
+    path = folder / SCORES
+    kept = read_object(path, RunFolderError) if path.exists() else {}
+    if kept.get("made_of") != made_of:
+        logger.info("scoring %s", folder)
+        answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
+        texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
+        values = [one.perplexity for one in score_folder(folder, texts, context=128, max_bytes=max_bytes).values()]
+        for score in answers.values():
+            values += [score.exact_match, score.ended, score.answer_tokens]
+        kept = {"made_of": made_of, "values": values}
+        write_json(path, kept)
+    return list(kept["values"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -93,14 +114,7 @@ def main() -> None:
     chats = read_chats([str(options.texts / f"{kind}.jsonl") for kind in KINDS])
     found: dict[tuple[str, float | None], list[list[float]]] = {}
     for label, rate, folder in models(options.study, options.plain):
-        logger.info("%s: %s", label, folder)
-        answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
-        texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
-        scores = score_folder(folder, texts, context=128, max_bytes=options.max_bytes)
-        values = [score.perplexity for score in scores.values()]
-        for score in answers.values():
-            values += [score.exact_match, score.ended, score.answer_tokens]
-        found.setdefault((label, rate), []).append(values)
+        found.setdefault((label, rate), []).append(scored(folder, chats, options.max_bytes))
     forms = [readable, readable, *("{:.1%}".format, "{:.1%}".format, "{:.1f}".format) * len(KINDS)]
     lines = [
         [

@@ -95,10 +95,10 @@ def test_the_same_arguments_give_the_same_bytes(texts, data, tmp_path):
 
 
 def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, capsys):
-    """With the chat vector, and gated models with and without their gates."""
+    """With the chat vector, and a gated model with and without its gate."""
     monkeypatch.chdir(PROJECT)
     small = {"schedule": {"steps": 2}, "validation": {"every_steps": 2, "max_sequences": 2}}
-    kept = ("fft_1e-3", "lora", "preserve_rehearsed")
+    kept = ("fft_1e-3", "preserve_rehearsed")
     quick = PROJECT / "configs/studies/chat_quick.yaml"
     changes = {
         "extends": str(quick),
@@ -111,10 +111,11 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     gate = {"settings": {"gate": {"tokens": 200, "max_open_fraction": 0.5}}}
     changes["methods"]["preserve_rehearsed"] = gate
     plain = {
-        "extends": str(PROJECT / "configs/studies/chat_plain_quick.yaml"),
+        "extends": str(PROJECT / "configs/studies/chat_plain.yaml"),
         "folder": str(tmp_path / "plain"),
         "base": str(tmp_path / "study" / "pretrain" / "hf"),
         "settings": small,
+        "seeds": [1],
     }
     for name, values in (("study", changes), ("plain", plain)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
@@ -126,6 +127,9 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     table = (tmp_path / "study" / "chats.md").read_text()
     assert table in capsys.readouterr().out
     labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert labels == ["Base", "Full fine-tuning, 1e-3", "LoRA", "Preserve 1/2, rehearsed",
-                      "Preserve 1/2, rehearsed + gate", "Chat vector"]  # fmt: skip
+    assert labels == ["Base", "Full fine-tuning, 1e-3", "Preserve 1/2, rehearsed", "Preserve 1/2, rehearsed + gate",
+                      "Chat vector"]  # fmt: skip
     assert all(line.count("|") == 11 for line in table.splitlines())
+    monkeypatch.setattr(score, "score_chats", None)  # what was scored is not scored again
+    score.main()
+    assert (tmp_path / "study" / "chats.md").read_text() == table

@@ -1,7 +1,7 @@
 """Tokens a second that a base writes for rehearsal, beside `generate` of transformers, by batch size.
 
     make bench-sampling
-    python -m benchmarks.sampling_throughput --base path/to/model --batch-sizes 8 32 --json benchmarks/out/sampling.json
+    python -m benchmarks.sampling_throughput --base path/to/chat/model --chats chats.jsonl --batch-sizes 8 32
 
 All draw from the base's own distribution. `generate` gets the same batches, and each waits for its longest document;
 `sample` calls it in rounds, between which documents that are over leave (pipeline/rehearsal/generation.py). Measured is
@@ -11,57 +11,79 @@ counts, so that load on the machine changes little. Tokens are those up to a doc
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
 from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.data.chats import chat_template
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.rehearsal.generation import BaseWriter
 
 ALONE = "generate, one at a time"
 ALONE_FEWER = 32
 """So many times fewer documents than in batches are written one at a time."""
+Ids = npt.NDArray[Any]
+
+
+def opened(base: Path, tokenizer: Tokenizer, documents: int, chats: Path | None) -> list[Ids]:
+    """The openings of so many documents: the start token, or chats of the file in turn, and every tenth time that."""
+    start = np.array((tokenizer.document_start or tokenizer.document_end)[-1:])
+    if chats is None:
+        return [start] * documents
+    with chats.open(encoding="utf-8") as lines:
+        read = [json.loads(line)["messages"][:-1] for line in islice(lines, documents)]
+    texts = [chat_template(base).opened(messages) for messages in read]
+    found = [np.array(tokenizer.reference.encode([text]).ids.tolist()) for text in texts]
+    return [start if number % 10 == 0 else found[number % len(found)] for number in range(documents)]
 
 
 @torch.inference_mode()
-def generated(model: Any, tokenizer: Tokenizer, size: int, documents: int, max_tokens: int, seed: int) -> int:  # noqa: ANN401
-    """The tokens of so many documents, `size` at a time, by `generate`."""
+def generated(model: Any, tokenizer: Tokenizer, size: int, openings: list[Ids], max_tokens: int, seed: int) -> int:  # noqa: ANN401
+    """The tokens that `generate` writes after the openings, `size` at a time."""
     torch.manual_seed(seed)
-    first = (tokenizer.document_start or tokenizer.document_end)[-1]
-    ends = [tokenizer.document_end[-1], first]
+    ends = [tokenizer.document_end[-1], *tokenizer.document_start[:1]]
     settings = GenerationConfig(do_sample=True, top_k=0, max_length=max_tokens, eos_token_id=ends, pad_token_id=ends[0])
     tokens = 0
-    for _ in range(-(-documents // size)):
-        written = model.generate(torch.full((size, 1), first), generation_config=settings)[:, 1:]
+    for first in range(0, len(openings), size):
+        batch = openings[first : first + size]
+        width = max(map(len, batch))
+        given = torch.tensor([[ends[0]] * (width - len(opening)) + opening.tolist() for opening in batch])
+        mask = torch.tensor([[0] * (width - len(opening)) + [1] * len(opening) for opening in batch])
+        written = model.generate(given, attention_mask=mask, generation_config=settings)[:, width:]
         ended = torch.isin(written, torch.tensor(ends)).cumsum(dim=1)
         tokens += int((ended.cumsum(dim=1) <= 1).sum())
     return tokens
 
 
-def sampled(writer: BaseWriter, tokenizer: Tokenizer, size: int, documents: int, max_tokens: int, seed: int) -> int:
+def sampled(writer: BaseWriter, size: int, openings: list[Ids], max_tokens: int, seed: int) -> int:
     """The same by `scale-cpt sample`."""
-    opening = np.array((tokenizer.document_start or tokenizer.document_end)[-1:])
-    written = writer.write([opening] * documents, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed)
-    return sum(len(document) - 1 for document in written)
+    written = writer.write(openings, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed)
+    return sum(map(len, written)) - sum(map(len, openings))
 
 
-def measure(base: Path, batch_sizes: list[int], documents: int, max_tokens: int, turns: int) -> list[Row]:
+def measure(
+    base: Path, batch_sizes: list[int], documents: int, max_tokens: int, turns: int, chats: Path | None
+) -> list[Row]:
     """A row for each way: tokens a second in its fastest turn, and how many times those of one at a time."""
     tokenizer, model = load_tokenizer(base), load_hf_model(base)
     model.generation_config = GenerationConfig()
     writer = BaseWriter(base, tokenizer)
-    ways = {ALONE: partial(generated, model, tokenizer, 1, -(-documents // ALONE_FEWER))}
+    openings = opened(base, tokenizer, documents, chats)
+    ways = {ALONE: partial(generated, model, tokenizer, 1, openings[::ALONE_FEWER])}
     for size in batch_sizes:
-        ways[f"generate, {size} at a time"] = partial(generated, model, tokenizer, size, documents)
-        ways[f"sample, {size} at a time"] = partial(sampled, writer, tokenizer, size, documents)
+        ways[f"generate, {size} at a time"] = partial(generated, model, tokenizer, size, openings)
+        ways[f"sample, {size} at a time"] = partial(sampled, writer, size, openings)
     best = dict.fromkeys(ways, 0.0)
     for turn in range(turns):
         for name, way in ways.items():
@@ -78,13 +100,16 @@ def main() -> None:
     parser = make_parser(__doc__)
     add, positive = parser.add_argument, command_line.positive
     add("--base", type=Path, default=Path("data/models/stories260K"), help="default: data/models/stories260K")
+    add("--chats", type=Path, help="JSONL of messages to answer; every tenth document is text (default: all are)")
     add("--batch-sizes", type=positive, nargs="+", default=[32, 128], help="documents at a time (default: 32 128)")
     add("--documents", type=positive, default=256, help="of a turn (default: 256)")
     add("--max-tokens", type=positive, default=512, help="of a document (default: 512)")
     add("--turns", type=positive, default=3, help="of each way (default: 3)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(options.base, options.batch_sizes, options.documents, options.max_tokens, options.turns)
+    rows = measure(
+        options.base, options.batch_sizes, options.documents, options.max_tokens, options.turns, options.chats
+    )
     print_rows(rows)
     write_rows(options, rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks import checkpoint, gate_separation, generation_speed, sampling_t
 from benchmarks.gate_separation import NEW, OLD
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
+from tests.rehearsal.helpers import copied_stories
 from tests.texts import DATA
 
 
@@ -43,9 +45,13 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
-def test_every_batch_size_is_sampled(tmp_path, monkeypatch):
-    sizes = ["--batch-sizes", 1, 3, "--documents", 2, "--max-tokens", 6, "--turns", 1]
-    rows = rows_of(sampling_throughput, tmp_path, monkeypatch, "--base", STORIES, *sizes)
+@pytest.mark.parametrize("of_chats", [False, True])
+def test_every_batch_size_is_sampled(of_chats, tmp_path, monkeypatch):
+    sizes = ["--batch-sizes", 1, 3, "--documents", 2, "--max-tokens", 12, "--turns", 1]
+    base = copied_stories(tmp_path / "chat", tokenizer_config={"chat_template": "{{ messages[0].content }}"})
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"content": "Hi"}, {"content": "Ho"}]}) + "\n")
+    chats = ["--chats", tmp_path / "chats.jsonl"] if of_chats else []
+    rows = rows_of(sampling_throughput, tmp_path, monkeypatch, "--base", base, *sizes, *chats)
     ways = [f"{way}, {size} at a time" for size in (1, 3) for way in ("generate", "sample")]
     assert [row["way"] for row in rows] == ["generate, one at a time", *ways]
     assert rows[0]["times_one_at_a_time"] == 1 and all(row["tokens_per_second"] > 0 for row in rows)

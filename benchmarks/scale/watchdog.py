@@ -54,7 +54,7 @@ def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:  # noqa
 
 async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -> tuple[Row, float]:
     """What rank 0 costs, and in how many seconds it names the last rank, which is killed, or only falls silent."""
-    beat_s = limits.beat_every_s * watchdog.pauses_between_heartbeats(limits, ranks)
+    beat_s = watchdog.heartbeat_interval_s(limits, ranks)
     results, own = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.Process(target=watch, args=(ranks, seconds, limits, own), daemon=True).start()

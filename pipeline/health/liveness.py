@@ -21,10 +21,7 @@ SLOW: tuple[Phase, ...] = ("start", "validation", "checkpoint")
 
 
 class PhaseState(NamedTuple):
-    """How many steps a rank has finished, its phase, and since when (`time.monotonic()`).
-
-    `entered` counts the changes of phase. Ranks at the same point of the program have the same count.
-    """
+    """A rank's finished steps, its phase, since when (`time.monotonic()`), and its changes of phase so far."""
 
     step: int
     phase: Phase
@@ -101,23 +98,20 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's heartbeat.
-
-    Attributes:
-        step: how many steps it has finished.
-        phase_s: for how many seconds it has been in `phase`.
-        entered: how often it has changed its phase.
-        at: the innermost function of its main thread.
-        waiting: whether that function waits for other ranks.
-    """
+    """A rank's heartbeat."""
 
     node: str
     step: int
+    """finished steps"""
     phase: str
     phase_s: float
+    """how long it has been in it"""
     entered: int
+    """its changes of phase; ranks at the same point of the program have the same number"""
     at: str
+    """the innermost function of its main thread"""
     waiting: bool
+    """whether that function waits for other ranks"""
 
     @property
     def progress(self) -> str:
@@ -145,14 +139,10 @@ class RankHealth:
         self._limits = limits
         self._heard = dict.fromkeys(ranks, now)
         self._reports: dict[int, RankReport] = {}
-        self._verdict: Verdict | None = None
+        self.verdict: Verdict | None = None
 
     def on_message(self, rank: int, message: dict[str, Any], now: float) -> None:
-        """Records a message of a rank.
-
-        Its keys are `report` (a RankReport's values) while the rank works, `left` when it ends without a fault, or
-        `failed` and `exit_code` when it ends because of its own.
-        """
+        """Records a rank's message: `report` while it works, then `left`, or `failed` and `exit_code`."""
         if rank not in self._heard:
             return
         if "left" in message:
@@ -167,9 +157,9 @@ class RankHealth:
             self.accept(Verdict(text, rank, message["exit_code"], _GRACE_S))
 
     @property
-    def watches_others(self) -> bool:
-        """Whether any of the ranks has not left yet."""
-        return bool(self._heard)
+    def all_left(self) -> bool:
+        """Whether none of the ranks is there any more."""
+        return not self._heard
 
     def on_disconnect(self, rank: int) -> None:
         """Records that the connection to a rank broke, as it does when its process is killed."""
@@ -178,7 +168,7 @@ class RankHealth:
 
     def accept(self, verdict: Verdict) -> None:
         """Adopts a verdict, unless there is one already."""
-        self._verdict = self._verdict or verdict
+        self.verdict = self.verdict or verdict
 
     def extend_deadline(self, pause_s: float) -> None:
         """Extends all deadlines by `pause_s`: this process was stopped itself and could not listen."""
@@ -186,9 +176,8 @@ class RankHealth:
 
     def judge(self, now: float) -> Verdict | None:
         """Why the run must end; None if it need not."""
-        if self._verdict is None:
-            self._verdict = self._find_lost(now) or self._find_hung()
-        return self._verdict
+        self.verdict = self.verdict or self._find_lost(now) or self._find_hung()
+        return self.verdict
 
     def _find_lost(self, now: float) -> Verdict | None:
         for rank, heard in self._heard.items():

@@ -7,7 +7,6 @@ out, without the name of the missing rank: docs/adr/0011-one-job-a-run-folder.md
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import json
@@ -21,8 +20,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -40,10 +39,11 @@ from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 LAST_ACTS_S = 5.0
 """Limit for writing the stacks and the log, since the disk may hang too."""
 CONNECT_S = 30.0
-BACKLOG = 4096  # all ranks connect at once; asyncio's own is 100
+BACKLOG = 4096  # all ranks connect at once
+_POLL_S = 0.05  # rank 0 takes the messages of thousands together: to wake costs more than to read one
 _WAITING_IN = ("/torch/distributed/", "/torch/autograd/", "/deepspeed/", "/pipeline/parallel/ranks.py")
-_logger = log.get_logger(__name__)
 _LONGEST_LINE = 2**16
+_logger = log.get_logger(__name__)
 
 Message = dict[str, Any]
 
@@ -66,10 +66,7 @@ class Watchdog:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         if self._rank != 0:  # only rank 0, which sees all ranks, can distinguish hung ranks from waiting ones
             limits = limits.model_copy(update={"hung_after_s": math.inf, "slow_after_s": math.inf})
-        self._limits = limits
-        self._phases = phases
-        self._stacks = stacks
-        self._on_verdict = on_verdict
+        self._limits, self._phases, self._stacks, self._on_verdict = limits, phases, stacks, on_verdict
         self._main = threading.main_thread().ident
         self._last_message: Message | None = None
 
@@ -78,8 +75,6 @@ class Watchdog:
         self._channel = connect()
         watched = range(self._world_size) if self._rank == 0 else [0]
         self._health = RankHealth(watched, self._limits, time.monotonic())
-        self._loop = asyncio.SelectorEventLoop(_InBatches())
-        self._wake = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -97,80 +92,60 @@ class Watchdog:
 
     def _send_last(self, message: Message) -> None:
         self._last_message = message
-        self._loop.call_soon_threadsafe(self._wake.set)
         self._thread.join(timeout=LAST_ACTS_S if self._rank == 0 else None)
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._watch())
+            self._watch()
         except Exception:  # a fault of the watchdog must not end the run
             _logger.exception("the watchdog failed; the run continues without it")
 
-    async def _watch(self) -> None:
-        await self._channel.open(self._on_message, self._on_disconnect)
-        every, pauses = pauses_between_heartbeats(self._limits, self._world_size), 0
+    def _watch(self) -> None:
+        pause_s = heartbeat_interval_s(self._limits, 1 if self._rank == 0 else self._world_size)
         while self._last_message is None:
             heartbeat = {"report": asdict(self._report())}
-            if pauses % every == 0:
-                self._channel.send(heartbeat)
+            self._channel.send(heartbeat)
             if self._rank == 0:
-                self._on_message(0, heartbeat)
+                self._health.on_message(0, heartbeat, time.monotonic())
             if verdict := self._health.judge(time.monotonic()):
-                await self._announce(verdict)
-            await self._pause()
-            pauses += 1
+                self._announce(verdict)
+            next_beat = time.monotonic() + pause_s
+            while self._last_message is None and not self._health.verdict and time.monotonic() < next_beat:
+                self._poll()
         self._channel.send(self._last_message)
-        while self._rank != 0 and self._health.watches_others and self._health.judge(time.monotonic()) is None:
-            await self._pause()
+        while self._rank != 0 and not self._health.all_left and not self._health.judge(time.monotonic()):
+            self._poll()
         self._channel.close()
 
-    async def _pause(self) -> None:
-        """Waits until the next heartbeat is due, or a message must be acted on."""
+    def _poll(self) -> None:
+        """Waits a moment, and takes what has come meanwhile."""
         began = time.monotonic()
-        await self._woken(self._limits.beat_every_s)
-        overslept = time.monotonic() - began - self._limits.beat_every_s
-        if overslept > self._limits.beat_every_s:
-            self._health.extend_deadline(overslept)
-
-    async def _woken(self, timeout_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout=timeout_s)
-        self._wake.clear()
-
-    def _on_message(self, rank: int, message: Message) -> None:
-        if "verdict" in message:
-            self._health.accept(Verdict(**message["verdict"]))
-        else:
-            self._health.on_message(rank, message, time.monotonic())
-        if "report" not in message:
-            self._wake.set()
-
-    def _on_disconnect(self, rank: int) -> None:
-        self._health.on_disconnect(rank)
-        self._wake.set()
+        time.sleep(_POLL_S)
+        if (paused_s := time.monotonic() - began) > self._limits.beat_every_s:
+            self._health.extend_deadline(paused_s)
+        for rank, message in self._channel.receive():
+            if message is None:
+                self._health.on_disconnect(rank)
+            elif "verdict" in message:
+                self._health.accept(Verdict(**message["verdict"]))
+            else:
+                self._health.on_message(rank, message, time.monotonic())
 
     def _report(self) -> RankReport:
         state = self._phases.state
-        function, waiting = innermost(sys._current_frames().get(self._main or 0))
-        return RankReport(
-            node=log.node(),
-            step=state.step,
-            phase=state.phase,
-            phase_s=round(time.monotonic() - state.since, 1),
-            entered=state.entered,
-            at=function,
-            waiting=waiting,
-        )
+        at, waiting = innermost(sys._current_frames().get(self._main or 0))
+        phase_s = round(time.monotonic() - state.since, 1)
+        return RankReport(node(), state.step, state.phase, phase_s, state.entered, at, waiting)
 
-    async def _announce(self, verdict: Verdict) -> None:
+    def _announce(self, verdict: Verdict) -> None:
         """Ends the process, unless the main thread ends by itself within the verdict's grace."""
         if self._rank == 0:
             self._channel.send({"verdict": asdict(verdict)})
         deadline = time.monotonic() + verdict.grace_s
-        while self._last_message is None and (left_s := deadline - time.monotonic()) > 0:
-            await self._woken(left_s)
-        if verdict.grace_s and self._last_message is not None:
-            return
+        while time.monotonic() < deadline:
+            if self._last_message is not None:
+                return
+            self._poll()
         self._channel.close()
         acts = threading.Thread(target=self._last_acts, args=(verdict,), daemon=True)
         acts.start()
@@ -188,9 +163,9 @@ class Watchdog:
         sys.stdout.flush()
 
 
-def pauses_between_heartbeats(limits: settings.Watchdog, ranks: int) -> int:
+def heartbeat_interval_s(limits: settings.Watchdog, ranks: int) -> float:
     """Rank 0 hears some 100 heartbeats a second, however many ranks; of each, two before it is given up."""
-    return max(1, int(min(ranks / 100, limits.dead_after_s / 2) // limits.beat_every_s))
+    return max(limits.beat_every_s, min(ranks / 100, limits.dead_after_s / 2))
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -242,83 +217,80 @@ def _call(address: str, port: int, rank: int, token: str) -> socket.socket:
     return caller
 
 
+@dataclass
+class _Peer:
+    """A connection; `rank` is None until it has greeted, `rest` the beginning of a line."""
+
+    socket: socket.socket
+    rank: int | None
+    rest: bytes = b""
+
+
 class Channel:
-    """A rank's end of the channel. Only the thread of its event loop may use it."""
+    """A rank's end of the channel. Nothing that it does waits; only one thread may use it."""
 
     def __init__(self, own: socket.socket, rank: int, token: str) -> None:
         """`own` listens on rank 0, and is connected to rank 0 on the others."""
-        self._own, self._rank, self.token = own, rank, token
-        self.peers: dict[int, asyncio.Transport] = {}
-
-    async def open(self, on_message: Callable[[int, Message], None], on_disconnect: Callable[[int], None]) -> None:
-        """Starts to receive: calls `on_message` with a rank and its message, `on_disconnect` when its end is gone."""
-        self.on_message, self.on_disconnect = on_message, on_disconnect
-        loop = asyncio.get_running_loop()
-        if self._rank == 0:
-            self._server = await loop.create_server(lambda: _Connection(self, None), sock=self._own, backlog=BACKLOG)
+        self._own, self._token = own, token
+        self.peers: dict[int, _Peer] = {}
+        self._ready = selectors.DefaultSelector()
+        if rank == 0:
+            own.setblocking(False)
+            self._ready.register(own, selectors.EVENT_READ)
         else:
-            await loop.create_connection(lambda: _Connection(self, 0), sock=self._own)
+            self._add(own, 0)
 
     def send(self, message: Message) -> None:
         """Sends a message: rank 0 to all others, they to rank 0."""
         line = _line(message)
-        for transport in self.peers.values():
-            transport.write(line)
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):  # it is gone, which `receive` tells, or has not read for long
+                peer.socket.send(line)
+
+    def receive(self) -> Iterator[tuple[int, Message | None]]:
+        """What has come: a rank and its message, or None when its end of the connection is gone."""
+        for key, _ in self._ready.select(0):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        self._add(self._own.accept()[0], None)
+            else:
+                yield from self._read(key.data)
 
     def close(self) -> None:
-        """Closes the connections; pending messages are sent before."""
-        if self._rank == 0:
-            self._server.close()
-        for transport in self.peers.values():
-            transport.close()
+        """Closes the connections; what was sent before arrives."""
+        self._ready.close()
+        for connection in (self._own, *(peer.socket for peer in self.peers.values())):
+            connection.close()
 
+    def _add(self, connection: socket.socket, rank: int | None) -> None:
+        connection.setblocking(False)
+        peer = _Peer(connection, rank)
+        self._ready.register(connection, selectors.EVENT_READ, peer)
+        if rank is not None:
+            self.peers[rank] = peer
 
-class _InBatches(selectors.DefaultSelector):
-    """Takes messages together that come within a twentieth of a second: to wake costs rank 0 more than a message."""
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(timeout)
-        if ready and timeout != 0:
-            time.sleep(0.05)
-            ready = super().select(0)
-        return ready
-
-
-class _Connection(asyncio.Protocol):
-    """A connection to `rank`, None until it has greeted. No stream: thousands would cost rank 0 too much."""
-
-    def __init__(self, channel: Channel, rank: int | None) -> None:
-        self._channel, self._rank, self._rest = channel, rank, b""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
-        if self._rank is not None:
-            self._channel.peers[self._rank] = transport
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > _LONGEST_LINE or not all(map(self._received, lines)):
-            self._transport.abort()
-
-    def _received(self, line: bytes) -> bool:
-        """Whether a line is a message of one of our ranks."""
+    def _read(self, peer: _Peer) -> Iterator[tuple[int, Message | None]]:
+        data = b""
+        with contextlib.suppress(OSError):  # a connection that broke has nothing more to say
+            data = peer.socket.recv(_LONGEST_LINE)
+        *lines, peer.rest = (peer.rest + data).split(b"\n")
         try:
-            message = json.loads(line)
-        except ValueError:
-            return False
-        if not isinstance(message, dict):
-            return False
-        if self._rank is not None:
-            self._channel.on_message(self._rank, message)
-        elif message.get("token") == self._channel.token:
-            self._rank = int(message["rank"])
-            self._channel.peers[self._rank] = self._transport
-        return self._rank is not None
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._rank is not None:
-            del self._channel.peers[self._rank]
-            self._channel.on_disconnect(self._rank)
+            for line in lines:
+                message = json.loads(line)
+                if peer.rank is not None:
+                    yield peer.rank, message
+                elif message["token"] == self._token:
+                    peer.rank = int(message["rank"])
+                    self.peers[peer.rank] = peer
+        except (ValueError, TypeError, KeyError):  # not of one of our ranks
+            data = b""
+        if not data or len(peer.rest) > _LONGEST_LINE or (lines and peer.rank is None):
+            self._ready.unregister(peer.socket)
+            peer.socket.close()
+            if peer.rank is not None:
+                del self.peers[peer.rank]
+                yield peer.rank, None
 
 
 def _line(message: Message) -> bytes:

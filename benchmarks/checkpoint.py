@@ -129,7 +129,7 @@ def measure(divisor: int, zero_stage: int, rounds: int, folder: Path) -> None:
     ]
     if dist.get_rank() == 0:
         write_json(folder / ROWS, rows)
-    launch.finish()
+    dist.destroy_process_group()
 
 
 class Seconds(NamedTuple):

@@ -1,17 +1,11 @@
-"""Trains the run that a configuration describes.
+"""Trains the run that a configuration describes, from its newest checkpoint on.
 
     scale-cpt train --ranks 2 configs/demo.yaml
     torchrun --nproc-per-node=2 --module -- pipeline.train configs/demo.yaml
-
-Every rank runs this program; --ranks starts them on this machine.
-
-With --dry-run a single process, on any machine, prints the run's plan and what would prevent it, and exits with 0 only
-if nothing would:
-
     scale-cpt train --dry-run --gpus 16 configs/demo.yaml
 
-Training resumes from the run's newest checkpoint, and does nothing if the run is finished. On a signal (SIGTERM,
-SIGUSR1, Ctrl-C) it saves and exits with code 75.
+Every rank runs this program; --ranks starts them on this machine. On a signal (SIGTERM, SIGUSR1, Ctrl-C) training saves
+and exits with code 75. --dry-run, on any machine, prints the run's plan, and exits with 0 if nothing would prevent it.
 """
 
 from __future__ import annotations
@@ -55,6 +49,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    import torch
+
     from pipeline.training import launch
 
     device = launch.initialise(launch.read_launch(os.environ))
@@ -63,7 +59,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
 
     code = run_training(arguments.run, device, make_observers, arguments.set)
-    launch.finish()  # not after a fault: it waits for ranks that may hang in a collective
+    torch.distributed.destroy_process_group()  # not after a fault: it waits for ranks that may hang in a collective
     return code
 
 

@@ -26,14 +26,14 @@ FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_jobs
 """The longest files of `make test`, with which it starts: the workers then end together."""
 _FULL_FILES = {
     "packaging": "wheel",
-    "training": "answers attempt damaged_checkpoints full_disk mixture prompts saving divergence",
+    "training": "answers attempt damaged_checkpoints full_disk mixture saving divergence",
     "conversion": "memory second_round generate library_features convert combined",
     "gating": "fit_run new_pieces",
     "model": "compile",
     "sizing": "against_runs recommendation first_config",
     "checks": "plan",
     "checkpoint": "rank_files",
-    "observers": "tasks trackers",
+    "observers": "trackers",
     "evaluation": "benchmarks chats",
     "data": "preprocess vocabulary",
     "studies": "run_study chat_study osf",

@@ -102,7 +102,7 @@ def writers(tmp_path_factory) -> Iterator[dict[str, Writer]]:
 
     def sample(path: Path, workers: Workers) -> None:
         described = sampling_job(path, tokens=60)
-        sample_corpus(described, plan_of(described), workers, device="cpu")
+        sample_corpus(described, plan_of(described), workers)
 
     with local_workers(1, preload="pipeline.rehearsal.corpus") as workers:
         yield {

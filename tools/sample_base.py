@@ -36,10 +36,10 @@ def main(options: argparse.Namespace) -> None:
         plans = [plan_of(job) for job in jobs]
         if config is not None:
             begin_run(config)
-        count = options.workers or default_workers(jobs[0].base, options.device)
+        count = options.workers or default_workers(jobs[0].base)
         with local_workers(count, preload="pipeline.rehearsal.corpus") as workers:
             for job, plan in zip(jobs, plans, strict=True):
-                manifest = sample_corpus(job, plan, workers, device=options.device, share=options.share)
+                manifest = sample_corpus(job, plan, workers, options.share)
                 print(f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote")
 
 
@@ -57,7 +57,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser, required=False)
     add("--workers", type=positive, help="processes, each with the base (default: one per GPU, or as many as fit)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPUs if there are any")
     add("--batch-size", type=positive, help="documents at a time (default: what suits the base, at most 128)")
     add("--share", type=share, default=(0, 1), metavar="K/N", help="this is the K-th of N jobs, as in a Slurm array")
     add("--base", type=folder_or_hub, help="a Hugging Face folder")

@@ -62,8 +62,6 @@ class Position(_Record):
         rollbacks: how often the run went back to a checkpoint because of a spike.
         learning_rate_factor: what the schedule's rate is multiplied by; a forgetting budget lowers it.
         initial_nll_per_token: of each held-out corpus before the first step: forgetting is measured from there.
-        best_nll_per_token: the lowest held-out loss of the corpora of role new at any validation.
-        validations_without_gain: how many in a row, up to the last, did not lower it.
         recent: the last steps that changed the weights, oldest first.
     """
 
@@ -75,15 +73,7 @@ class Position(_Record):
     rollbacks: int = 0
     learning_rate_factor: float = 1.0
     initial_nll_per_token: dict[str, float] = {}
-    best_nll_per_token: float | None = None
-    validations_without_gain: int = 0
     recent: tuple[StepRecord, ...] = ()
-
-    def is_end_of(self, config: RunConfig) -> bool:
-        """Whether the run is finished here: at its last step, or stopped early."""
-        stop_after = config.validation.stop_after
-        stopped = stop_after is not None and self.validations_without_gain >= stop_after
-        return stopped or self.step >= config.schedule.steps
 
     def changed(self, **changes: object) -> Position:
         """A copy with some attributes replaced."""

@@ -17,7 +17,7 @@ import torch
 from pipeline import log
 from pipeline.checks.allocation import Allocation, check_corpora, check_disk, check_memory, check_same_files
 from pipeline.checks.devices import Finding, judge_all_reduce, judge_products, measure_all_reduce, measure_product
-from pipeline.checks.inputs import Inputs, Opened, Stage, encoded_prompts
+from pipeline.checks.inputs import Inputs, Opened, Stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data import preprocess
@@ -135,7 +135,6 @@ CHECKS = (
     Check("files", ("tokenize", "train"), lambda run: run.base.file_of),  # the header of every weight file
     Check("files", ("tokenize", "train"), lambda run: run.model),
     Check("files", ("tokenize", "train"), lambda run: check_vocabulary(run.tokenizer, run.spec)),
-    Check("files", ("tokenize", "train"), lambda run: encoded_prompts(run.config, run.tokenizer, run.spec)),
     Check("files", ("tokenize",), _sampling),
     Check("files", ("train",), _corpora),
     Check("files", (), _texts),

@@ -165,7 +165,7 @@ class Opened:
             with torch.device("meta"):
                 model = build_model(config, self.base.spec, SINGLE)
             run = describe_run(config, self.base, model, self.tokenizer.fingerprint)
-            finished = is_trained(config.folder) and manifest.position.is_end_of(config)  # not if steps were added
+            finished = is_trained(config.folder) and manifest.position.step >= config.schedule.steps  # none were added
             check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
             if finished:
                 _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
@@ -188,23 +188,3 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
         build_model(
             config, spec, imagined_ranks(parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel)
         )
-
-
-def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) -> list[list[int]]:
-    """The ids of each of `validation.prompts`, with what precedes a document.
-
-    Raises:
-        ConfigError: one is empty, or leaves no room in the base's context for what the model is to write.
-    """
-    settings = config.validation
-    room = spec.longest_text - settings.prompt_tokens
-    prompts = []
-    for text in settings.prompts:
-        ids = [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()]
-        if not 0 < len(ids) <= room:
-            raise ConfigError(
-                f"validation.prompts: {text[:60]!r} has {len(ids)} tokens; expected 1 to {room}, the base's context of "
-                f"{spec.longest_text} less prompt_tokens {settings.prompt_tokens}"
-            )
-        prompts.append(ids)
-    return prompts

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.data import CorpusName, Data, Role
 from pipeline.config.method import Freeze, FullFineTuning, Method, ScaleMethod
-from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, Texts, checked
+from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
 from pipeline.config.schedule import Schedule
 from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, Layer, change_of, combined, read_layers
 from pipeline.errors import BaseModelError
@@ -143,7 +143,7 @@ class Forgetting(Section):
     max_increase: PositiveFloat | None = None
     """of held-out perplexity over step 0's, as a fraction"""
     max_kl_from_base: PositiveFloat | None = None
-    """nats per token, on the probe batch of the diagnostics"""
+    """nats per token, on the first held-out batch of role replay"""
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
     """beyond either limit: log a warning, save and end, or multiply the learning rate for the rest of the run"""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -154,7 +154,7 @@ class Watchdog(Section):
     """When a run with lost or hung ranks ends, to be restarted."""
 
     beat_every_s: PositiveFloat = 5.0
-    """interval of each rank's heartbeats; of more than 1,000 ranks a multiple of it"""
+    """interval of each rank's heartbeats; longer with more than 500 ranks"""
     dead_after_s: PositiveFloat = 60.0
     """a rank without a heartbeat for this long is lost; the end of a process is noticed immediately"""
     hung_after_s: PositiveFloat = 600.0
@@ -179,27 +179,6 @@ class Validation(Section):
     """also at the start and the end"""
     max_sequences: PositiveInt = 64
     """of each held-out part"""
-    prompts: Annotated[Texts, Field(max_length=16)] = []
-    """up to 16, which the model continues greedily: text in TensorBoard and metrics.jsonl"""
-    prompt_tokens: PositiveInt = 32
-    """how many it writes; each is a forward pass over all prompts"""
-    tasks: Texts = []
-    """lm-eval's tasks of multiple choice that all ranks score: `[kobest_copa, arc_easy]`"""
-    tasks_include: Path | None = None
-    """a folder of your own tasks, whose Python code runs (docs/evaluation.md)"""
-    tasks_every: PositiveInt = 1
-    """validations between two scores of the tasks; the last validation always has them"""
-    tasks_limit: PositiveInt | None = None
-    """the first documents of each; default: all"""
-    stop_after: PositiveInt | None = None
-    """the run ends, finished, after so many validations in a row without a lower held-out loss of the corpora of role
-    new; default: never"""
-
-    @model_validator(mode="after")
-    def _settings_of_tasks_have_tasks(self) -> Validation:
-        if not self.tasks and (self.tasks_include, self.tasks_every, self.tasks_limit) != (None, 1, None):
-            raise ValueError("tasks_include, tasks_every and tasks_limit belong to tasks; name some")
-        return self
 
 
 class Checkpoints(Section):
@@ -299,10 +278,8 @@ class RunConfig(Section):
             raise ValueError(f"upscaled: method {method.name} trains no expansion; remove it")
         if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
             raise ValueError(f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase")
-        if limits.max_increase is not None and "replay" not in heldout:
-            raise ValueError("forgetting.max_increase: needs a corpus of role replay with a held-out part")
-        if self.validation.stop_after is not None and "new" not in heldout:
-            raise ValueError("validation.stop_after: needs a corpus of role new with a held-out part")
+        if (limits.max_increase, limits.max_kl_from_base) != (None, None) and "replay" not in heldout:
+            raise ValueError("forgetting: needs a corpus of role replay with a held-out part")
         return self
 
     @property

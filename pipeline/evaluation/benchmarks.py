@@ -103,10 +103,10 @@ def run_benchmarks(
     chat_template: bool = False,
     trust_remote_code: bool = False,
 ) -> list[Result]:
-    """Scores the model in `folder` on `tasks`, on a GPU if there is one; see `task_results`.
+    """Scores the model in `folder` on `tasks`, on a GPU if there is one.
 
-    Every prompt follows `prefix`, as documents do in training; or with `chat_template` it is a user's message, framed
-    by the tokenizer's chat template.
+    If `tasks` name several, the last result is the mean of their accuracies. Every prompt follows `prefix`, as
+    documents do in training; or with `chat_template` it is a user's message, framed by the tokenizer's chat template.
 
     Raises:
         DataError: the folder has no tokenizer.
@@ -115,24 +115,10 @@ def run_benchmarks(
     if chat_template:
         ChatTemplate(folder)  # there is one
         prefix = "none"  # a template writes all that it needs
-    model = _hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code)
-    return task_results(model, tasks, chat_template=chat_template)
-
-
-def task_results(
-    model: Any,  # noqa: ANN401
-    tasks: Tasks,
-    *,
-    bootstrap_iters: int = 100_000,
-    chat_template: bool = False,
-) -> list[Result]:
-    """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies.
-
-    `bootstrap_iters`: lm-eval's, for standard errors that have no formula; 0 leaves these out.
-    """
     from lm_eval.evaluator import evaluate
 
-    settings = {"limit": tasks.limit, "bootstrap_iters": bootstrap_iters, "log_samples": False}
+    model = _hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code)
+    settings = {"limit": tasks.limit, "log_samples": False}
     settings |= {"apply_chat_template": chat_template, "fewshot_as_multiturn": chat_template}
     found = evaluate(model, dict(tasks.loaded), **settings)["results"]
     results = []

@@ -25,7 +25,6 @@ _FROM_TRAINING = (
     "step0_max_abs_logit_difference",
     "trainable_parameters",
     "total_parameters",
-    "optimizer_state_elements",
     "steps",
     "tokens_seen",
     "seconds",

@@ -121,10 +121,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run cannot continue, and the rank at fault if there is one.
-
-    Ranks that detect the fault themselves have `grace_s` to end by themselves.
-    """
+    """Why the run cannot continue, and the rank at fault if any. Ranks have `grace_s` to find it and end themselves."""
 
     text: str
     rank: int | None
@@ -209,10 +206,7 @@ class RankHealth:
 
 
 def find_hung(reports: dict[int, RankReport]) -> list[int]:
-    """The ranks that the others wait for: those with the fewest phases, else those that do not wait, else none.
-
-    All ranks run the same program, so the one with the fewest changes of phase is the one that hangs.
-    """
+    """The ranks that the others wait for: those with the fewest changes of phase, else those that do not wait."""
     fewest = min(report.entered for report in reports.values())
     for suspects in (
         [rank for rank, report in reports.items() if report.entered == fewest],

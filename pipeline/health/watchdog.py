@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -79,9 +79,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception):
             self._send_last({"left": True})
             return
@@ -221,7 +219,7 @@ def _call(address: str, port: int, rank: int, token: str) -> socket.socket:
 class _Peer:
     """A connection; `rank` is None until it has greeted, `rest` the beginning of a line."""
 
-    socket: socket.socket
+    connection: socket.socket
     rank: int | None
     rest: bytes = b""
 
@@ -245,7 +243,7 @@ class Channel:
         line = _line(message)
         for peer in self.peers.values():
             with contextlib.suppress(OSError):  # it is gone, which `receive` tells, or has not read for long
-                peer.socket.send(line)
+                peer.connection.send(line)
 
     def receive(self) -> Iterator[tuple[int, Message | None]]:
         """What has come: a rank and its message, or None when its end of the connection is gone."""
@@ -260,7 +258,7 @@ class Channel:
     def close(self) -> None:
         """Closes the connections; what was sent before arrives."""
         self._ready.close()
-        for connection in (self._own, *(peer.socket for peer in self.peers.values())):
+        for connection in (self._own, *(peer.connection for peer in self.peers.values())):
             connection.close()
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
@@ -273,7 +271,7 @@ class Channel:
     def _read(self, peer: _Peer) -> Iterator[tuple[int, Message | None]]:
         data = b""
         with contextlib.suppress(OSError):  # a connection that broke has nothing more to say
-            data = peer.socket.recv(_LONGEST_LINE)
+            data = peer.connection.recv(_LONGEST_LINE)
         *lines, peer.rest = (peer.rest + data).split(b"\n")
         try:
             for line in lines:
@@ -286,8 +284,8 @@ class Channel:
         except (ValueError, TypeError, KeyError):  # not of one of our ranks
             data = b""
         if not data or len(peer.rest) > _LONGEST_LINE or (lines and peer.rank is None):
-            self._ready.unregister(peer.socket)
-            peer.socket.close()
+            self._ready.unregister(peer.connection)
+            peer.connection.close()
             if peer.rank is not None:
                 del self.peers[peer.rank]
                 yield peer.rank, None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.observers.diagnostics import Diagnostics
-from pipeline.observers.limits import EarlyStop, ForgettingBudget
+from pipeline.observers.drift import Drift
+from pipeline.observers.limits import ForgettingBudget
 from pipeline.observers.metrics import MetricsFiles, ProgressDisplay
 from pipeline.observers.performance import PerformanceMetrics, Profiler
-from pipeline.observers.tasks import TaskScores
 from pipeline.observers.trackers import make_trackers
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.observer import Observer
@@ -14,19 +13,11 @@ from pipeline.training.trainer import Trainer
 
 
 def make_observers(trainer: Trainer) -> list[Observer]:
-    """The observers of the run's configuration: those that measure first, then those that write.
-
-    Every rank must call it.
-
-    Raises:
-        MissingPackageError: the package of a tracker is not installed; on rank 0.
-    """
+    """The observers of the run's configuration, those that measure first; every rank must call it."""
     config, position = trainer.config, trainer.position
     observers: list[Observer] = [
-        Diagnostics(trainer),
+        Drift(trainer),
         ForgettingBudget(config),
-        EarlyStop(config),
-        *([TaskScores(trainer)] if config.validation.tasks else []),  # after those that make a validation the last
         PerformanceMetrics(trainer),
         Profiler(trainer),
     ]

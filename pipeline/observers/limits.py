@@ -1,9 +1,8 @@
-"""What changes or ends a run at a validation: the forgetting budget, and no more gain on new text."""
+"""The forgetting budget, which may lower the learning rate of a run or end it at a validation."""
 
 from __future__ import annotations
 
 import math
-from statistics import fmean
 
 from pipeline import log
 from pipeline.config.run import Forgetting, RunConfig
@@ -54,25 +53,3 @@ def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting) -> None:
             f"step {step}: {beyond}; this step is saved. Convert it, or raise the budget in `forgetting` and start "
             "again"
         )
-
-
-class EarlyStop(Observer):
-    """Ends the run after `validation.stop_after` validations in a row without a gain on held-out new text."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.stop_after = config.validation.stop_after
-        self.corpora = [name for name, corpus in config.data.corpora.items() if corpus.role == "new"]
-
-    def on_validation(self, event: ValidationEvent) -> None:
-        losses = [event.scores[name].nll_per_token for name in self.corpora if name in event.scores]
-        if self.stop_after is None or not losses:
-            return
-        loss, best = broadcast_from_rank0(lambda: fmean(losses)), event.position.best_nll_per_token
-        gains = math.isfinite(loss) and (best is None or loss < best)
-        without = 0 if gains else event.position.validations_without_gain + 1
-        event.position = event.position.changed(
-            best_nll_per_token=loss if gains else best, validations_without_gain=without
-        )
-        if without >= self.stop_after:
-            message = "step %d: %d validations in a row brought no gain on held-out new text; the run is finished"
-            warn_on_rank0(_logger, message, event.position.step, without)

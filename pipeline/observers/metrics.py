@@ -6,10 +6,8 @@ A run that resumes from step k, or rolls back to it, drops what was written afte
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import orjson
@@ -36,8 +34,7 @@ class MetricsFiles(Observer):
         self._go_back_to(step)
 
     def on_step(self, event: StepEvent) -> None:
-        texts = {"prompts": dict(event.texts)} if event.texts else {}
-        values = {"step": event.step, **event.figures, **texts}  # what is not finite becomes null
+        values = {"step": event.step, **event.figures}  # what is not finite becomes null
         self._waiting.append((event.step, orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE)))
         try:
             self._write_lines()
@@ -85,29 +82,19 @@ class MetricsFiles(Observer):
             self._board = SummaryWriter(str(self.folder / BOARD), purge_step=self._purge_step)
         for name, value in event.figures.items():
             self._board.add_scalar(name, value, event.step)
-        for number, (prompt, written) in enumerate(event.texts.items(), start=1):
-            block = textwrap.indent(f"{prompt}→{written}", "    ", lambda _: True)  # of code, in Markdown
-            self._board.add_text(f"prompt {number}", block, event.step)
         self._board.flush()
         self._purge_step = None
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk.
-
-    Reads from its end on no more than what it drops.
-    """
+    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk."""
     with suppress(FileNotFoundError), path.open("rb+") as file:
-        end = 0
-        if step > 0 and file.seek(0, os.SEEK_END):
-            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-                end = content.rfind(b"\n") + 1
-                while end:
-                    begin = content.rfind(b"\n", 0, end - 1) + 1
-                    with suppress(ValueError, TypeError, KeyError):  # a line that the disk damaged
-                        if orjson.loads(content[begin:end])["step"] <= step:
-                            break
-                    end = begin
+        end = at = 0
+        for line in file if step else ():
+            at += len(line)
+            with suppress(ValueError, TypeError, KeyError):  # a line that the disk damaged, or a kill cut short
+                if orjson.loads(line)["step"] <= step and line.endswith(b"\n"):
+                    end = at
         file.truncate(end)
 
 
@@ -120,10 +107,10 @@ class ProgressDisplay(Observer):
         self._bar = log.progress_bar("training", steps, " steps", done=step, every_s=every_s, scaled=False)
 
     def on_step(self, event: StepEvent) -> None:
-        if event.seconds is None:
-            return  # nothing was computed
-        self._bar.move_to(event.step, "  ".join(worded(event.figures)), show=self._first or event.step == self._steps)
-        self._first = False
+        if event.seconds is not None:
+            shown = self._first or event.step == self._steps
+            self._bar.move_to(event.step, "  ".join(worded(event.figures)), show=shown)
+            self._first = False
 
     def on_end(self, *, finished: bool) -> None:
         self._bar.close()

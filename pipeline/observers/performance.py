@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, tensorboard_trace_handler
+from torch.profiler import ProfilerAction, profile, tensorboard_trace_handler
 
 from pipeline import log
-from pipeline.run_folder.attempts import count_restarts, read_attempts, this_attempt
 from pipeline.sizing.flops import mfu_per_token_rate, peak_flops
 from pipeline.training.observer import Observer, StepEvent
 from pipeline.training.trainer import Trainer
 
 PROFILE = "profile"
 """The folder of the traces, in the run folder."""
-MEASURED = ("tokens_per_second_per_gpu", "mfu", "seconds/", "memory_", "restarts")
+MEASURED = ("tokens_per_second_per_gpu", "mfu", "seconds/", "memory_")
 """Prefixes of measured figures, the only ones in which identical runs differ."""
 _GIB = 2**30
 _logger = log.get_logger(__name__)
 
 
 class PerformanceMetrics(Observer):
-    """Adds speed, time, memory and the number of restarts to the figures of every step."""
+    """Adds speed, time and memory to the figures of every step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.device, self.phases = trainer.device, trainer.phases
-        self.mfu_per_token_rate, self.restarts = None, 0
+        self.mfu_per_token_rate: float | None = None
         if trainer.rank == 0:  # whose figures are written
             inputs = trainer.inputs
             peak = peak_flops(inputs.config, inputs.deepspeed_config.dtype, trainer.device)
             self.mfu_per_token_rate = mfu_per_token_rate(inputs.config, inputs.base.spec, peak)
-            self.restarts = count_restarts(read_attempts(inputs.config.folder), this_attempt())
 
     def on_step(self, event: StepEvent) -> None:
         if event.seconds is not None:
@@ -48,7 +47,6 @@ class PerformanceMetrics(Observer):
         else:
             peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             event.figures["memory_peak_resident_gib"] = peak_kib * 1024 / _GIB
-        event.figures["restarts"] = self.restarts
 
 
 class Profiler(Observer):
@@ -58,49 +56,36 @@ class Profiler(Observer):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        settings = trainer.config.profile
-        first, last = settings.steps or (1, 0)
-        self._steps = range(first, last + 1) if trainer.rank in settings.ranks else range(0)
-        self._folder = trainer.config.folder / PROFILE
-        self._rank, self._on_gpu = trainer.rank, trainer.device.type == "cuda"
+        settings, self._folder = trainer.config.profile, trainer.config.folder / PROFILE
         self._profile: profile | None = None
-        if settings.steps is not None:
-            ranks = ", ".join(map(str, settings.ranks))
-            _logger.info("traces steps %d to %d of rank(s) %s into %s", first, last, ranks, self._folder)
+        if settings.steps is None or trainer.rank not in settings.ranks:
+            return
+        (first, last), name = settings.steps, f"rank_{trainer.rank:05d}"
+        actions = dict.fromkeys(range(first, last), ProfilerAction.RECORD) | {last: ProfilerAction.RECORD_AND_SAVE}
+        _logger.info("traces steps %d to %d into %s", first, last, self._folder)
+        self._profile = profile(
+            schedule=lambda step: actions.get(step, ProfilerAction.NONE),
+            on_trace_ready=tensorboard_trace_handler(str(self._folder), name, use_gzip=True),
+        )
+        self._profile.start()
         if trainer.position.step > 0:  # a new run reports its step 0
-            self._begin(trainer.position.step + 1)
+            self.on_rollback(trainer.position.step)
 
     def on_step(self, event: StepEvent) -> None:
-        self._begin(event.step + 1)
+        self.on_rollback(event.step)
 
     def on_rollback(self, step: int) -> None:
-        self._stop()
-        self._begin(step + 1)
+        if self._profile is not None:
+            self._profile.step_num = step
+            self._guarded(self._profile.step)
 
     def on_end(self, *, finished: bool) -> None:
-        self._stop()
+        if self._profile is not None:
+            self._guarded(self._profile.stop)
 
-    def _begin(self, step: int) -> None:
-        if step not in self._steps:
-            self._stop()
-        elif self._profile is not None:
-            self._profile.step()
-        else:
-            self._profile = profile(
-                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
-                schedule=lambda _: ProfilerAction.RECORD,  # without one, torch names no steps
-                on_trace_ready=tensorboard_trace_handler(
-                    str(self._folder), f"step_{step:08d}.rank_{self._rank:05d}", use_gzip=True
-                ),
-            )
-            self._profile.step_num = step
-            self._profile.start()
-
-    def _stop(self) -> None:
-        if self._profile is None:
-            return
+    def _guarded(self, call: Callable[[], None]) -> None:
         try:
-            self._profile.stop()
+            call()
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             _logger.error("%s: this trace could not be written: %s", self._folder, error)
-        self._profile = None
+            self._profile = None

@@ -1,25 +1,23 @@
 """Experiment trackers: log the figures of each step to Weights & Biases or MLflow too.
 
-A tracker must not end a run: a missing package is refused before anything is loaded, any later fault is one error line,
-and the attempt continues without the tracker. `metrics.jsonl` always has every figure.
-
-All attempts at a run log into the same tracked run, whose id is recorded in the run folder. Both services only append:
-a step that is computed again, after a rollback or a restart, is there twice, and the later value is valid.
+A fault of a tracker ends no run: it is one error line, and the attempt continues without it. All attempts at a run log
+into one tracked run, whose id is recorded in the run folder. Both services only append: a step that is computed again
+is there twice, and the later value is valid.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from pipeline import log
 from pipeline.config.reading import flattened
 from pipeline.config.run import MlflowTracker, RunConfig, WandbTracker
-from pipeline.errors import RunFolderError, in_one_line
-from pipeline.files import read_text, write_text
+from pipeline.errors import in_one_line
+from pipeline.files import write_text
 from pipeline.training.observer import Observer, StepEvent
 
 _PARAMETERS_PER_REQUEST = 100
@@ -68,25 +66,21 @@ def make_trackers(config: RunConfig) -> list[Observer]:
     return trackers
 
 
-def _recorded_id(config: RunConfig, service: str, new: Callable[[], str]) -> tuple[str, bool]:
-    """The id of the tracked run, and whether an earlier attempt has recorded it; else that of a `new` one."""
+def _recorded_id(config: RunConfig, service: str) -> tuple[Path, str | None]:
+    """The file of the tracked run's id in the run folder, and the id that an earlier attempt has recorded there."""
     path = config.folder / f"{service}_run_id"
-    if path.exists() and (recorded := read_text(path, RunFolderError, "move it away").strip()):
-        return recorded, True
-    run_id = new()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, f"{run_id}\n")
-    return run_id, False
+    return path, path.read_text(encoding="utf-8").strip() if path.exists() else None
 
 
 def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
     from wandb import Settings, init, teardown
 
+    path, recorded = _recorded_id(config, "wandb")
     run = init(
         project=settings.project,
         entity=settings.entity,
         name=config.name,
-        id=_recorded_id(config, "wandb", lambda: secrets.token_hex(4))[0],
+        id=recorded or secrets.token_hex(4),
         resume="allow" if settings.mode == "online" else None,  # offline W&B warns that it cannot
         mode=settings.mode,
         dir=str(config.folder),
@@ -94,6 +88,7 @@ def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
         allow_val_change=True,
         settings=Settings(console="off", silent=True, finish_timeout=_FINISH_TIMEOUT_S),
     )
+    write_text(path, f"{run.id}\n")
     # The x axis is our step: W&B drops values for earlier values of its own.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
@@ -112,26 +107,19 @@ def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]
     # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric, Param
+    import mlflow
 
-    client, name = MlflowClient(tracking_uri=settings.tracking_uri), settings.experiment
-
-    def create() -> str:
-        experiment = client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
-        return str(client.create_run(experiment_id, run_name=config.name).info.run_id)
-
-    run_id, recorded = _recorded_id(config, "mlflow", create)
-    if recorded:
-        client.update_run(run_id, status="RUNNING")
-    else:  # MLflow allows no change of parameters
-        parameters = [Param(key, str(value)) for key, value in flattened(config.model_dump(mode="json"))]
+    mlflow.set_tracking_uri(settings.tracking_uri)
+    mlflow.set_experiment(settings.experiment)
+    path, recorded = _recorded_id(config, "mlflow")
+    run = mlflow.start_run(recorded, run_name=config.name)
+    write_text(path, f"{run.info.run_id}\n")
+    if recorded is None:  # MLflow allows no change of parameters
+        parameters = list(flattened(config.model_dump(mode="json")))
         for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
-            client.log_batch(run_id, params=parameters[start : start + _PARAMETERS_PER_REQUEST])
+            mlflow.log_params(dict(parameters[start : start + _PARAMETERS_PER_REQUEST]))
 
-    def log_step(event: StepEvent) -> None:
-        now_ms = time.time_ns() // 1_000_000
-        client.log_batch(run_id, [Metric(key, value, now_ms, event.step) for key, value in event.figures.items()])
+    def end(finished: bool) -> None:
+        mlflow.end_run("FINISHED" if finished else "KILLED")
 
-    return log_step, lambda finished: client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
+    return lambda event: mlflow.log_metrics(event.figures, step=event.step), end

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from pipeline.data.blend import mix
 from pipeline.data.chats import chat_template
 from pipeline.data.corpora import train_folder
 from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
-from pipeline.data.token_corpus import MANIFEST, Description, InputFile, Manifest, SamplingRecord, load_manifest
+from pipeline.data.token_corpus import InputFile, Manifest, SamplingRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
@@ -40,8 +40,6 @@ from pipeline.rehearsal.openings import chosen_openings, write_openings
 if TYPE_CHECKING:
     from pipeline.rehearsal.generation import BaseWriter
 
-Device = Literal["auto", "cpu", "cuda"]
-_Kind = Literal["cpu", "cuda"]
 # A unit is the work that a kill can cost, and has at least one batch.
 _UNITS_PER_CORPUS = 64
 _MAX_UNIT_TOKENS = 2**20
@@ -50,7 +48,6 @@ _LEAST_UNITS = 8
 # Of keys and values in fp32. More documents at a time are faster up to about the second number.
 _CACHE_BYTES = 16 * 2**30
 _MAX_BATCH_SIZE = 128
-_BACKEND = "transformers"
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,7 @@ class _Unit(Work):
 class SamplingJob:
     """Everything that decides what the base in `base` writes into `output`.
 
-    `max_tokens` is the resolved one. `batch_size` None takes the one that the corpus was begun with, else one that
-    suits the base.
+    `max_tokens` is the resolved one; `batch_size` None takes one that suits the base.
     """
 
     base: Path
@@ -99,22 +95,13 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
 
 
 def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    """Checks that a base can write documents of at most `max_tokens` tokens.
-
-    Raises:
-        ConfigError: its context is too short, or an opening leaves no room.
-    """
-    if max_tokens > spec.longest_text:
-        raise ConfigError(
-            f"max_tokens: {max_tokens} is beyond the base's context of {spec.longest_text} tokens; use at "
-            f"most {spec.longest_text}"
-        )
+    """Raises ConfigError where the base has no room to write documents of at most `max_tokens` tokens."""
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
-    least = frame + (sampling.opening_tokens or 0) + 1
-    if max_tokens < least:
+    least, most = frame + (sampling.opening_tokens or 0) + 1, spec.longest_text
+    if not least <= max_tokens <= most:
         raise ConfigError(
-            f"max_tokens: {max_tokens} leaves the base nothing to write after opening_tokens "
-            f"({sampling.opening_tokens or 0}) and the tokens around a document ({frame}); use at least {least}"
+            f"max_tokens: expected {least} (the openings and a token more) to {most} (the base's context), "
+            f"found {max_tokens}"
         )
 
 
@@ -131,11 +118,11 @@ def plan_of(job: SamplingJob) -> Plan:
     template = None
     if job.messages_key or job.sampling.chat_template:
         template = chat_template(job.base, job.sampling.thinking)
-    else:
-        for name in ("thinking", "system_prompts"):
-            if getattr(job.sampling, name) not in (None, []):
-                raise ConfigError(f"{name} is of openings that are chats; give messages_key or chat_template")
-    batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
+    elif job.sampling.thinking is not None or job.sampling.system_prompts:
+        raise ConfigError(
+            "thinking and system_prompts are of openings that are chats: give messages_key or chat_template"
+        )
+    batch_size = job.batch_size or _batch_size(job, base.spec)
     sampling = SamplingRecord(
         base=base.hashes,
         **job.sampling.model_dump(exclude={"max_tokens", "openings"}),
@@ -144,7 +131,7 @@ def plan_of(job: SamplingJob) -> Plan:
     )
     return Plan(
         inputs=[(str(file), size) for file, size in input_files(job.sampling.openings).items()],
-        tokenizer=tokenizer.record(_BACKEND),
+        tokenizer=tokenizer.record("transformers"),
         text_key=job.messages_key or job.text_key,
         chat_template=template.fingerprint if template and job.messages_key else None,
         unit_size=max(batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)),
@@ -152,19 +139,13 @@ def plan_of(job: SamplingJob) -> Plan:
     )
 
 
-def sample_corpus(
-    job: SamplingJob, plan: Plan, workers: Workers, *, device: Device = "auto", share: Share = (0, 1)
-) -> Manifest:
-    """Makes the corpus of `job`, or continues it; a finished one is left as it is.
+def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share = (0, 1)) -> Manifest:
+    """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
-    Args:
-        job, plan: what to make, and `plan_of(job)`.
-        workers: the processes that do the work; each loads the base. On GPUs they take one each, in turn.
-        device: where the base runs; auto is the GPUs if there are any.
-        share: this job's, of the jobs that make the same corpus at the same time.
+    Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one corpus together.
 
     Raises:
-        UserError: the openings cannot be used, the folder holds another corpus, or a batch does not fit into memory.
+        UserError: the openings cannot be used, or the folder holds another corpus.
     """
 
     def make(state: Path) -> Manifest:
@@ -174,7 +155,7 @@ def sample_corpus(
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
         units = [_Unit(f"00000-{number:06d}", tokens, number, count) for number in range(count)]
-        write = partial(_write_unit, job, plan, device_kind(device))
+        write = partial(_write_unit, job, plan)
         found = jobs.run_units(state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens")
         inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]
         return manifest_of(plan, "train", {name: record.train for name, record in sorted(found)}, inputs)
@@ -182,25 +163,18 @@ def sample_corpus(
     return jobs.complete(job.output, plan, make)
 
 
-def device_kind(device: Device) -> Literal["cpu", "cuda"]:
-    """Where the base runs; raises ConfigError for a GPU where there is none."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU here; use --device cpu, or a node that has one")
-    return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
-
-
-def default_workers(base: Path, device: Device) -> int:
-    """A worker for each GPU; without, for each core, or as often as the free memory holds the base. Raises the same."""
-    if device_kind(device) == "cuda":
+def default_workers(base: Path) -> int:
+    """A worker for each GPU; without, for each core, or as often as the free memory holds the base."""
+    if torch.cuda.is_available():
         return torch.cuda.device_count()
     needed = 2 * sum(file.stat().st_size for file in open_base(base).files)  # as much again for keys and values
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), free // needed))
 
 
-def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: _Unit) -> UnitRecord:
+def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
     """Writes one unit and publishes its shard."""
-    device = f"cuda:{worker_number() % torch.cuda.device_count()}" if kind == "cuda" else "cpu"
+    device = f"cuda:{worker_number() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     sampling = plan.sampling
     assert sampling is not None  # of plan_of
     writer, tokenizer = _loaded(job.base, tuple(sampling.base.items()), device)
@@ -214,25 +188,18 @@ def _write_unit(job: SamplingJob, plan: Plan, kind: _Kind, unit: _Unit) -> UnitR
             # At first no more documents than are needed if all are as long as they may be. Later an eighth more than
             # the mean length suggests: few documents take almost as long as a whole batch.
             needed = 1.125 * left * shard.documents / shard.tokens if shard.documents else left / sampling.max_tokens
-            try:
-                documents = writer.write(
-                    list(islice(openings, math.ceil(needed))),
-                    temperature=sampling.temperature,
-                    max_tokens=sampling.max_tokens,
-                    batch_size=sampling.batch_size,
-                    seed=mix(sampling.seed, unit.number, shard.documents),
-                )
-            except torch.OutOfMemoryError:
-                raise ConfigError(
-                    f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} tokens at a time do not "
-                    f"fit into its memory; give a smaller --batch-size, and remove {job.output} first"
-                ) from None
+            documents = writer.write(
+                list(islice(openings, math.ceil(needed))),
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_tokens,
+                batch_size=sampling.batch_size,
+                seed=mix(sampling.seed, unit.number, shard.documents),
+            )
             if not start:  # the end of another document, which the base began with, is no part of this one
                 documents = [document[int(document[0] == end[-1]) :] for document in documents]
             shard.add(np.concatenate(documents), np.array([len(document) for document in documents]))
             for document in documents:
-                # As in every corpus, text is counted without what precedes and ends it; a chat template may begin
-                # otherwise.
+                # Text is counted without what precedes and ends it; a chat template may begin otherwise.
                 begins = len(start) if document[: len(start)].tolist() == start else 0
                 text = tokenizer.decode(document[begins : len(document) - len(end)])
                 part.characters += len(text)
@@ -249,14 +216,6 @@ def _loaded(base: Path, hashes: tuple[tuple[str, str], ...], device: str) -> tup
 
     tokenizer = load_tokenizer(base)
     return BaseWriter(base, tokenizer, device), tokenizer
-
-
-def _begun_batch_size(job: SamplingJob) -> int | None:
-    """The batch size of the corpus in the job's folder, if there is one."""
-    begun: Description | None = jobs.read_plan(job.output)
-    if begun is None and (job.output / MANIFEST).exists():
-        begun = load_manifest(job.output)
-    return begun.sampling.batch_size if begun is not None and begun.sampling is not None else None
 
 
 def _batch_size(job: SamplingJob, spec: DecoderSpec) -> int:

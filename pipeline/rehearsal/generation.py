@@ -40,11 +40,9 @@ class BaseWriter:
     ) -> list[_Ids]:
         """Continues each opening (ids, at least one) to a document of at most `max_tokens` tokens, its end included.
 
-        A document is over where the base writes the token that ends one, or the token that starts the next: bases that
-        were trained on packed text with only a BOS in between write that one. It gets the tokenizer's own end in either
-        case, and also where it is cut at `max_tokens`. Packed without document masks, nothing else would keep two
-        documents apart, and every corpus has this form. The cut claims nothing wrong: rehearsal compares the model with
-        the base's distribution at each position, and never learns that the end follows.
+        A document is over where the base writes the token that ends one, or that starts the next, as bases do that were
+        trained on text packed with only a BOS in between. It always gets the tokenizer's own end, as in every corpus,
+        even where it is cut: rehearsal compares distributions, and never learns that the end follows.
 
         Those that are not over after a few tokens go on together, for twice as many: no batch waits for its longest
         document. A batch holds `batch_size` documents of about the same length.

@@ -28,13 +28,10 @@ _Ids = npt.NDArray[Any]
 def write_openings(
     prefix: Path, sampling: Sampling, text_key: str, messages_key: str | None, *, base: Path, longest: int
 ) -> None:
-    """Writes the openings' ids as the shard `prefix`; every opening has at most `longest`.
+    """Writes the openings' ids as the shard `prefix`, as many as `sampling.tokens` can need, equally many of each file.
 
     With `messages_key` the files hold chats: an opening is what precedes an answer, one for each message of the
-    assistant, with the system's message and all earlier turns.
-
-    Openings that are longer are left out. Reading ends with as many as `sampling.tokens` can need, equally many of each
-    file.
+    assistant, with all earlier turns. Openings of more than `longest` ids are left out.
 
     Raises:
         DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
@@ -79,11 +76,7 @@ def write_openings(
 
 
 def chosen_openings(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:
-    """The openings number `first`, `first + stride`, … in an endless order of those in the shard `prefix`.
-
-    The order is random passes over all of them, one after the other. So jobs of `stride` such sequences use each
-    opening about equally often.
-    """
+    """The openings number `first`, `first + stride`, … in random passes over all in the shard `prefix`, without end."""
     shard = Shard(prefix)
     number = first
     while True:

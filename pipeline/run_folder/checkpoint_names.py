@@ -27,34 +27,25 @@ def step_in(name: str) -> int | None:
 
 def all_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first, complete or not."""
-    found = {path: step for path in folder.glob("step_*") if (step := step_in(path.name)) is not None}
-    return sorted(filter(Path.is_dir, found), key=lambda path: found[path])
+    found = (path for path in folder.glob("step_*") if step_in(path.name) is not None and path.is_dir())
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def named_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty.
-
-    Raises:
-        CheckpointError: it cannot be read, or its content is not the name of a checkpoint.
-    """
+    """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty."""
     path = folder / LATEST
     try:
-        content = read_bytes(path, CheckpointError, f"write into it one of: {_names(folder)}")
+        content = read_bytes(path, CheckpointError, "write a checkpoint's name into it")
     except FileNotFoundError:
         return None
     name = content.decode(errors="replace").strip().strip("\0")
     if name and step_in(name) is None:
-        raise CheckpointError(
-            f"{path}: names {name[:80]!r}, which is not a checkpoint's name; write one of these names: {_names(folder)}"
-        )
+        raise CheckpointError(f"{path}: names {name[:80]!r}; write a checkpoint's name into it")
     return folder / name if name else None
 
 
 def newest_checkpoint_step(run: Path) -> int:
-    """The step of the checkpoint from which the run in the folder `run` would resume; 0 if there is none.
-
-    Checkpoints after the one in `latest` were voided by a rollback.
-    """
+    """The step of the checkpoint from which the run in the folder `run` would resume; 0 if there is none."""
     try:
         named = named_checkpoint(run / CHECKPOINTS)
     except UserError:  # resuming reports it
@@ -62,8 +53,4 @@ def newest_checkpoint_step(run: Path) -> int:
     last = None if named is None else step_in(named.name)
     complete = (path for path in all_checkpoints(run / CHECKPOINTS) if (path / "manifest.json").exists())
     steps = (step_in(path.name) or 0 for path in complete)
-    return max((step for step in steps if last is None or step <= last), default=0)
-
-
-def _names(folder: Path) -> str:
-    return ", ".join(path.name for path in all_checkpoints(folder)) or "none"
+    return max((step for step in steps if last is None or step <= last), default=0)  # later ones were rolled back

@@ -30,13 +30,7 @@ _logger = log.get_logger(__name__)
 
 
 class LockOwner(BaseModel):
-    """A process, identified by Slurm's job and restart (None outside Slurm), node, machine and process number.
-
-    Attributes:
-        machine: the id of the machine's last boot, and the PID namespace; containers on one host have their own.
-        process_started: clock ticks after the boot; a later process with the same `pid` differs in it.
-        since: seconds of the epoch.
-    """
+    """A process, and Slurm's job (None outside Slurm) and restart that it is of."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,17 +38,19 @@ class LockOwner(BaseModel):
     restart: int | None
     node: str
     machine: str
+    """the id of its last boot, and the PID namespace: containers on one host have their own"""
     pid: int
     process_started: int
+    """clock ticks after the boot; a later process with the same `pid` differs in it"""
     since: float
+    """seconds of the epoch"""
 
     @staticmethod
     def this_process() -> LockOwner:
         """The calling process."""
-        job = os.environ.get("SLURM_JOB_ID")
         return LockOwner(
-            job=job,
-            restart=None if job is None else int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            job=os.environ.get("SLURM_JOB_ID"),
+            restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             node=node(),
             machine=_machine(),
             pid=os.getpid(),
@@ -73,7 +69,7 @@ class LockOwner(BaseModel):
 
 
 _UNKNOWN = LockOwner(job=None, restart=None, node="another node", machine="", pid=0, process_started=0, since=0)
-"""The owner of a lock that is not written yet, or was written by an earlier version."""
+"""The owner of a lock that is not written yet."""
 
 
 @lru_cache(maxsize=1)
@@ -98,14 +94,15 @@ class RunLock:
         self._path = lock_path(folder, stage)
         self._own = LockOwner.this_process()
         self._released = threading.Event()
-        self._made_folder = False
 
     def __enter__(self) -> RunLock:
         """Raises FolderTakenError if another process owns the lock."""
-        self._made_folder = not self._path.parent.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        while not self._create():
-            self._remove_dead()
+        try:
+            with self._path.open("x", encoding="utf-8") as file:
+                file.write(self._own.model_dump_json())
+        except FileExistsError:
+            self._take_over()
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
         return self
 
@@ -113,26 +110,9 @@ class RunLock:
         self._released.set()
         if read_lock_owner(self._path) == self._own:
             self._path.unlink(missing_ok=True)
-            if self._made_folder:
-                with contextlib.suppress(OSError):  # it is no longer empty
-                    self._path.parent.rmdir()
 
-    def _create(self) -> bool:
-        """Creates the lock; False if it exists."""
-        try:
-            file = self._path.open("xb")
-        except FileExistsError:
-            return False
-        try:
-            with file:
-                file.write(self._own.model_dump_json().encode())
-        except OSError:  # a full disk
-            self._path.unlink(missing_ok=True)
-            raise
-        return True
-
-    def _remove_dead(self) -> None:
-        """Removes the lock once its owner is gone or silent; refuses one that is touched, or lives, a second later."""
+    def _take_over(self) -> None:
+        """Replaces the lock once its owner is gone or silent; refuses one that is touched, or lives, a second later."""
         first: float | None = None
         with contextlib.suppress(FileNotFoundError):  # its owner has released it
             while (owner := living_owner(self._path)) is not None:
@@ -141,13 +121,14 @@ class RunLock:
                     raise _refusal(self._path, owner)
                 first = touched
                 time.sleep(1)
-            dead = read_lock_owner(self._path)
-            aside = self._path.with_name(f".{self._path.name}.{node()}.{os.getpid()}")
-            self._path.rename(aside)  # of two processes that do this, one finds no file
-            if read_lock_owner(aside) != dead:
-                aside.rename(self._path)  # another process took it over just before
-                return
-            aside.unlink()
+        dead = read_lock_owner(self._path)
+        own = self._path.with_name(f".{self._path.name}.{node()}.{os.getpid()}")
+        own.write_text(self._own.model_dump_json(), encoding="utf-8")
+        own.replace(self._path)
+        time.sleep(1)  # of several processes that take it over together, the last one has it
+        if (owner := read_lock_owner(self._path)) != self._own:
+            raise _refusal(self._path, owner or _UNKNOWN)
+        if dead is not None:
             _logger.warning("%s: taken over from %s, which is gone", self._path, dead)
 
     def _touch(self) -> None:
@@ -174,10 +155,9 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
         FolderTakenError: another process owns the lock.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise RunFolderError(f"{folder}: {existing} is no folder; name another `folder`")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise RunFolderError(f"{folder}: {existing} cannot be written to; make it writable, or name another `folder`")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        fault = "cannot be written to" if existing.is_dir() else "is no folder"
+        raise RunFolderError(f"{folder}: {existing} {fault}; name another `folder`")
     if (owner := living_owner(lock_path(folder, stage))) is not None:
         raise _refusal(lock_path(folder, stage), owner)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
@@ -14,8 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pipeline.errors import RunFolderError
 
 METRICS = "metrics.jsonl"
-# Figures derived from others of the same line, or of a layer, a probe or a phase instead of a corpus.
-_NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base", "base_stream_cosine")
+# Figures derived from others of the same line, or of a phase instead of a corpus.
+_NOT_OF_A_CORPUS = ("forgetting", "seconds", "kl_from_base")
 _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
@@ -41,23 +42,18 @@ def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, An
 
     `tail_bytes`: reads no more than these at its end.
     """
-    return list(_lines(path, tail_bytes))
+    return list(_lines(path, tail_bytes)) if path.exists() else []
 
 
 def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            if tail_bytes is not None:
-                file.seek(max(0, file.seek(0, 2) - tail_bytes))
-            for text in file:
-                try:
-                    line = orjson.loads(text)
-                except orjson.JSONDecodeError:
-                    continue
-                if isinstance(line, dict) and isinstance(line.get("step"), int):
+    with path.open("rb") as file:
+        if tail_bytes is not None:
+            file.seek(max(0, file.seek(0, 2) - tail_bytes))
+        for text in file:
+            with suppress(orjson.JSONDecodeError):
+                line = orjson.loads(text)
+                if isinstance(line, dict) and "step" in line:
                     yield line
-    except (FileNotFoundError, NotADirectoryError):
-        pass
 
 
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -88,19 +84,16 @@ class ValidationRecord(BaseModel):
 
 
 class History(NamedTuple):
-    """What the metrics.jsonl of a run says of the whole run, None where it does not.
-
-    Attributes:
-        validations: all of them, the one at step 0 included.
-        forgetting: the corpora with figures of forgetting.
-        learning_rate: the highest.
-        peak_memory_gib: of rank 0: GPU memory of its tensors, or on CPUs host memory of its process.
-    """
+    """What the metrics.jsonl of a run says of the whole run, None where it does not."""
 
     validations: list[ValidationRecord]
+    """all of them, the one at step 0 included"""
     forgetting: set[str]
+    """the corpora with figures of forgetting"""
     learning_rate: float | None
+    """the highest"""
     peak_memory_gib: float | None
+    """of rank 0: GPU memory of its tensors, or on CPUs host memory of its process"""
 
 
 def read_history(path: Path, *, validated: bool = True) -> History:
@@ -112,7 +105,7 @@ def read_history(path: Path, *, validated: bool = True) -> History:
     validations: list[ValidationRecord] = []
     highest: dict[str, float] = {}
     forgetting: set[str] = set()
-    for line in _lines(path):
+    for line in _lines(path) if path.exists() else ():
         for name, value in only_numbers({name: line.get(name) for name in ("learning_rate", *_MEMORY)}).items():
             highest[name] = max(value, highest.get(name, value))
         forgetting |= {name.partition("/")[2] for name in line if name.startswith("forgetting/")}

@@ -10,8 +10,7 @@ and the new blocks separately. A new block is split over the ranks like the base
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -42,21 +41,6 @@ Streams = tuple[Tensor, Tensor | None]
 """The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U], None where nothing is added."""
 
 NormKind = Literal["rmsnorm", "layernorm"]
-
-_ADDED_MATRIX = re.compile(r"layers\.(\d+)\..*\.(\w+_to_\w+(?=\.weight$)|adapter\.[ab]$)")
-
-
-def block_norms(squares: Mapping[str, float]) -> dict[str, dict[int, float]]:
-    """The Frobenius norm of each kind of block (`expansion_to_base`, ..., `adapter.b`), by layer, over all its maps.
-
-    `squares` are the squared norms of parameters by name. Those outside the layers, or of no block, do not count.
-    """
-    sums: dict[str, dict[int, float]] = {}
-    for name, square in squares.items():
-        if found := _ADDED_MATRIX.match(name):
-            layer, layers = int(found[1]), sums.setdefault(found[2], {})
-            layers[layer] = layers.get(layer, 0.0) + square
-    return {kind: {layer: value**0.5 for layer, value in layers.items()} for kind, layers in sums.items()}
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,16 @@ Plan = tuple[list[list[int]], list[list[int]]]
 
 
 class MicroBatch(NamedTuple):
-    """The decoder's inputs, tensors of [B, S]; `documents` is None where attention may cross them.
-
-    The first `kl_rows` sequences train by KL(base || model). `reference_rows` is the largest such number among the
-    ranks: the base runs on as many, so that all ranks run the same layers.
-    """
+    """The decoder's inputs, tensors of [B, S]; `documents` is None where attention may cross them."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Documents | None
     kl_rows: int = 0
+    """so many sequences, the first, train by KL(base || model)"""
     reference_rows: int = 0
+    """the largest such number among the ranks: the base runs on as many, so that all ranks run the same layers"""
 
     def pinned_for(self, device: torch.device) -> MicroBatch:
         """The same in memory that a GPU can copy by itself; a copy from elsewhere would make the host wait."""
@@ -49,12 +47,9 @@ class MicroBatch(NamedTuple):
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        return self._replace(
-            tokens=change(self.tokens),
-            targets=change(self.targets),
-            positions=change(self.positions),
-            documents=None if self.documents is None else self.documents.moved(change),
-        )
+        tokens, targets, positions = map(change, (self.tokens, self.targets, self.positions))
+        documents = None if self.documents is None else self.documents.moved(change)
+        return self._replace(tokens=tokens, targets=targets, positions=positions, documents=documents)
 
 
 class TrainingBatches:
@@ -83,17 +78,12 @@ class TrainingBatches:
         self._reader = ThreadPoolExecutor(1, "batches", initializer)
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """The micro-batches that this rank accumulates for the optimizer step after `step` steps.
-
-        Raises:
-            DataError: a sample of this very micro-batch cannot be read.
-        """
+        """The micro-batches of the step after `step` steps; raises DataError where a sample of one cannot be read."""
         for number in range(step * self._per_step, (step + 1) * self._per_step):
             if number not in self._ahead:
                 self._expect(range(number, number + 1))
             yield self._ahead.pop(number).result().on(self.device)
-            # Not before: two threads of Python take turns, and a GPU that has nothing to do waits for the main one. Now
-            # the GPU has its work, and the main thread will soon wait for it.
+            # Not before: threads of Python take turns, and only now does the GPU have its work.
             self._expect(range(number + 1, min(number + 1 + READ_AHEAD, self._end)))
 
     def close(self) -> None:
@@ -101,9 +91,9 @@ class TrainingBatches:
         self._reader.shutdown(cancel_futures=True)
 
     def _expect(self, numbers: range) -> None:
-        """Lets the thread read these micro-batches, counted from the beginning of the run, and forgets all others.
+        """Lets the thread read these micro-batches, counted from the beginning of the run.
 
-        Others are left over where the run goes on elsewhere: a step computed again or skipped, a resumed run.
+        Others are forgotten, left over where the run goes on elsewhere: a step computed again or skipped.
         """
         for left in self._ahead.keys() - set(numbers):
             self._ahead.pop(left).cancel()
@@ -122,9 +112,8 @@ class TrainingBatches:
         return batch.pinned_for(self.device)
 
     def _plan(self, step: int) -> Plan:
-        """Which samples a step reads; those that train by KL are dealt out first.
+        """Which samples a step reads; those that train by KL are dealt out first, evenly: no rank has more than rank 0.
 
-        So they are spread evenly, and no rank has more of them than rank 0.
         In their own order, with many ranks almost every micro-batch would have one on some rank, and all ranks would
         run the base in almost every one.
         """
@@ -153,13 +142,8 @@ def collate(samples: Sequence[Sample], document_mask: bool) -> MicroBatch:
 
     Without `document_mask` only padding could be masked; it comes last, where causal attention never reads it.
     """
-
-    def stacked(field: str) -> Tensor:
-        return torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
-
-    return MicroBatch(
-        tokens=stacked("tokens"),
-        targets=stacked("targets"),
-        positions=stacked("positions"),
-        documents=Documents.of(stacked("document_ids")) if document_mask else None,
+    fields = ("tokens", "targets", "positions", "document_ids")
+    tokens, targets, positions, ids = (
+        torch.from_numpy(np.stack([getattr(sample, field) for sample in samples])) for field in fields
     )
+    return MicroBatch(tokens, targets, positions, Documents.of(ids) if document_mask else None)

@@ -26,7 +26,7 @@ from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Pos
 from pipeline.checkpoint.rank_files import RankState, rank_file, read_index, read_random_state, write_rank_file
 from pipeline.config.run import Checkpoints as Settings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
-from pipeline.files import file_hash, free_bytes
+from pipeline.files import file_hash
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, raise_on_all_ranks, run_on_all_ranks
 from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, checkpoint_name, named_checkpoint
 from pipeline.training.engine import Engine
@@ -36,11 +36,7 @@ _logger = log.get_logger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`.
-
-    Attributes:
-        failed_saves: how many saves failed since this attempt began.
-    """
+    """The checkpoints of one run, in `folder`; every rank must make it."""
 
     def __init__(
         self,
@@ -50,9 +46,9 @@ class Checkpoints:
         settings: Settings,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> None:
-        """Every rank must construct it. `timeout` is how long the first rank to finish writing waits for the last."""
+        """`timeout` is how long the first rank to finish writing waits for the last."""
         self.folder, self.run, self.layout, self.settings = folder, run, layout, settings
-        self.failed_saves = 0
+        self.failed_saves = 0  # since this attempt began
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A separate group: messages of the saving thread must not mix with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -62,14 +58,11 @@ class Checkpoints:
         """Writes a checkpoint of `engine`; every rank must call it. Returns the checkpoint's folder.
 
         An asynchronous one is complete when `finish`, or the next `save`, returns. On a full or failing disk the
-        earlier checkpoints stay and `failed_saves` counts; the `last` save is waited for and must succeed.
-
-        Raises:
-            CheckpointStorageError: the last could not be written; on rank 0, and SystemExit on the others.
+        earlier checkpoints stay and `failed_saves` counts. The `last` one is waited for and must succeed: else a
+        CheckpointStorageError on rank 0, and SystemExit on the others.
         """
         self.finish()
-        failed_before = self.failed_saves
-        final = self.folder / checkpoint_name(position.step)
+        failed_before, final = self.failed_saves, self.folder / checkpoint_name(position.step)
         state = engine.state()
         if self.settings.asynchronous:
             copies = {name: value.to("cpu", copy=True) for name, value in state.values.items()}
@@ -79,13 +72,8 @@ class Checkpoints:
         if last:
             self.finish()
             if self.failed_saves > failed_before:
-                before = named_checkpoint(self.folder)
-                raise_on_all_ranks(
-                    CheckpointStorageError(
-                        f"{final}: the last checkpoint could not be written, the line above has the cause; the newest "
-                        f"is {before.name if before else 'none'}. Make room and start again"
-                    )
-                )
+                fault = f"{final}: the last checkpoint could not be written, the line above has the cause"
+                raise_on_all_ranks(CheckpointStorageError(f"{fault}; make room and start again"))
         return final
 
     def finish(self) -> None:
@@ -97,10 +85,8 @@ class Checkpoints:
         """Restores `engine` from the newest whole checkpoint, of any layout; every rank must call it.
 
         It tries the checkpoint that `latest` names, or with `before` the newest of fewer than `before` steps. A
-        damaged one is renamed and the one before it is tried. Returns None if nothing was saved yet.
-
-        Raises:
-            CheckpointError: a checkpoint belongs to another base or run, or all of them are damaged.
+        damaged one is renamed and the one before it is tried. Returns None if nothing was saved yet; raises
+        CheckpointError if a checkpoint belongs to another base or run, or all are damaged.
         """
         damaged: tuple[Path, str] | None = None
         while found := broadcast_from_rank0(partial(self._next_candidate, before, damaged)):
@@ -156,8 +142,7 @@ class Checkpoints:
                 self.failed_saves += 1
                 if self.rank == 0:
                     shutil.rmtree(unfinished, ignore_errors=True)
-                    free = free_bytes(self.folder) / 2**30
-                    _logger.error("%s was not saved (%s); %.3f GiB are free", final, fault, free)
+                    _logger.error("%s was not saved (%s)", final, fault)
                 return
 
     def _remove_superseded(self) -> None:
@@ -191,8 +176,7 @@ class Checkpoints:
                 "back, or remove the folder to start the run from step 0"
             )
         elif found and damaged is None and found[0] != named:
-            called = "no checkpoint" if named is None else f"{named.name}, which does not exist"
-            _logger.warning("%s names %s; trying %s", self.folder / LATEST, called, found[0].name)
+            _logger.warning("%s names no checkpoint; trying %s", self.folder / LATEST, found[0].name)
         if not found:
             return None
         try:
@@ -215,7 +199,6 @@ class Checkpoints:
         _logger.info("resuming from %s", checkpoint)
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
-
         index = broadcast_from_rank0(partial(read_index, checkpoint))
 
         def read() -> dict[str, Tensor]:
@@ -243,6 +226,6 @@ def in_background(work: Callable[[], None]) -> Callable[[], None]:
         except BaseException as fault:  # noqa: BLE001  # raised on the main thread
             done.set_exception(fault)
 
-    # A daemon: a process that fails must not wait for a thread that waits for another rank.
+    # A daemon, unlike an executor's: a process that fails must not wait for a thread that waits for another rank.
     threading.Thread(target=guarded, name="checkpoint writer", daemon=True).start()
     return done.result

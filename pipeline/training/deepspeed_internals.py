@@ -42,10 +42,7 @@ def init_distributed(backend: str, timeout: timedelta) -> None:
 def partitioning_context(
     config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
 ) -> AbstractContextManager[Any]:
-    """Within it, ZeRO-3 partitions each parameter on creation, so that no rank ever holds a whole shard.
-
-    Call `attach_zero_partitions` afterwards.
-    """
+    """Within it, ZeRO-3 partitions each parameter on creation; call `attach_zero_partitions` afterwards."""
     if not deepspeed_config.partitions_at_once:
         return nullcontext()
     context: AbstractContextManager[Any] = _PartitionedUnset(
@@ -93,13 +90,7 @@ def optimizer_state(engine: Any, model: nn.Module) -> tuple[dict[str, int], dict
 
 @torch.no_grad()
 def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorParallel) -> None:  # noqa: ANN401
-    """Sets the fp32 weights, the moments and the step count of the engine's optimizer, without any collective.
-
-    The weights that the model computes with follow in `publish`.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a parameter or is damaged.
-    """
+    """Sets the fp32 weights, moments and step count of this rank's optimizer; no collective. `publish` follows."""
     for name, piece in _master_pieces(model, engine.optimizer):
         slots, moments = _slots(engine, name, piece)
         slots["step"] = reader.adam_step.clone().to(piece.flat.device)
@@ -179,13 +170,3 @@ def _piece(parameter: nn.Parameter, optimizer: Any) -> MasterPiece | None:  # no
     (flat,) = optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
     in_flat, in_shard = mapping.hp_fragment_address, mapping.lp_fragment_address
     return MasterPiece(parameter, flat, in_flat.start, in_shard.start, in_flat.numel)
-
-
-def held_optimizer_elements(engine: Any) -> int:  # noqa: ANN401
-    """How many elements the state tensors of this rank's optimizer (the moments) hold."""
-    return sum(
-        value.numel()
-        for slots in engine.optimizer.optimizer.state.values()
-        for name, value in slots.items()
-        if isinstance(value, Tensor) and name != "step"
-    )

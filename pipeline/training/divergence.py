@@ -15,7 +15,7 @@ from pipeline.checkpoint.manifest import Position, StepRecord
 from pipeline.config.run import RunConfig, Stability
 from pipeline.errors import DivergenceError
 from pipeline.files import write_json
-from pipeline.parallel.ranks import run_on_all_ranks
+from pipeline.parallel.ranks import raise_on_all_ranks
 
 REPORT = "divergence.json"
 
@@ -45,36 +45,25 @@ def find_spike(recent: Sequence[StepRecord], stability: Stability, gradient_clip
 
 
 def check_skipped_steps(config: RunConfig, position: Position) -> None:
-    """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call it.
-
-    Raises:
-        DivergenceError: on rank 0; SystemExit on the others.
-    """
+    """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call it."""
     skipped, most = len(position.skipped_steps), config.stability.max_skipped_steps
     if skipped > most:
         end_diverged(config, position, f"{skipped} steps were skipped, more than stability.max_skipped_steps {most}")
 
 
 def end_diverged(config: RunConfig, position: Position, reason: str) -> NoReturn:
-    """Writes divergence.json into the run folder and ends the run; every rank must call it.
-
-    Raises:
-        DivergenceError: on rank 0; SystemExit on the others.
-    """
+    """Writes divergence.json into the run folder and ends the run; every rank must call it."""
     path = config.folder / REPORT
-
-    def report() -> NoReturn:
-        if dist.get_rank() == 0:
-            figures = position.model_dump(
-                mode="json", include={"step", "skipped_steps", "recomputed_steps", "rollbacks", "learning_rate_factor"}
-            )
-            recent = [record._asdict() for record in position.recent]
-            settings = config.stability.model_dump(mode="json")
-            write_json(path, {**figures, "reason": reason, "settings": settings, "recent": recent})
-        raise DivergenceError(
+    if dist.get_rank() == 0:
+        figures = position.model_dump(
+            mode="json", include={"step", "skipped_steps", "recomputed_steps", "rollbacks", "learning_rate_factor"}
+        )
+        recent = [record._asdict() for record in position.recent]
+        settings = config.stability.model_dump(mode="json")
+        write_json(path, {**figures, "reason": reason, "settings": settings, "recent": recent})
+    raise_on_all_ranks(
+        DivergenceError(
             f"step {position.step}: {reason}; nothing was saved since the last checkpoint, from which the same command "
             f"resumes; lower schedule.learning_rate, or examine these steps' samples: {path} has the figures"
         )
-
-    run_on_all_ranks(report)
-    raise AssertionError("unreachable: run_on_all_ranks raises what every rank raised")
+    )

@@ -9,7 +9,7 @@ from math import prod
 import deepspeed
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
@@ -19,13 +19,9 @@ from pipeline.errors import ConfigError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
 from pipeline.model.output import HiddenStates, Losses
-from pipeline.parallel.ranks import summed
 from pipeline.parallel.sharding import (
     default_dtype,
     full_shape_of,
-    named_trained_parameters,
-    partition_of,
-    zero_partition_of,
 )
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
@@ -59,17 +55,12 @@ class Engine:
         model: the decoder; under ZeRO-3 a parameter has values only while its module runs.
         trainable_parameters, total_parameters: how many elements the whole model has, each counted once.
         routed: whether the model chooses a path per token.
-        tensor_parallel: this rank's place in its tensor-parallel group.
     """
 
     def __init__(
         self, model: Decoder, config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
     ) -> None:
-        """Wraps `model` in DeepSpeed's engine; every rank must call it.
-
-        Raises:
-            ConfigError: DeepSpeed refuses its JSON file.
-        """
+        """Wraps `model` in DeepSpeed's engine; every rank must call it."""
         sizes = [
             (prod(full_shape_of(parameter)), parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -79,7 +70,6 @@ class Engine:
         self.total_parameters = sum(size for size, _ in sizes)
         self.routed = model.plan is not None and model.plan.routed
         self.tensor_parallel = groups.tensor_parallel
-        self._dp_size = groups.layout.dp_size
         self._tokens_per_micro_batch = config.schedule.micro_batch_size * config.data.sequence_length
         if config.compile:
             model.compile_layers()
@@ -106,10 +96,8 @@ class Engine:
         """Adds the gradient of a micro-batch. loss_sum: scalar.
 
         DeepSpeed averages over accumulated micro-batches and data-parallel ranks. So the gradient of a step is that of
-        the summed loss over `global_batch_size · sequence_length`, however the batch is spread.
-
-        A loss that is not finite may have a finite gradient. It is made NaN here: DeepSpeed finds that in the
-        norm, on every rank, before it changes any weight.
+        the summed loss over `global_batch_size · sequence_length`, however the batch is spread. That of a loss that is
+        not finite is made NaN, which DeepSpeed finds in the norm, on every rank, before it changes any weight.
         """
         finite = torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
         self._engine.backward(loss_sum * finite / self._tokens_per_micro_batch)
@@ -122,10 +110,7 @@ class Engine:
 
     @property
     def step_applied(self) -> bool:
-        """Whether the last step changed the weights; all ranks agree.
-
-        Where the gradient was not finite, DeepSpeed has cleared it and changed neither weights nor moments.
-        """
+        """Whether the last step changed weights and moments, as it did if its gradient was finite; all ranks agree."""
         return bool(self._engine.was_step_applied())
 
     @property
@@ -150,14 +135,6 @@ class Engine:
             for rows in output.chunks(len(hidden[0].x)):
                 yield tuple(output.logits(states.rows(rows))[:, : output.columns] for states in hidden)
 
-    @torch.no_grad()
-    def greedy_tokens(self, batch: MicroBatch, rows: Tensor) -> Tensor:
-        """The most probable token after each of `rows: [n]`, numbers of B·S positions: [n]; the same on all ranks."""
-        hidden = self.hidden_states(batch, "model").rows(rows)
-        output = self.model.output
-        with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
-            return output.greedy_tokens(hidden)
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """No gradients, and the model in evaluation mode."""
@@ -168,29 +145,6 @@ class Engine:
         finally:
             self.model.train()
 
-    def optimizer_state_elements(self) -> int:
-        """How many elements the optimizer holds in its state tensors (the moments), over all ranks."""
-        held = deepspeed_internals.held_optimizer_elements(self._engine)
-        return int(summed(torch.tensor(held, device=self._engine.device)))
-
-    @torch.no_grad()
-    def squared_norms(self) -> dict[str, float]:
-        """The sum of squares of every trained parameter, over all ranks; every rank must call it."""
-        # Only some of a model's parameters may be offloaded to the host.
-        shares = {
-            name: self._share_of_square(parameter).to(self._engine.device)
-            for name, parameter in named_trained_parameters(self.model)
-        }
-        return dict(zip(shares, summed(torch.stack(list(shares.values()))).tolist(), strict=True))
-
-    def _share_of_square(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's share of the sum of squares: the shares of all ranks add up to that of the whole parameter."""
-        replicas = partition_of(parameter).replicas(self.tensor_parallel.size)
-        held = zero_partition_of(parameter)
-        if held is None:
-            return parameter.double().square().sum() / (replicas * self._dp_size)
-        return held.values[: held.length].double().square().sum() / replicas
-
     def state(self) -> RankState:
         """What this rank's optimizer holds of the trained parameters, and the random states; the values are views."""
         first, values, adam_step = deepspeed_internals.optimizer_state(self._engine, self.model)
@@ -200,13 +154,7 @@ class Engine:
         return RankState(self.tensor_parallel.rank, self.tensor_parallel.size, first, values, adam_step, random_state)
 
     def restore(self, index: Index) -> None:
-        """Loads this rank's optimizer state from the files of a checkpoint of any layout; no collective.
-
-        The base must be loaded before. Learning rates and weight decay stay as configured.
-
-        Raises:
-            CheckpointError: the files are damaged, or hold other parameters than the model trains.
-        """
+        """Loads this rank's optimizer state from a checkpoint of any layout; no collective. The base is there."""
         reader = CheckpointReader(index, self.model)
         deepspeed_internals.restore(self._engine, self.model, reader, self.tensor_parallel)
 

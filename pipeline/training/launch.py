@@ -1,7 +1,4 @@
-"""Launch: a process's rank from its environment, the process group, signals that ask for a stop, and the exit.
-
-`read_launch` only reads an environment and checks it; `initialise` acts on the result.
-"""
+"""Launch: a process's rank from its environment, the process group, signals that ask for a stop, and the exit."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """This process's place from the variables of torchrun, srun or mpirun; a world of one without them.
 
     Raises:
-        LayoutError: a variable is missing or not a number, the world is smaller than the allocation, or the
-            rendezvous address, or this node's own, does not resolve or cannot be reached from other hosts.
+        LayoutError: a variable is missing, the world is not the allocation, or an address cannot be reached.
     """
     names = next((names for names in _LAUNCHERS if names[-1] in environment), ())
     rank, local_rank, world_size = [_number(environment, name) for name in names] or (0, 0, 1)
@@ -118,10 +114,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device:
+def initialise(launch: Launch) -> torch.device:
     """Joins the ranks through DeepSpeed (NCCL on GPUs, gloo on CPUs) and returns this rank's device.
-
-    `timeout` is how long a collective waits for a rank that does not come. End with `finish`.
 
     Raises:
         LayoutError: the node has fewer GPUs than ranks.
@@ -142,7 +136,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
         torch.cuda.set_device(device)
     try:
-        deepspeed_internals.init_distributed("nccl" if on_gpu else "gloo", timeout)
+        deepspeed_internals.init_distributed("nccl" if on_gpu else "gloo", COLLECTIVE_TIMEOUT)
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         raise RendezvousError(
             f"rank {launch.rank} on {node()} could not meet the others at "
@@ -153,11 +147,7 @@ def initialise(launch: Launch, timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch
 
 
 def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
-    """Which of the `visible` GPUs is this rank's; `bound` says that its launcher may show each only its own.
-
-    Raises:
-        LayoutError: there is none for this rank.
-    """
+    """Which of the `visible` GPUs is this rank's; `bound` says that its launcher may show each only its own."""
     if bound and visible == 1:
         return 0
     if local_rank >= visible:
@@ -169,20 +159,15 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
 
 
 def extend_collectives(limits: Watchdog) -> timedelta:
-    """Lets collectives over all ranks take longer than the watchdog allows any phase, and returns how long.
-
-    So the watchdog names the missing rank before gloo or NCCL end the processes that wait for it.
-    """
+    """Lets collectives take longer than the watchdog allows any phase, so that it names the missing rank before gloo or
+    NCCL end those that wait for it; returns how long."""
     timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
     _set_pg_timeout(timeout)
     return timeout
 
 
 def use_deterministic_kernels() -> None:
-    """Makes torch and cuBLAS compute the same bits each time, where they can; torch warns of operations that cannot.
-
-    NCCL chooses its order of sums by itself: NCCL_ALGO, which it reads when it starts, is the user's to set.
-    """
+    """Makes torch and cuBLAS compute the same bits each time, where they can; NCCL needs the user's NCCL_ALGO."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product, which is yet to come
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Otherwise torch would fill memory that is never read.
@@ -190,28 +175,18 @@ def use_deterministic_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not reproducible; flash attention's then is
 
 
-def finish() -> None:
-    """Leaves the process group; a process that ends without it may abort."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def leave_after(program: Callable[[], None]) -> NoReturn:
-    """Runs `program`, which ends in `sys.exit`, and ends the process with its code, without the interpreter's clean-up.
-
-    DeepSpeed never releases its process groups, whose threads sometimes abort a process during that clean-up
-    ("terminate called without an active exception"): a finished run would count as failed.
-    """
+    """Runs `program`, which ends in `sys.exit`, and ends the process with its code, without the interpreter's clean-up:
+    threads of DeepSpeed's groups sometimes abort it then, and a finished run would count as failed."""
+    code: object = None
     try:
         program()
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    else:
-        code = 0
+        code = end.code
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 class StopSignals:

@@ -1,9 +1,8 @@
 """Muon for the trained matrices of the layers, AdamW for everything else, as one optimizer that ZeRO can partition.
 
-Muon (Jordan et al. 2024) moves a matrix by its orthogonalised momentum. ZeRO hands an optimizer flat runs of elements,
-and tensor parallelism splits matrices; no part can be orthogonalised alone. The momentum is a matter of each element,
-so a rank keeps that of what it holds. For the update the ranks put every matrix together, and each that holds a part of
-it orthogonalises the whole: the result is the same in every layout.
+Muon (Jordan et al. 2024) moves a matrix by its orthogonalised momentum, of which no part can be orthogonalised alone. A
+rank keeps the momentum of the elements that ZeRO and tensor parallelism leave it. For the update the ranks put every
+matrix together, and each that holds a part of it orthogonalises the whole: the result is the same in every layout.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ class Muon(torch.optim.AdamW):
 def orthogonalised(matrices: Tensor) -> Tensor:
     """U Vᵀ, about, of the singular value decomposition U S Vᵀ of each of `matrices` [..., out, in]; zeros of zeros.
 
-    By Newton and Schulz's iteration, as in torch.optim.Muon, which takes single matrices only. In bf16; a CPU, which is
-    slow in it, takes fp32.
+    As in torch.optim.Muon, which takes single matrices only. In bf16; a CPU, which is slow in it, takes fp32.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]

@@ -1,8 +1,7 @@
 """The events of the training loop, and the base class of their observers.
 
-An observer that measures exists on every rank and may use collectives, because all ranks reach the same events in the
-same order. An observer that writes exists on rank 0 alone. An observer may add figures to an event; those after it in
-the list see them, so the ones that measure come first.
+An observer that measures exists on every rank and may use collectives: all ranks reach the same events in one order. It
+may add figures to an event, which the observers after it see. An observer that writes exists on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -17,36 +16,28 @@ from pipeline.training.validation import HeldoutScore
 
 @dataclass
 class StepEvent:
-    """A finished step, after its validation if it has one, and before its save. Step 0 is the untrained model.
-
-    Attributes:
-        tokens: how many tokens the step had, over all ranks.
-        seconds: how long it took; None for step 0 and where its samples were skipped.
-        figures: the values to log, by their names in metrics.jsonl.
-        texts: what the model writes after each of `validation.prompts`; of validations.
-    """
+    """A finished step, after its validation if it has one, and before its save. Step 0 is the untrained model."""
 
     step: int
     tokens: int
+    """over all ranks"""
     seconds: float | None
+    """None for step 0 and where its samples were skipped"""
     figures: dict[str, float]
-    texts: Mapping[str, str] = field(default_factory=dict)
+    """the values to log, by their names in metrics.jsonl"""
 
 
 @dataclass
 class ValidationEvent:
-    """Scores of the held-out parts. An observer may change the position's learning rate, or end the run.
-
-    Attributes:
-        position: where the run stands; it continues from here.
-        figures: the scores, and what observers add.
-        stop: if set, the run saves this step and ends with this error.
-    """
+    """Scores of the held-out parts. An observer may change the position's learning rate, or end the run."""
 
     position: Position
+    """where the run stands; it continues from here"""
     scores: Mapping[str, HeldoutScore]
     figures: dict[str, float] = field(default_factory=dict)
+    """the scores, and what observers add"""
     stop: UserError | None = None
+    """if set, the run saves this step and ends with this error"""
 
 
 class Observer:

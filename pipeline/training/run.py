@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checks.door import read_inputs
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
@@ -20,7 +19,7 @@ from pipeline.files import write_json
 from pipeline.health.liveness import Phases, Verdict
 from pipeline.health.watchdog import Watchdog, lost_a_peer
 from pipeline.parallel.ranks import broadcast_from_rank0
-from pipeline.run_folder.attempts import record_end, record_start
+from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
 from pipeline.training.launch import StopSignals, extend_collectives, use_deterministic_kernels
@@ -34,11 +33,7 @@ _logger = log.get_logger(__name__)
 def run_training(
     config_path: Path, device: torch.device, make_observers: ObserverFactory, changes: Sequence[str] = ()
 ) -> int:
-    """Trains the run that `config_path` and `changes` describe; every rank must call it. Returns the exit code.
-
-    Raises:
-        UserError: on the rank that found the fault, or rank 0; SystemExit on the others.
-    """
+    """Trains the run that `config_path` and `changes` describe; every rank must call it. Returns the exit code."""
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
         config = broadcast_from_rank0(lambda: load_config(config_path, changes))
@@ -117,29 +112,25 @@ def attempt(
 def _record_start(trainer: Trainer) -> None:
     """Puts the start on record, and removes the mark of an end that more steps were added to."""
     (trainer.config.folder / TRAINING).unlink(missing_ok=True)
-    record_start(trainer.config, dist.get_world_size(), trainer.position.step)
+    record_training(trainer.config, dist.get_world_size(), trainer.position.step)
 
 
 def summarise(trainer: Trainer) -> None:
-    """Writes the run's figures to training.json, whose presence marks the run as finished; every rank must call it."""
-    engine, position, folder = trainer.engine, trainer.position, trainer.config.folder
-    optimizer_state_elements = engine.optimizer_state_elements()
+    """Writes the run's figures to training.json, whose presence marks the run as finished."""
+    engine, position, path = trainer.engine, trainer.position, trainer.config.folder / TRAINING
     if trainer.rank != 0:
         return
     values = {
         "step0_max_abs_logit_difference": trainer.step0_difference,
         "trainable_parameters": engine.trainable_parameters,
         "total_parameters": engine.total_parameters,
-        "optimizer_state_elements": optimizer_state_elements,
         "steps": position.step,
         "tokens_seen": position.tokens_seen,
         "seconds": round(position.seconds, 3),
         "validation": {name: score.figures() for name, score in trainer.scores.items()},
-        "checkpoint": str(latest_checkpoint(trainer.checkpoints.folder)),
-        "tensorboard": str(folder / "tensorboard"),
     }
-    write_json(folder / TRAINING, values)
+    write_json(path, values)
     message = "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (scale-cpt evaluate scores whole documents)"
     for name, score in trainer.scores.items():
         _logger.info(message, name, score.perplexity, score.bits_per_byte)
-    _logger.info("trained %d steps; wrote %s", position.step, folder / TRAINING)
+    _logger.info("trained %d steps; wrote %s", position.step, path)

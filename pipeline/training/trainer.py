@@ -39,15 +39,7 @@ _logger = log.get_logger(__name__)
 
 
 class Trainer:
-    """A run that is about to start or to resume; every rank makes it and calls its methods.
-
-    Attributes:
-        probe: this rank's first micro-batch.
-        step0_difference: the step-0 gate's result; None where it does not apply.
-        position: where the run stands.
-        scores: of the last validation.
-        finished: whether the last step is done and saved, or nothing more was gained.
-    """
+    """A run that is about to start or to resume; every rank makes it and calls its methods."""
 
     def __init__(self, inputs: Inputs, device: torch.device, phases: Phases, make_observers: ObserverFactory) -> None:
         """Checks the allocation, loads the model and the newest checkpoint."""
@@ -65,30 +57,29 @@ class Trainer:
         self.batches = TrainingBatches(inputs.samples.training, config, layout, self.rank, device)
         self.validation = Validation(inputs, self.rank, device)
         # Before the checkpoint is read: the gate also detects a base or an expansion that was damaged in a copy.
-        self.probe = next(self.batches.of_step(0))
-        gated = self.engine.model.keeps_base and inputs.starts_at_base
-        self.step0_difference = check_preservation(self.engine, self.probe, config) if gated else None
+        self.step0_difference: float | None = None
+        if self.engine.model.keeps_base and inputs.starts_at_base:
+            probe = next(self.batches.of_step(0))
+            self.step0_difference = check_preservation(self.engine, probe, config)
 
         written_at = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
         self.checkpoints = Checkpoints(config.checkpoint_folder, run, written_at, config.checkpoints, timeout)
         self.position = self.checkpoints.resume(self.engine) or Position()
         if self.rank == 0:
             remove_unfinished(self.checkpoints.folder)
-        self.scores: dict[str, HeldoutScore] = {}
-        self.finished = False
+        self.scores: dict[str, HeldoutScore] = {}  # of the last validation
+        self.finished = False  # whether the last step is done and saved
         self.observers = list(make_observers(self))
 
     def train(self, signals: StopSignals) -> None:
         """Trains to the last step, or to the step during which a signal came, which it then saves.
 
-        Raises:
-            UserError: training diverged or forgot too much, or the last save failed; on rank 0, SystemExit on the
-                others.
+        Where training diverged or forgot too much, or the last save failed, rank 0 raises a UserError.
         """
         config, phases, checkpoints = self.config, self.phases, self.checkpoints
         phases.finished(self.position.step)
         self._validate_ends()
-        while not self.position.is_end_of(config):
+        while self.position.step < config.schedule.steps:
             event, stop = self.take_step(signals)
             phases.finished(event.step)
             check_skipped_steps(config, self.position)
@@ -97,8 +88,8 @@ class Trainer:
                     self._roll_back(spike)
                 continue
 
-            forgot = None
-            if event.step == config.schedule.steps or event.step % config.validation.every_steps == 0:
+            last, forgot = event.step == config.schedule.steps, None
+            if last or event.step % config.validation.every_steps == 0:
                 with phases("validation"):
                     forgot = self._validate(event)
             if checkpoints.failed_saves:
@@ -106,7 +97,6 @@ class Trainer:
             for observer in self.observers:
                 observer.on_step(event)
 
-            last = self.position.is_end_of(config)
             leaving = last or stop or forgot is not None
             if leaving or event.step % config.checkpoints.every_steps == 0:
                 with phases("checkpoint"):
@@ -182,7 +172,6 @@ class Trainer:
     def _validate(self, event: StepEvent) -> UserError | None:
         """Scores the held-out parts after a step, whose `event` gets the figures; returns what ends the run, if any."""
         self.scores = self.validation.run(self.engine)
-        event.texts = self.validation.continued_prompts(self.engine)
         validation = ValidationEvent(self.position, self.scores, score_figures(self.scores))
         for observer in self.observers:
             observer.on_validation(validation)
@@ -192,23 +181,19 @@ class Trainer:
 
     def _validate_ends(self) -> None:
         """Scores the model before its first step (the reference for forgetting), or where no step is left."""
-        if self.position.step > 0 and not self.position.is_end_of(self.config):
+        if 0 < self.position.step < self.config.schedule.steps:
             return
         with self.phases("validation"):
             self.scores = self.validation.run(self.engine)
         if self.position.step == 0:
-            event = StepEvent(0, 0, None, score_figures(self.scores), self.validation.continued_prompts(self.engine))
+            event = StepEvent(0, 0, None, score_figures(self.scores))
             for observer in self.observers:
                 observer.on_step(event)
             initial = {name: score.nll_per_token for name, score in self.scores.items()}
             self.position = self.position.changed(initial_nll_per_token=initial)
 
     def _roll_back(self, spike: Sequence[StepRecord]) -> None:
-        """Restores the newest checkpoint before `spike`; from there on its samples are skipped.
-
-        Raises:
-            DivergenceError: too many rollbacks, or no checkpoint to restore; on rank 0, SystemExit on the others.
-        """
+        """Restores the newest checkpoint before `spike`, whose samples are then skipped; without one, ends the run."""
         config, position = self.config, self.position
         skipped = range(spike[0].step - 1, spike[-1].step + 1)  # also the step whose update began it
         found = f"steps {spike[0].step} to {spike[-1].step} are a spike (loss {spike[-1].loss:.4f})"
@@ -261,23 +246,20 @@ def score_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:
 
 
 class StepTotals(NamedTuple):
-    """A step over all ranks.
-
-    Attributes:
-        nll_per_token: the mean over predicted tokens, without rehearsed ones; None without any.
-        kl_per_token: the mean KL(base || model) over rehearsed tokens; None without any.
-        preserved_fraction: the share of all these tokens that took Route's preserved path.
-        stop: whether any rank was asked to stop.
-        gradient_norm: rank 0's global norm before clipping; every decision is made from the same number.
-        applied: whether the weights changed.
-    """
+    """A step over all ranks."""
 
     nll_per_token: float | None
+    """the mean over predicted tokens, without rehearsed ones; None without any"""
     kl_per_token: float | None
+    """the mean KL(base || model) over rehearsed tokens; None without any"""
     preserved_fraction: float
+    """the share of all these tokens that took Route's preserved path"""
     stop: bool
+    """whether any rank was asked to stop"""
     gradient_norm: float
+    """rank 0's global norm before clipping: every decision is made from the same number"""
     applied: bool
+    """whether the weights changed"""
 
 
 class StepSums:

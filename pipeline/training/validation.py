@@ -5,7 +5,6 @@ A score is identical to the last bit in every parallel layout.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import asdict, dataclass
 
@@ -14,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.checks.inputs import Inputs, encoded_prompts
+from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import PreservationError
 from pipeline.model.output import Losses, perplexity
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
@@ -29,17 +27,14 @@ from pipeline.training.engine import Engine
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """Means over answers; each token is predicted from the true tokens before it.
-
-    Attributes:
-        first_token_accuracy: how often the answer's first token is the most probable of all ("hard").
-        first_token_probability: its mean probability ("soft").
-        exact_match: how often greedy decoding gives exactly the answer and its end.
-    """
+    """Means over answers; each token is predicted from the true tokens before it."""
 
     first_token_accuracy: float
+    """how often the answer's first token is the most probable of all ("hard")"""
     first_token_probability: float
+    """its mean probability ("soft")"""
     exact_match: float
+    """how often greedy decoding gives exactly the answer and its end"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,6 @@ class HeldoutScore:
 
     @property
     def perplexity(self) -> float:
-        """exp(nll per token)."""
         return perplexity(self.nll_per_token)
 
     def figures(self) -> dict[str, float]:
@@ -62,55 +56,19 @@ class HeldoutScore:
 
 
 class Validation:
-    """Scores the model on the first `max_sequences` samples of each held-out part, and lets it continue the prompts."""
+    """Scores the model on the first `max_sequences` samples of each held-out part."""
 
     def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
-        """Raises as `encoded_prompts`."""
         config, layout = inputs.config, inputs.layout
         self.heldout, self.device = inputs.samples.heldout, device
         self.settings, self.micro_batch_size = config.validation, config.schedule.micro_batch_size
         self.document_mask = config.data.document_mask
         self.tp_rank, self.dp_rank, self.dp_size = layout.tp_rank(rank), layout.dp_rank(rank), layout.dp_size
-        if self.settings.prompts:
-            self.tokenizer = load_tokenizer(config.tokenizer)
-            self.prompt_ids = encoded_prompts(config, self.tokenizer, inputs.base.spec)
-            # Sequence parallelism shares positions out among the ranks evenly.
-            self._multiple = config.parallel.tp_size
 
     def run(self, engine: Engine) -> dict[str, HeldoutScore]:
         """The score of every corpus that has a held-out part; every rank must call it."""
         with engine.evaluating():
             return {name: self._score(engine, samples) for name, samples in self.heldout.items()}
-
-    def continued_prompts(self, engine: Engine) -> dict[str, str]:
-        """What the model writes after each of `validation.prompts`: greedy, so that nothing is drawn at random.
-
-        Each token is a forward pass over all prompts, without a cache: the same on every rank, however the model is
-        split. Every rank must call it.
-        """
-        if not self.settings.prompts:
-            return {}
-        count, new, ids = len(self.prompt_ids), self.settings.prompt_tokens, self.prompt_ids
-        length = -(-(max(map(len, ids)) + new) // self._multiple) * self._multiple
-        tokens = torch.zeros(count, length, dtype=torch.long)
-        for row, own in enumerate(ids):
-            tokens[row, : len(own)] = torch.tensor(own)
-        tokens, rows = tokens.to(self.device), torch.arange(count, device=self.device)
-        ends = torch.tensor([len(own) for own in ids], device=self.device)
-        positions = torch.arange(length, device=self.device).expand_as(tokens).contiguous()
-        with engine.evaluating():
-            for _ in range(new):
-                batch = MicroBatch(tokens, tokens, positions, None)
-                tokens[rows, ends] = engine.greedy_tokens(batch, rows * length + ends - 1)
-                ends = ends + 1
-        written = (whole[len(own) : len(own) + new] for whole, own in zip(tokens.tolist(), ids, strict=True))
-        return dict(zip(self.settings.prompts, map(self._text, written), strict=True))
-
-    def _text(self, ids: list[int]) -> str:
-        """The text of `ids` before the token that ends a document, or that starts the next."""
-        stops = {self.tokenizer.document_end[-1], *self.tokenizer.document_start[:1]}
-        own = itertools.takewhile(lambda token: token not in stops, ids)
-        return self.tokenizer.decode([token for token in own if token < self.tokenizer.vocab_size])  # a base has more
 
     def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
         count = min(self.settings.max_sequences, len(samples))
@@ -139,14 +97,10 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
     """Per sequence: the number of answers, of first tokens that greedy decoding would choose, the sum of these tokens'
     probabilities, and the number of whole answers that greedy decoding would give.
 
-    targets, answer_starts: [B, S]. Returns float64 [B, 4]. An answer that the end of the sample cuts counts by its
-    part in the sample.
-
-    Raises:
-        ValueError: `losses` were computed with gradients, and so lack the greedy choices.
+    targets, answer_starts: [B, S]; the losses without gradients. Returns float64 [B, 4]. An answer that the end of the
+    sample cuts counts by its part in the sample.
     """
-    if losses.is_greedy_choice is None:
-        raise ValueError("answers are scored where no gradient is computed")
+    assert losses.is_greedy_choice is not None
     starts = answer_starts.double()
     probabilities = losses.nll.double().neg().exp()
     # Answers are numbered from 1 in each sequence; number 0 is the rest of one that began in an earlier sample.
@@ -155,15 +109,8 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
     misses = torch.zeros(len(targets), targets.shape[1] + 1, dtype=torch.float64, device=targets.device)
     misses.scatter_add_(1, answer, missed.double())
     whole = misses.gather(1, answer) == 0
-    return torch.stack(
-        [
-            starts.sum(dim=1),
-            (starts * losses.is_greedy_choice).sum(dim=1),
-            (starts * probabilities).sum(dim=1),
-            (starts * whole).sum(dim=1),
-        ],
-        dim=1,
-    )
+    found = [starts, starts * losses.is_greedy_choice, starts * probabilities, starts * whole]
+    return torch.stack([values.sum(dim=1) for values in found], dim=1)
 
 
 def answer_score(sums: list[float]) -> AnswerScore | None:
@@ -176,10 +123,8 @@ def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> 
     """The step-0 gate: the largest difference between the model's logits and those of its base alone, over all ranks'
     probes; every rank must call it.
 
-    The base runs by itself through the same weights and kernels at the same layout, so exactly 0.0 is expected.
-
-    Raises:
-        PreservationError: the difference is not 0.0; on rank 0, and SystemExit on the others.
+    The base runs through the same weights and kernels at the same layout: unless it is exactly 0.0, rank 0 raises a
+    PreservationError, and the others SystemExit.
     """
     with engine.evaluating():
         hidden = engine.hidden_states(probe, "model"), engine.hidden_states(probe, "base")

@@ -10,25 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError, DataError, MissingPackageError
 from pipeline.evaluation.benchmarks import (
     AVERAGE,
     Result,
-    _hf_model,
     comparison,
     load_tasks,
     run_benchmarks,
-    task_results,
 )
-from pipeline.evaluation.scoring_model import ScoringModel
 from tests.bases import STORIES
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import copied_stories, own_decoder
+from tests.rehearsal.helpers import copied_stories
 
 
 @pytest.fixture(scope="module")
@@ -90,33 +85,6 @@ def test_accuracy_is_that_of_transformers_logits(files, no_network, log_likeliho
     assert found[AVERAGE, "acc"] == pytest.approx(sum(expected.values()) / 3)
     documents = {result.task: result.documents for result in results}
     assert documents == {"copa": 12, "arc": 6, "passive_1": 6, AVERAGE: 24}
-
-
-@pytest.mark.parametrize("has_start", [True, False])
-def test_a_model_in_training_answers_as_lm_eval_does(has_start, files, tmp_path):
-    """Compared with lm-eval's own model of the same folder, batched otherwise."""
-    base = STORIES if has_start else copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
-    decoder, tokenizer = own_decoder(base), load_tokenizer(base)
-
-    def scores(tokens, targets):
-        losses = decoder(tokens, targets)
-        return losses.nll, losses.is_greedy_choice
-
-    ours = ScoringModel(scores, tokenizer, context=decoder.spec.longest_text, batch_size=5)
-    theirs = _hf_model(base, 2, "document", trust_remote_code=False)
-    assert theirs.tok_encode("a")[:-1] == ours.tok_encode("a")[:-1] == list(tokenizer.before_document)
-    assert theirs.tok_batch_encode(["a"])[0][0, 0] == tokenizer.before_document[0]
-    assert _hf_model(base, 2, "none", trust_remote_code=False).tok_encode("a") == ours.tok_encode("a")[1:]
-    pairs = [("", "Tom ran"), ("Tom was", " sad"), ("a " * 600, "b")]
-    asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    for (found, greedy), (expected, is_greedy) in zip(
-        ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True
-    ):
-        assert found == pytest.approx(expected, rel=1e-4) and greedy == is_greedy  # fp32, two orders of sums
-    tasks = load_tasks(["copa", "passive"], include=files)
-    for own, expected in zip(task_results(ours, tasks), run_benchmarks(base, tasks), strict=True):
-        assert (own.task, own.metric, own.documents) == (expected.task, expected.metric, expected.documents)
-        assert own.value == pytest.approx(expected.value)
 
 
 def test_a_group_is_the_mean_of_its_tasks(files, no_network):

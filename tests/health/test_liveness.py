@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.config.run import Watchdog
 from pipeline.errors import LOST_RANK
-from pipeline.health.liveness import Phases, RankHealth, RankReport, find_hung
+from pipeline.health.liveness import Phases, RankHealth, RankReport
 
 LIMITS = Watchdog(dead_after_s=10, hung_after_s=100, slow_after_s=300)
 WORKING = RankReport(
@@ -79,20 +76,14 @@ def test_a_failed_rank_gives_its_reason_and_exit_code():
     assert verdict.text == "rank 1 on n1 (5 step(s) done, in phase forward) failed: no space left"
 
 
-def test_of_hung_ranks_the_one_behind_is_named():
+def test_of_hung_ranks_the_one_behind_is_named_else_the_one_that_does_not_wait_else_all():
     behind = replace(WAITING, phase="data", entered=39, at="read (samples.py:7)", waiting=False)
     said = text(health_of(WAITING, behind, WAITING))
     assert said.startswith("rank 1 on n1 (5 step(s) done, in phase data) hangs at read (samples.py:7), for 150 s; ")
     assert "ranks 0 on n0, 2 on n2: 5 step(s) done, in phase forward, at all_reduce" in said
-
-
-def test_of_ranks_in_one_phase_the_one_that_does_not_wait_is_named_and_a_single_one():
     alone = replace(WAITING, at="sleep (x.py:1)", waiting=False)
     assert text(health_of(WAITING, alone)).startswith("rank 1 on n1 (")
     assert text(health_of(alone)).endswith("hangs at sleep (x.py:1), for 150 s")
-
-
-def test_ranks_that_hang_at_the_same_point_are_all_described():
     said = text(health_of(WAITING, WAITING))
     assert said.startswith("all ranks hang, and none is behind the others: ranks 0 on n0, 1 on n1: 5 step(s) done")
 
@@ -109,21 +100,8 @@ def test_a_thousand_ranks_make_one_readable_line():
     assert len(said) < 500
 
 
-@given(st.lists(st.builds(RankReport, st.just("n"), st.just(1), st.just("step"), st.just(math.inf),
-                          st.integers(0, 3), st.just("f"), st.booleans()), min_size=1, max_size=6))  # fmt: skip
-def test_it_never_names_all_of_several_ranks(reports):
-    found = find_hung(dict(enumerate(reports)))
-    assert len(found) < len(reports) or len(reports) == 1
-    if found and len(reports) > 1 and len({report.entered for report in reports}) > 1:
-        assert {reports[rank].entered for rank in found} == {min(report.entered for report in reports)}
-
-
-@pytest.fixture
-def phases():
-    return Phases(torch.device("cpu"))
-
-
-def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phases):
+def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice():
+    phases = Phases(torch.device("cpu"))
     before = time.perf_counter()
     phases.seconds()
     begin = time.perf_counter()
@@ -140,9 +118,6 @@ def test_an_inner_phase_interrupts_the_outer_one_and_no_second_counts_twice(phas
     assert spent["communication"] >= 0.03
     assert end - begin <= sum(spent.values()) <= after - before
     assert "step" not in phases.seconds(), "each call starts from zero"
-
-
-def test_an_exception_leaves_its_phase(phases):
     with pytest.raises(ValueError, match="here"), phases("backward"):
         raise ValueError("here")
     assert phases.state.phase == "backward"

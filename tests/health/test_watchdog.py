@@ -199,19 +199,17 @@ def test_a_hung_rank_is_distinguished_from_those_that_wait(scenario, hung, ends_
     assert "in hang" in (folder / "stacks" / f"rank_0000{hung}.txt").read_text()
 
 
-def test_the_others_repeat_the_fault_of_a_failed_rank_in_one_line(ends_of):
-    _, ends = ends_of("last fails")
-    assert [end.code for end in ends] == [INTERNAL_FAULT, INTERNAL_FAULT, 1]  # multiprocessing's own 1
-    assert "ValueError: no such sample" in ends[2].lines[-1], "the traceback is its own"
+@pytest.mark.parametrize(
+    ("scenario", "code", "fault"),
+    [("last fails", INTERNAL_FAULT, "ValueError: no such sample"), ("users fault", 1, "corpus: gone")],
+)
+def test_the_others_repeat_the_fault_of_a_failed_rank_in_one_line(scenario, code, fault, ends_of):
+    _, ends = ends_of(scenario)
+    assert [end.code for end in ends] == [code, code, 1]  # multiprocessing's own 1
+    assert fault in ends[2].lines[-1], "the traceback is its own"
     for end in ends[:2]:
-        assert end.errors[0].endswith("failed: ValueError: no such sample")
+        assert end.errors[0].endswith(f"failed: {fault}")
         assert not [text for text in end.lines if "Traceback" in text]
-
-
-def test_a_users_fault_on_one_rank_is_the_users_fault_on_all(ends_of):
-    _, ends = ends_of("users fault")
-    assert [end.code for end in ends] == [1, 1, 1]
-    assert ends[0].errors[0].endswith("failed: corpus: gone")
 
 
 def test_a_fault_that_all_agreed_on_is_not_repeated(ends_of):

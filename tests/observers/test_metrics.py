@@ -24,25 +24,21 @@ def write(folder, resumed_from, values):
     metrics.on_end(finished=True)
 
 
-def test_steps_after_the_checkpoint_are_written_again(tmp_path):
+def test_steps_after_the_checkpoint_are_written_again_and_a_damaged_line_costs_no_other(tmp_path):
     write(tmp_path, 0, {0: 9.0, 1: 5.0, 2: 4.0, 3: 3.0})
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')  # killed while it wrote
     write(tmp_path, 2, {3: 2.5, 4: 2.0})
-
     expected = {0: 9.0, 1: 5.0, 2: 4.0, 3: 2.5, 4: 2.0}
     assert {line["step"]: line["loss"] for line in read_metrics(tmp_path / METRICS)} == expected
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / BOARD)).Reload()
     assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
 
-
-def test_an_unreadable_line_costs_no_other_and_a_run_that_never_saved_starts_from_nothing(tmp_path):
-    write(tmp_path, 0, {0: 9.0, 1: 5.0, 2: 4.0, 3: 3.0})
     lines = (tmp_path / METRICS).read_text().splitlines(keepends=True)
     (tmp_path / METRICS).write_text("".join([lines[0], lines[1][:9] + "\n", *lines[2:]]))
     write(tmp_path, 2, {3: 2.5})
     assert [line["step"] for line in read_metrics(tmp_path / METRICS)] == [0, 2, 3]
-    write(tmp_path, 0, {0: 9.0})
+    write(tmp_path, 0, {0: 9.0})  # it never saved
     assert read_metrics(tmp_path / METRICS) == [{"step": 0, "loss": 9.0}]
 
 

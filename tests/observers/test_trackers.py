@@ -114,21 +114,15 @@ def test_a_missing_package_is_refused_in_one_line(package, tmp_path, monkeypatch
         check_trackers(config)
 
 
-@pytest.mark.parametrize(
-    ("service", "said"),
-    [("wandb", "wandb: "), ("mlflow", "mlflow: "), ("recorded", "mlflow_run_id: cannot be read (Is a directory)")],
-)
-def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog, monkeypatch, service, said):
+@pytest.mark.parametrize("service", ["wandb", "mlflow"])
+def test_a_failing_tracker_costs_one_error_line(tmp_path, caplog, monkeypatch, service):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     nobody = {"mlflow": {"tracking_uri": "http://127.0.0.1:9"}}
-    if service == "recorded":
-        (tmp_path / "mlflow_run_id").mkdir()
-    settings = {"wandb": WANDB, "mlflow": nobody, "recorded": mlflow_in(tmp_path)}[service]
-    (tracker,) = make_trackers(configured(tmp_path, settings))
+    (tracker,) = make_trackers(configured(tmp_path, WANDB if service == "wandb" else nobody))
     if service == "wandb":
         wandb.run.finish()  # it now refuses what is logged
     for step in range(3):
         tracker.on_step(StepEvent(step, 8, 1.0, {"loss": 1.0}))
     tracker.on_end(finished=True)
     (line,) = error_lines(caplog)
-    assert said in line and "continues without it" in line and "\n" not in line
+    assert line.startswith(f"{service}: ") and "continues without it" in line and "\n" not in line

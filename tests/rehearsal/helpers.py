@@ -64,7 +64,7 @@ def job(output: Path, base: Path = STORIES, *, max_tokens: int = 24, **settings:
 def sample(output: Path, base: Path = STORIES, *, workers: int = 1, **settings: Any) -> Manifest:
     described = job(output, base, **settings)
     with local_workers(workers, preload="pipeline.rehearsal.corpus") as pool:
-        return sample_corpus(described, plan_of(described), pool, device="cpu")
+        return sample_corpus(described, plan_of(described), pool)
 
 
 def documents_in(folder: Path) -> list[list[int]]:

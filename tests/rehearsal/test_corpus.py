@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.token_shards import writing_shard
@@ -91,11 +90,6 @@ def test_stopped_and_continued_by_any_workers_it_has_the_same_bytes(
     assert [*contents(output).values()] == [*contents(written).values()]
 
 
-def test_another_seed_writes_other_text(written: Path, tmp_path: Path):
-    sample(tmp_path / "own", seed=1)
-    assert documents_in(written) != documents_in(tmp_path / "own")
-
-
 def test_documents_continue_their_openings(tmp_path: Path):
     """With fewer openings than documents, each is used about equally often."""
     texts = [f"{text} ran home and slept" for text in documents(9, words=8)]
@@ -121,17 +115,6 @@ def test_openings_are_used_whole_and_longer_ones_left_out(tmp_path: Path, caplog
     assert "left out 1 openings of more than 22 tokens" in caplog.text
 
 
-def test_openings_are_framed_by_the_chat_template(tmp_path: Path):
-    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE})
-    file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
-    manifest = sample(tmp_path / "own", base, max_tokens=40, openings=[str(file)], chat_template=True)
-    framed = Tokenizer.from_file(str(base / "tokenizer.json")).encode("<s>[user] Hi there=>", add_special_tokens=False)
-    assert framed.ids[0] == START
-    found = documents_in(tmp_path / "own")
-    assert all(document[: len(framed.ids)] == framed.ids for document in found)
-    assert manifest.characters == sum(len(load_tokenizer(base).decode(document[1:-1])) for document in found)
-
-
 def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
     """Behind the system's message and all earlier turns."""
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")})
@@ -153,59 +136,39 @@ def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
         sample(tmp_path / "other", base, max_tokens=60, **chats)
 
 
-def test_a_setting_decides_whether_the_base_thinks_before_it_answers(tmp_path: Path):
+def test_openings_are_framed_by_the_chat_template_in_which_the_base_thinks_or_not(tmp_path: Path):
     thinks = "{% if enable_thinking %}<think>{% elif enable_thinking is false %}<think></think>{% endif %}"
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE + thinks})
     file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
-    openings = {"openings": [str(file)], "chat_template": True, "max_tokens": 60}
-    encode = load_tokenizer(base).reference.encode
+    tokenizer = load_tokenizer(base)
     for thinking, opening in ((None, ""), (True, "<think>"), (False, "<think></think>")):
         output = tmp_path / f"thinking {thinking}"
-        assert sample(output, base, thinking=thinking, **openings).sampling.thinking is thinking
-        ids = encode([f"<s>[user] Hi there=>{opening}"]).ids.tolist()
-        assert {tuple(document[: len(ids)]) for document in documents_in(output)} == {tuple(ids)}
-    with pytest.raises(DataError, match="begun with another thinking"):
-        sample(tmp_path / "thinking False", base, thinking=True, **openings)
-
-
-def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws(tmp_path: Path):
-    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE})
-    names = ["Tom", "Mia", "Lily", "Ben", "Sam", "Sue"]
-    file = write_jsonl(tmp_path / "q.jsonl", names)
-    systems = ["Be kind.", "Be brief."]
-    begun = []
-    for seed in (0, 1):
-        output = tmp_path / f"seed {seed}"
-        settings = {"openings": [str(file)], "chat_template": True, "system_prompts": systems, "max_tokens": 40}
-        assert sample(output, base, seed=seed, **settings).sampling.system_prompts == systems
-        encode = load_tokenizer(base).reference.encode
-        prompts = {(name, one): f"<s>[system] {one}[user] {name}=>" for name in names for one in systems}
-        ids = {key: encode([prompt]).ids.tolist() for key, prompt in prompts.items()}
+        settings = {"openings": [str(file)], "chat_template": True, "max_tokens": 60, "thinking": thinking}
+        manifest = sample(output, base, **settings)
+        ids = tokenizer.reference.encode([f"<s>[user] Hi there=>{opening}"]).ids.tolist()
         found = documents_in(output)
-        begun.append({key for key, opening in ids.items() for document in found if document[: len(opening)] == opening})
-        assert all(any(document[: len(opening)] == opening for opening in ids.values()) for document in found)
-        assert [name for name, _ in sorted(begun[-1])] == sorted(names), "each name has one of them"
-        assert {one for _, one in begun[-1]} == set(systems)
-    assert begun[0] != begun[1]
-    with pytest.raises(DataError, match="begun with another system prompts"):
-        sample(output, base, seed=1, **{**settings, "system_prompts": systems[:1]})
+        assert {tuple(document[: len(ids)]) for document in found} == {tuple(ids)}
+        assert manifest.characters == sum(len(tokenizer.decode(document[1:-1])) for document in found)
 
 
-def test_all_turns_of_a_chat_have_one_systems_message_and_its_own_is_kept(tmp_path: Path):
+def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_its_turns(tmp_path: Path):
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")})
-    chats = [
-        [("user", "Hi"), ("assistant", "Yes?"), ("user", "Tom ran"), ("assistant", "No.")],
-        [("system", "Mine"), ("user", "Oh"), ("assistant", "No.")],
-    ]
+    names = ["Tom", "Mia", "Lily", "Ben", "Sam", "Sue"]
+    chats = [[("user", f"{n} ran"), ("assistant", "Yes?"), ("user", f"{n} sat"), ("assistant", "No")] for n in names]
+    chats.append([("system", "Mine"), ("user", "Oh ran"), ("assistant", "No")])
     lines = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    given = {"openings": [str(path)], "messages_key": "messages", "system_prompts": ["A", "B", "C"]}
-    sample(tmp_path / "own", base, max_tokens=60, **given)
-    found = " ".join(map(load_tokenizer(base).decode, documents_in(tmp_path / "own")))
-    systems = set(re.findall(r"\[system\] (\w+)\[user\] (Hi|Oh)(?:\[assistant\] Yes\?\[user\] (Tom))?", found))
-    (drawn,) = {system for system, user, _ in systems if user == "Hi"}
-    assert systems == {("Mine", "Oh", ""), (drawn, "Hi", ""), (drawn, "Hi", "Tom")} and drawn in ("A", "B", "C")
+    settings = {"openings": [str(path)], "messages_key": "messages", "system_prompts": ["A", "B"], "max_tokens": 60}
+    drawn = []
+    for seed in (0, 1):
+        sample(tmp_path / f"seed {seed}", base, seed=seed, tokens=1200, **settings)
+        text = " ".join(map(load_tokenizer(base).decode, documents_in(tmp_path / f"seed {seed}")))
+        found = set(re.findall(r"\[system\] (\w+)\[user\] (\w+) ran", text))
+        assert sorted(name for _, name in found) == sorted([*names, "Oh"]), "each chat has one, in all its turns"
+        assert {system for system, name in found if name != "Oh"} <= {"A", "B"} and ("Mine", "Oh") in found
+        drawn.append(found)
+    assert drawn[0] != drawn[1] and {system for system, _ in drawn[0]} == {"A", "B", "Mine"}
 
 
 @given(count=st.integers(1, 40), stride=st.integers(1, 9), seed=st.integers(0, 5), passes=st.integers(1, 3))
@@ -228,6 +191,7 @@ def test_a_folder_of_other_text_is_refused(written: Path, tmp_path: Path, finish
     before = contents(output)
     for changes, message in (
         ({"temperature": 0.5}, "another temperature: expected 0.5, found 1.0"),
+        ({"seed": 1}, "another seed: expected 1, found 0"),
         ({"batch_size": 2}, "another batch size: expected 2, found 4"),
         ({"openings": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]}, "another inputs: expected"),
         ({"base": random_base("llama", tmp_path / "base")}, "another base: expected"),
@@ -235,12 +199,6 @@ def test_a_folder_of_other_text_is_refused(written: Path, tmp_path: Path, finish
         with pytest.raises(DataError, match=f"own: was begun with {message}.*; set it back, or remove this folder"):
             sample(output, **changes)  # type: ignore[arg-type]
     assert contents(output) == before
-
-
-def test_a_corpus_keeps_the_batch_size_that_it_was_begun_with(tmp_path: Path):
-    output = stopped(tmp_path / "own", 2, batch_size=3)
-    assert sample(output).sampling.batch_size == 3
-    assert sample(output).sampling.batch_size == 3, "the finished one"
 
 
 def test_a_base_without_a_start_token_begins_after_the_end_of_another_document(tmp_path: Path):
@@ -257,9 +215,9 @@ def test_a_base_without_a_start_token_begins_after_the_end_of_another_document(t
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"max_tokens": 513}, ConfigError, "max_tokens: 513 is beyond the base's context of 512 tokens"),
-        ({"max_tokens": 2}, ConfigError, r"max_tokens: 2 leaves the base nothing to write .*; use at least 3"),
-        ({"openings": ["o.jsonl"], "opening_tokens": 22}, ConfigError, "max_tokens: 24 leaves .*; use at least 25"),
+        ({"max_tokens": 513}, ConfigError, r"to 512 \(the base's context\), found 513"),
+        ({"max_tokens": 2}, ConfigError, "max_tokens: expected 3 .* found 2"),
+        ({"openings": ["o.jsonl"], "opening_tokens": 22}, ConfigError, "max_tokens: expected 25 .* found 24"),
         ({"openings": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
         ({"openings": ["o.jsonl"], "text_key": "body"}, DataError, "o.jsonl: no usable document .* text_key 'body'"),
         ({"openings": ["o.jsonl"], "chat_template": True}, DataError, "its tokenizer has no chat template"),

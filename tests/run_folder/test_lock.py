@@ -69,33 +69,20 @@ def test_a_job_whose_earlier_start_is_alive_exits_with_a_code_that_is_retried(tm
         assert refused.value.exit_code == LOST_RANK
 
 
-def test_a_normal_exit_removes_the_lock(tmp_path):
-    with RunLock(tmp_path / "run"):
-        assert lock_path(tmp_path / "run").exists()
-    assert not (tmp_path / "run").exists(), "a folder that was made for it"
-
-
-def test_a_killed_owner_on_this_machine_is_replaced_immediately(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock.time, "sleep", None)  # it may not wait
-    with holder(tmp_path) as first:
+@pytest.mark.parametrize("machine", [[], ["another"], ["unknown"]])
+def test_an_owner_that_is_gone_is_replaced_and_a_silent_one_after_a_while(tmp_path, monkeypatch, machine):
+    """At once where its end is seen, on this machine."""
+    monkeypatch.setattr(lock, "STALE_AFTER_S", 1.5 if machine else 600)
+    with holder(tmp_path, *machine) as first:
         first.kill()
         first.wait()
-        with RunLock(tmp_path):
-            held = read_lock_owner(lock_path(tmp_path))
-            assert held is not None and held.pid == os.getpid()
-
-
-@pytest.mark.parametrize("content", ["", None])
-def test_a_silent_owner_of_another_machine_or_unknown_is_replaced_after_a_while(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(lock, "STALE_AFTER_S", 1.5)
-    with holder(tmp_path, "another") as first:
-        first.kill()
-    if content is not None:
-        lock_path(tmp_path).write_text(content)
-    assert living_owner(lock_path(tmp_path)) is not None
+    if machine == ["unknown"]:
+        lock_path(tmp_path).write_text("")
+    assert (living_owner(lock_path(tmp_path)) is None) == (not machine)
     with RunLock(tmp_path):
         held = read_lock_owner(lock_path(tmp_path))
         assert held is not None and held.pid == os.getpid()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_stopped_owner_that_lost_the_lock_ends_when_it_continues(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.run import load_config
 from pipeline.errors import INTERNAL_FAULT, LOST_RANK, RESUME_LATER, USER_ERROR
-from pipeline.run_folder.attempts import NAME, decide, read_attempts, record_end, record_stage, record_start
+from pipeline.run_folder.attempts import NAME, decide, read_attempts, record_end, record_start, record_training
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def attempt(tmp_path, monkeypatch):
     def make(name, *, saved=None, exit_code=LOST_RANK, started=True, stage="train", **limits):
         monkeypatch.setenv("ATTEMPT", name)
         if started:
-            record_start(config, 2, 0)
+            record_training(config, 2, 0)
         elif exit_code is None:
-            record_stage(tmp_path, stage)
+            record_start(tmp_path, stage)
         if saved is not None:
             folder = tmp_path / "checkpoints" / f"step_{saved:08d}"
             folder.mkdir(parents=True)
@@ -53,7 +53,6 @@ KILLED = {"exit_code": None}
         [(RESUMED | {"saved": 2}, True), (RESUMED | {"saved": 4}, True), *until_given_up(**RESUMED)],
         until_given_up(**RESUMED, **SERIAL, stage="evaluate"),
         [*[(RESUMED | SERIAL | {"stage": "tokenize"}, True)] * 6, *until_given_up(**SERIAL, stage="tokenize")],
-        [*[(RESUMED | SERIAL | {"stage": "sample"}, True)] * 6, *until_given_up(**SERIAL, stage="sample")],
         [({"saved": 1, "most": 2}, True), ({"saved": 2, "most": 2}, True), ({"saved": 3, "most": 2}, False)],
         [({"exit_code": USER_ERROR}, False)],
         # Killed with their job: what they saved is progress, and serial stages do not count.
@@ -77,21 +76,12 @@ def test_another_job_has_its_own_count_and_no_progress_by_an_earlier_ones_checkp
 def test_the_error_that_the_run_recorded_is_kept_when_the_script_records_the_end(attempt, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTEMPT", "7.0")
     record_end(tmp_path, exit_code=INTERNAL_FAULT, step=12, error="ValueError: boom")
-    attempt("7.0", started=False, exit_code=137)
-    ended = read_attempts(tmp_path)[-1].ended
-    assert ended is not None
-    assert (ended.exit_code, ended.step, ended.error) == (137, 12, "ValueError: boom")
-    assert ended.retry is not None and ended.retry.again
-
-
-def test_every_record_is_one_line_and_one_cut_short_by_a_kill_hides_no_other(attempt, tmp_path):
-    attempt("7.0")
     with (tmp_path / NAME).open("a") as file:
-        file.write('{"attempt": "7.1", "jo')
-    attempt("7.2")
-    assert [attempt.name for attempt in read_attempts(tmp_path)] == ["7.0", "7.2"]
-    lines = (tmp_path / NAME).read_bytes().splitlines()
-    assert len(lines) == 5 and all(lines)
+        file.write('{"attempt": "7.0", "jo')  # cut short by a kill
+    attempt("7.0", started=False, exit_code=137)
+    [found] = read_attempts(tmp_path)
+    assert found.end is not None and found.end.retry is not None and found.end.retry.again
+    assert (found.end.exit_code, found.end.step, found.end.error) == (137, 12, "ValueError: boom")
 
 
 def test_attempts_that_left_no_record_brought_no_progress(attempt, tmp_path):
@@ -100,9 +90,6 @@ def test_attempts_that_left_no_record_brought_no_progress(attempt, tmp_path):
     (tmp_path / NAME).mkdir()  # neither read nor written, also by root
     decisions = [attempt(f"7.{number}", started=False) for number in range(5)]
     assert [decision.again for decision in decisions] == [True, True, True, False, False]
-    stopped = [attempt(f"7.{number}", started=False, stage="tokenize", exit_code=RESUME_LATER) for number in (1, 5)]
-    assert [decision.again for decision in stopped] == [True, False]
-
     (tmp_path / NAME).rmdir()
     (tmp_path / "kept").rename(tmp_path / NAME)
     assert attempt("7.3", started=False).why == "restart 4, 3 of at most 3 without progress"

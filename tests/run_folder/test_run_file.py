@@ -6,13 +6,12 @@ import errno
 import shutil
 from unittest.mock import patch
 
-import orjson
 import pytest
 
 from pipeline.config.run import load_config
 from pipeline.config.sources import RUN_FILE
 from pipeline.errors import ConfigError, DataError
-from pipeline.run_folder.attempts import NAME, begin_run, record_start, stage_of
+from pipeline.run_folder.attempts import begin_run, read_attempts, record_training, stage_of
 from pipeline.run_folder.run_file import write_run
 from tests.training.runs import write_config
 
@@ -43,39 +42,29 @@ def test_the_first_stage_writes_the_run_as_it_was_started_and_its_folder_stands_
     assert load_config(config.folder, ["seed=7"]).seed == 7
 
 
-def test_training_writes_what_changed_and_records_both_values(path, caplog):
+def test_training_writes_the_run_again_and_logs_what_changed(path, caplog):
     folder = load_config(path).folder
     with caplog.at_level("INFO"):
-        record_start(load_config(path), 2, 0)
+        record_training(load_config(path), 2, 0)
         assert "changed" not in caplog.text
-        record_start(load_config(path, CHANGES), 2, 0)
-    first, second = (orjson.loads(line) for line in (folder / NAME).read_bytes().splitlines())
-    assert first["changed"] == {}
-    assert second["changed"] == {"schedule.steps": [6, 20], "data.corpora.korean.weight": [1.0, 2.0]}
-    assert caplog.messages == ["changed: data.corpora.korean.weight 1.0 → 2.0, schedule.steps 6 → 20"]
+        record_training(load_config(path, CHANGES), 2, 0)
+    assert caplog.messages == [f"{folder / RUN_FILE}: changed: + weight: 2.0, - steps: 6, + steps: 20"]
     assert load_config(folder) == load_config(path, CHANGES)
 
 
 def test_a_file_that_the_user_wrote_there_is_left_as_it_is(tmp_path):
     mine = write_config(tmp_path, tmp_path, name=RUN_FILE)
     mine.write_text(before := f"# mine\n{mine.read_text()}")
-    assert write_run(load_config(mine, CHANGES)) and mine.read_text() == before
+    write_run(load_config(mine, CHANGES))
+    assert mine.read_text() == before
 
 
-def test_a_file_that_cannot_be_read_any_more_or_written_ends_no_run(path, tmp_path, caplog):
-    run = tmp_path / "run" / RUN_FILE
-    write_run(config := load_config(path))
-    run.write_text(f"{run.read_text()}renamed_since: 1\n")
-    record_start(config, 2, 0)
-    assert load_config(run.parent) == config
-    with patch("pipeline.run_folder.run_file.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        record_start(load_config(path, CHANGES), 2, 0)
-    assert caplog.messages[-1] == f"{run}: this run is not recorded: No space left on device"
-    first, second = (orjson.loads(line)["changed"] for line in (run.parent / NAME).read_bytes().splitlines())
-    assert "renamed_since: unknown key" in first[RUN_FILE][0] and second == {}
-    run.write_text("of: the user\n")
-    with pytest.raises(ConfigError, match="unknown key"):
-        record_start(config, 2, 0)
+def test_a_file_that_cannot_be_written_ends_no_run(path, tmp_path, caplog):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch("pipeline.run_folder.run_file.write_text", side_effect=full):
+        record_training(load_config(path), 2, 0)
+    assert caplog.messages == [f"{tmp_path / 'run' / RUN_FILE}: this run is not recorded: No space left on device"]
+    assert len(read_attempts(tmp_path / "run")) == 1
 
 
 def test_a_folder_that_was_moved_is_its_own(path, tmp_path):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from pipeline.scale.layers import block_norms
 from pipeline.scale.plan import Widths, check_tensor_parallel, plan_expansion
 from tests.widened import scale_settings
 
@@ -88,15 +87,3 @@ def test_a_size_named_as_near_is_itself_accepted(ratio, kv_heads, added, inner, 
                 attempt(heads, width)
             except ConfigError as later:
                 assert str(later).split(":")[0] != message.split(":")[0] or "per key/value head" in message
-
-
-def test_block_norms_add_up_the_maps_of_a_layer():
-    squares = {
-        "layers.0.ffn.up.base_to_expansion.weight": 9.0,
-        "layers.0.ffn.gate.base_to_expansion.weight": 16.0,
-        "layers.10.ffn.up.base_to_expansion.weight": 4.0,
-        "layers.1.attention.query.adapter.a": 1.0,
-        "layers.1.attention.query.base.weight": 100.0,
-        "embedding.expansion.weight": 100.0,
-    }
-    assert block_norms(squares) == {"base_to_expansion": {0: 5.0, 10: 2.0}, "adapter.a": {1: 1.0}}

@@ -13,7 +13,7 @@ def main() -> None:
     total = torch.tensor([place.rank + 1], device=launch.initialise(place))
     torch.distributed.all_reduce(total)
     how = f"on {os.environ.get('SLURMD_NODENAME', 'here')} by {torch.distributed.get_backend()}"
-    launch.finish()
+    torch.distributed.destroy_process_group()
     # One write: the ranks share a file, and print would give the line's end apart.
     os.write(1, f"rank {place.rank} of {place.world_size} {how}: sum {total.item()}\n".encode())
 

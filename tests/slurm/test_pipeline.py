@@ -67,9 +67,6 @@ def test_an_interrupted_job_goes_from_text_to_a_tested_model(slurm_cluster: Clus
     assert summary["step0_max_abs_logit_difference"] == 0.0
     assert summary["korean_perplexity_after"] < summary["korean_perplexity_before"]
     assert 0 < summary["trainable_parameters"] < summary["total_parameters"]
-    # Two Adam moments a trained parameter; ZeRO-3 pads each partition, and holds nothing for the frozen ones.
-    moments = 2 * summary["trainable_parameters"]
-    assert moments <= summary["optimizer_state_elements"] < moments * 1.02
     assert summary["export_max_abs_logit_difference"] <= 1e-4
     assert (Path(summary["hf_folder"]) / "config.json").exists()
 

@@ -82,7 +82,7 @@ def test_a_stage_is_run_again_after_a_fault(tmp_path: Path, fault: str):
     assert result.returncode == 0, result.stderr
     assert "another attempt at train: restart 1, 1 of at most 3 without progress" in result.stdout
     assert result.stdout.splitlines()[-1] == "went on"
-    [ended] = [attempt.ended for attempt in read_attempts(tmp_path / "run")]
+    [ended] = [attempt.end for attempt in read_attempts(tmp_path / "run")]
     assert ended is not None and ended.exit_code in (69, 137)
 
 

@@ -24,6 +24,7 @@ from pipeline.errors import UserError
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 from pipeline.observers.performance import MEASURED
+from pipeline.parallel.ranks import summed
 from pipeline.parallel.sharding import partition_of
 from tests.bases import STORIES
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
@@ -168,10 +169,12 @@ def train_and_look(config: Path) -> dict[str, Any]:
     engine = trainer.engine
     with deepspeed.zero.GatheredParameters(list(engine.model.parameters())):
         parameters = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+    slots = engine._engine.optimizer.optimizer.state.values()
+    held = sum(value.numel() for own in slots for name, value in own.items() if name != "step")
     return {
         "parameters": parameters,
         "partitions": {name: partition_of(parameter) for name, parameter in engine.model.named_parameters()},
-        "optimizer_state_elements": engine.optimizer_state_elements(),
+        "moments": int(summed(torch.tensor(held))),
         "trainable_parameters": engine.trainable_parameters,
         "step0_max_abs_logit_difference": trainer.step0_difference,
     }

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.model.output import Losses
-from pipeline.training.validation import answer_score, answer_sums
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, prepared, tokenize_corpora
@@ -99,29 +95,3 @@ def test_figures_equal_transformers(settings, by_transformers, tmp_path, tp_size
             assert figures.keys() >= by_transformers.keys() - {"total"}
     assert 0.3 < by_transformers["first_token_accuracy"] < 1
     assert 0 <= by_transformers["exact_match"] < by_transformers["first_token_accuracy"]
-
-
-# A sample as answers between prompts: which tokens of each greedy decoding would choose.
-ANSWERS = st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=5)
-
-
-@given(st.lists(st.booleans(), max_size=3), ANSWERS)
-def test_each_answer_is_counted(continued: list[bool], answers: list[list[bool]]):
-    """`continued` is the end of an answer that began in the sample before."""
-    length = 40
-    targets, starts = torch.full((1, length), IGNORED), torch.zeros(1, length, dtype=torch.bool)
-    chosen, nll = torch.zeros(1, length, dtype=torch.bool), torch.rand(1, length)
-    at = 0
-    for number, answer in enumerate([continued, *answers]):
-        starts[0, at] = number > 0
-        targets[0, at : at + len(answer)] = 7
-        chosen[0, at : at + len(answer)] = torch.tensor(answer)
-        at += len(answer) + 2
-    sums = answer_sums(Losses(nll.sum(), nll, torch.zeros_like(nll), starts, chosen), targets, starts)[0].tolist()
-    probabilities = nll[starts].double().neg().exp().sum()
-    hard, exact = sum(answer[0] for answer in answers), sum(all(answer) for answer in answers)
-    assert sums == pytest.approx([len(answers), hard, float(probabilities), exact])
-    score = answer_score(sums)
-    assert (score is None) == (not answers)
-    if score:
-        assert score.exact_match == exact / len(answers)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pipeline.config.run import load_config
 from pipeline.data.samples import TrainingSamples, rank_indices
 from pipeline.errors import DataError
 from pipeline.parallel.topology import Layout
-from pipeline.training.batches import READ_AHEAD, MicroBatch, TrainingBatches, collate
+from pipeline.training.batches import MicroBatch, TrainingBatches, collate
 from tests.training.runs import write_config
-from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 
@@ -131,26 +126,6 @@ def test_every_step_gets_its_own_samples_in_whatever_order_it_is_computed(record
     assert "MainThread" not in recorded.threads
 
 
-def is_idle(recorded: Recorded) -> Callable[[], bool]:
-    """Whether nothing was read for a while."""
-    seen = len(recorded.reads)
-    time.sleep(0.05)
-    return len(recorded.reads) == seen
-
-
-def test_no_more_is_read_than_the_bound_and_nothing_beyond_the_run(recorded, batches, config):
-    at_once = config.schedule.micro_batch_size
-    first = batches.of_step(2)
-    for number in range(3):
-        next(first)
-        assert wait_until(lambda: is_idle(recorded), every_s=0)
-        # When the work for a micro-batch is handed out, those after it are read.
-        assert recorded.reads == list(range(16, 16 + at_once * (number + (READ_AHEAD if number else 1))))
-    list(batches.of_step(config.schedule.steps - 1))
-    assert wait_until(lambda: is_idle(recorded), every_s=0)
-    assert max(recorded.reads) == config.schedule.steps * config.schedule.global_batch_size - 1
-
-
 def test_a_fault_is_raised_where_its_micro_batch_is_due_and_nowhere_else(recorded, batches, config):
     recorded.damaged = {20}
     step = batches.of_step(2)  # samples 16 to 23, two a micro-batch
@@ -161,36 +136,3 @@ def test_a_fault_is_raised_where_its_micro_batch_is_due_and_nowhere_else(recorde
     assert_read(next(batches.of_step(3)), recorded.samples, config, 3, 0)
     recorded.damaged = set()
     assert len(list(batches.of_step(2))) == 4, "a fault that is gone is not remembered"
-
-
-def test_the_thread_ends_when_it_is_told_or_forgotten(recorded, config):
-    def running() -> int:
-        return sum(thread.name.startswith("batches") for thread in threading.enumerate())
-
-    assert not running()
-    for close in (True, False):
-        batches = TrainingBatches(recorded, config, Layout(1, 1), 0, CPU)
-        step = batches.of_step(0)
-        next(step)
-        assert running() == 1
-        if close:
-            batches.close()
-        del batches, step
-        gc.collect()
-        assert wait_until(lambda: not running(), every_s=0.01)
-
-
-def test_the_thread_pins_what_a_gpu_copies(recorded, config, monkeypatch):
-    """The meta device stands for the GPU."""
-    pinning = []
-
-    def pin(tensor: Tensor) -> Tensor:
-        pinning.append(threading.current_thread().name)
-        return tensor.clone()
-
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    batches = TrainingBatches(recorded, config, Layout(1, 1), 0, torch.device("meta"))
-    first = next(batches.of_step(0))
-    batches.close()
-    assert {first.tokens.device.type, first.documents.starts.device.type} == {"meta"}
-    assert len(pinning) >= 5 and {name.split("_")[0] for name in pinning} == {"batches"}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import PropertyMock, patch
 
 import pytest
 
@@ -15,7 +18,7 @@ from pipeline.config.run import Stability
 from pipeline.training.divergence import REPORT, find_spike, remembered
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
-from tests.training.runs import in_turn, make_run, metrics, train, write_config
+from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train, write_config
 
 CLIPPING = 1.0
 
@@ -71,12 +74,8 @@ SPIKE = (Planned("bad batch", 5, times=9), Planned("bad batch", 6, times=9))
     ("changes", "spike", "killed_at", "skipped"),
     [
         ({"zero": 3, "checkpoints__asynchronous": True, "schedule__micro_batch_size": 4}, (5, 6), 7, (4, 5, 6)),
-        (
-            {"zero": 1, "checkpoints__every_steps": 4, "schedule__steps": 9},
-            (6, 7),
-            8,
-            (5, 6, 7),
-        ),  # before the next save
+        # Before the next save.
+        ({"zero": 1, "checkpoints__every_steps": 4, "schedule__steps": 9}, (6, 7), 8, (5, 6, 7)),
     ],
 )
 def test_it_rolls_back_and_skips_the_samples_and_a_kill_does_not_forget_it(
@@ -132,3 +131,21 @@ def test_a_run_that_cannot_recover_ends_in_one_line_and_a_report(tokens, tmp_pat
         report = json.loads((config.parent / REPORT).read_text())
         assert message in report["reason"]
         assert report["recent"]
+
+
+def train_with_a_wrong_norm(config: Path) -> int:
+    """Rank 1 reads gradient norms that look like a spike."""
+    start_deepspeed()
+    from pipeline.training.engine import Engine
+
+    if os.environ["RANK"] == "0":
+        return train(config)
+    with patch.object(Engine, "gradient_norm", PropertyMock(side_effect=[1.0] * 3 + [1e9] * 99)):
+        return train(config)
+
+
+def test_one_rank_alone_finds_no_spike(tokens, tmp_path):
+    stability = {"window": 2, "spike_steps": 2, "loss_increase": 1.0}
+    config = make_run(tmp_path, tokens, zero=1, checkpoints__every_steps=2, stability=stability)
+    assert run_ranks(train_with_a_wrong_norm, 2, config) == [0, 0]
+    assert not any("rollbacks" in line for line in metrics(tmp_path))

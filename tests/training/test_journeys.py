@@ -17,7 +17,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.remote_code.scale_streams import StreamPath
 from pipeline.conversion.remote_code.scale_vocabulary import ScaleOutput
-from pipeline.conversion.trained_model import describe_checkpoint, open_trained
+from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
@@ -49,15 +49,13 @@ from pipeline.methods.scale import made_expansion
 from pipeline.methods.vocabulary import with_new_rows
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.from_hf import open_base
-from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.studies.derived import AveragedModel
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
-from tests.training.journeys import JOURNEYS, LEVELS, METHODS, MOVES_TO, QUICK, TRAINS_BASE, Journey, pairs
+from tests.training.journeys import JOURNEYS, LEVELS, MOVES_TO, QUICK, TRAINS_BASE, Journey, pairs
 from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
 from tests.widened import SEED, balance_router
 
@@ -66,7 +64,6 @@ NEW_PIECES = 61  # prime
 ROUNDING = 2**7 * 2**-24
 MOMENT_TOLERANCES = {"exp_avg": 40 * ROUNDING, "exp_avg_sq": 80 * ROUNDING}
 WEIGHT_TOLERANCE = 0.005
-DIAGNOSTICS = ("kl_from_base/", "base_stream_cosine/", "norm_")
 
 
 def rows(journeys: Sequence[Journey]) -> pytest.MarkDecorator:
@@ -186,16 +183,8 @@ def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
     # A divergence is what is left of log probabilities of size ten, however small it is.
     divergences = [[line.get("kl_rehearsal", 0.0) for line in metrics(path)] for path in (folder, reference)]
     assert divergences[0] == pytest.approx(divergences[1], rel=ROUNDING, abs=10 * ROUNDING)
-    assert diagnostics(folder) == pytest.approx(diagnostics(reference), rel=5e-3)
-    if METHODS[journey.method]["name"] == "scale":
-        preserved = METHODS[journey.method].get("l_fp", 5)  # how many of the five layers
-        figures = diagnostics(reference)
-        cosines = [figures[f"base_stream_cosine/layer_{layer:02d}"] for layer in range(5)]
-        assert cosines[:preserved] == pytest.approx([1.0] * preserved, abs=1e-6)
-        assert all(cosine < 1 - 1e-6 for cosine in cosines[preserved:])
-        grown = {name[-2:]: value for name, value in figures.items() if name.startswith("norm_expansion_to_base/")}
-        assert list(grown) == [f"{layer:02d}" for layer in range(preserved, 5)] and all(grown.values())
-        assert figures["kl_from_base/english"] > 0
+    drifts = [[line.get("kl_from_base/english", 0.0) for line in metrics(path)][-1] for path in (folder, reference)]
+    assert drifts[0] == pytest.approx(drifts[1], rel=5e-3) and (drifts[0] > 0) == (journey.method not in TRAINS_BASE)
     found, expected = last_checkpoint(folder), last_checkpoint(reference)
     start = dict(initial_model(reference / "run.yaml", "cpu").named_parameters())
     assert found.names == expected.names
@@ -230,7 +219,7 @@ def test_it_starts_at_its_base_and_changes_only_what_trains(run: Trained, journe
     moments = sum(own.numel() * (1 if is_muons(journey, name, own) else 2) for name, own in held)
     for rank in ranks:
         assert rank["step0_max_abs_logit_difference"] == (None if journey.method in TRAINS_BASE else 0.0)
-        assert rank["optimizer_state_elements"] == moments
+        assert rank["moments"] == moments
 
 
 NEW_ROWS_OF_BASELINES = [
@@ -258,25 +247,6 @@ def test_it_is_exported_as_it_trained(run: Trained, journey: Journey, tmp_path: 
         assert torch.equal(rows[:512, :64], open_base(STORIES).read("embedding.base.weight"))
 
 
-@rows([journey for journey in QUICK if journey.method in ("fft", "freeze", "llama_pro")])
-def test_a_checkpoint_is_described(run: Trained, journey: Journey):
-    checkpoint = run.moved / "checkpoints" / f"step_{STEPS:08d}"
-    model, facts = open_trained(checkpoint, STORIES), describe_checkpoint(checkpoint)
-    assert model.trained == {name for name, _ in named_trained_parameters(model.structure)}
-    assert facts["trainable_parameters"] == sum(model.read(name).numel() for name in model.trained)
-    assert facts["method"]["name"] == journey.method and facts["step"] == STEPS
-
-
-@rows([journey for journey in QUICK if journey.optimizer == "muon"][:1])
-def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Path):
-    shutil.copytree(run.stopped, tmp_path / "run")
-    values = yaml.safe_load((run.stopped / "run.yaml").read_text())
-    values["schedule"]["optimizer"] = "adamw"
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"folder": str(tmp_path / "run")}))
-    with pytest.raises(CheckpointError, match=r"another optimizer \(expected 'muon', found 'adamw'\)"):
-        read_inputs(load_config(tmp_path / "run.yaml"), journey.layout.ranks)
-
-
 # --- Extended vocabularies --------------------------------------------------------------------------------------------
 
 
@@ -289,18 +259,6 @@ def change_run(checkpoint: Path, **changes: Any) -> None:
     values = json.loads((checkpoint / "manifest.json").read_text())
     values["run"] |= changes
     (checkpoint / "manifest.json").write_text(json.dumps(values))
-
-
-@rows([with_new_rows_of("fft")])
-def test_a_model_averaged_with_its_base_keeps_its_new_rows(run: Trained, journey: Journey):
-    model = open_trained(run.moved / "checkpoints" / f"step_{STEPS:08d}", STORIES)
-    own = {field.name: getattr(model, field.name) for field in fields(model)}
-    nothing, half = (AveragedModel(**own, share=share) for share in (0.0, 0.5))
-    assert torch.equal(nothing.read("embedding.base.weight")[:512], model.base.read("embedding.base.weight"))
-    assert torch.equal(nothing.read("output.base")[512:], model.read("output.base")[512:])
-    [logits] = half.logits([torch.arange(500, 560)], torch.float32)
-    assert logits.shape == (60, 512 + NEW_PIECES)
-    assert not torch.equal(half.read("output.base"), model.read("output.base"))
 
 
 @torch.no_grad()
@@ -381,10 +339,6 @@ def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, c
 
 def is_muons(journey: Journey, name: str, parameter: torch.Tensor) -> bool:
     return journey.optimizer == "muon" and is_layer_matrix(name, parameter)
-
-
-def diagnostics(run: Path) -> dict[str, float]:
-    return {name: value for name, value in metrics(run)[-1].items() if name.startswith(DIAGNOSTICS)}
 
 
 def last_checkpoint(run: Path) -> CheckpointReader:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from pipeline.errors import LOST_RANK, LayoutError, worth_another_attempt
-from pipeline.parallel.ranks import all_gathered
 from pipeline.training import launch
-from pipeline.training.checkpointing import Checkpoints
-from pipeline.training.launch import Launch, StopSignals, device_index, initialise, read_launch
-from tests.distributed import run_ranks
+from pipeline.training.launch import Launch, StopSignals, device_index, read_launch
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", **MASTER}
@@ -110,30 +104,6 @@ def test_each_rank_of_a_node_takes_a_gpu_of_its_own():
     assert device_index(3, 1, bound=True) == 0
     with pytest.raises(LayoutError, match="rank 1 of this node has no GPU, 1 are visible"):
         device_index(1, 1, bound=False)
-
-
-def sockets_of_checkpoints(folder):
-    """How many sockets the group of a run's checkpoints holds when all ranks have spoken in it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    initialise(Launch(rank, rank, world_size, "127.0.0.1", 29500))
-
-    def sockets():
-        found = 0
-        for path in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                found += str(path.readlink()).startswith("socket:")
-        return found
-
-    before = sockets()
-    group = Checkpoints(folder, None, None, None)._group
-    assert all_gathered(rank, group) == list(range(world_size))
-    return sockets() - before
-
-
-def test_the_group_of_checkpoints_connects_a_rank_to_its_neighbours_only(tmp_path):
-    """Of 1,000 ranks each would otherwise hold 1,000 sockets, and often may open 1,024 files."""
-    for opened in run_ranks(sockets_of_checkpoints, 6, tmp_path):
-        assert 0 < opened <= 3  # one listens, two neighbours in a ring
 
 
 def test_a_port_in_use_is_reported_in_one_line_and_retried():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -109,18 +108,6 @@ def test_under_zero_1_and_2_no_weight_is_made_in_host_memory(tokens, tmp_path):
     lora = {"method": {"name": "lora", "rank": 2}, "base_precision": "nf4"}
     configs = [make_run(tmp_path / str(len(own)), tokens, zero=2, **own) for own in ({}, lora)]
     assert run_ranks(in_turn, 1, [partial(devices, config) for config in configs]) == [[{"meta"}] * 2]
-
-
-def kernels():
-    from pipeline.training.launch import use_deterministic_kernels
-
-    use_deterministic_kernels()
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    return torch.are_deterministic_algorithms_enabled(), cudnn, os.environ["CUBLAS_WORKSPACE_CONFIG"]
-
-
-def test_a_deterministic_run_asks_for_deterministic_kernels():
-    assert run_ranks(kernels, 1) == [(True, False, ":4096:8")]
 
 
 def test_what_is_replaced_exists():

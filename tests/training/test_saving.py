@@ -57,7 +57,7 @@ def test_a_finished_run_is_unchanged_and_may_train_longer(tokens, tmp_path):
     assert (first, again, at_last) == (0, 0, 0)
     assert before == after
     assert json.loads(before[tmp_path / "training.json"][1])["steps"] == 1
-    ends = [attempt.ended for attempt in read_attempts(tmp_path)]
+    ends = [attempt.end for attempt in read_attempts(tmp_path)]
     assert [end.exit_code for end in ends if end] == [0, 0, 0], "the attempt that found nothing to do is on record"
     assert len(losses(tmp_path)) == 3
     assert json.loads((tmp_path / "training.json").read_text())["steps"] == 3

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from pipeline.model.output import Losses
 from pipeline.training.trainer import StepSums, StepTotals
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
-from tests.training.runs import in_turn, make_run, metrics, prepared, start_deepspeed, train
+from tests.training.runs import in_turn, make_run, metrics, train
 
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -96,28 +95,3 @@ def test_the_loss_of_a_step_leaves_rehearsed_tokens_out(tp_size):
     for rehearsed, plain in run_ranks(totals_of_three_micro_batches, 2, tp_size):
         assert rehearsed == StepTotals(3.0, 0.5, preserved_fraction=0.5, stop=True, gradient_norm=1.0, applied=True)
         assert plain == rehearsed._replace(kl_per_token=None)
-
-
-def updates(configs: list[Path]) -> list[tuple[int, int]]:
-    """How often a step of each run calls torch's fused AdamW, and DeepSpeed builds an operator of its own."""
-    start_deepspeed()
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    from pipeline.training.launch import StopSignals
-
-    counts = []
-    for config in configs:
-        with (
-            patch.object(torch, "_fused_adamw_", wraps=torch._fused_adamw_) as fused,
-            patch.object(OpBuilder, "load", side_effect=RuntimeError("no compiler here")) as built,
-        ):
-            prepared(config).take_step(StopSignals())
-        counts.append((fused.call_count, built.call_count))
-    return counts
-
-
-def test_the_optimizer_is_torchs_fused_adamw_and_deepspeed_compiles_none(tokens, tmp_path):
-    layouts = ("ZeRO-3, bf16", "ZeRO-2, offloaded")
-    configs = [make(tmp_path / layout, tokens, layout, schedule__micro_batch_size=8) for layout in layouts]
-    (counts,) = run_ranks(updates, 1, configs)
-    assert all(fused > 0 for fused, _ in counts) and [built for _, built in counts] == [0] * len(layouts)

@@ -256,10 +256,11 @@ class Channel:
                 yield from self._read(key.data)
 
     def close(self) -> None:
-        """Closes the connections; what was sent before arrives."""
+        """Ends the connections. Closing one with unread messages resets it, perhaps before what was sent arrives."""
         self._ready.close()
-        for connection in (self._own, *(peer.connection for peer in self.peers.values())):
-            connection.close()
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_WR)
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
         connection.setblocking(False)

@@ -127,9 +127,8 @@ gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 min
 bench-step: $(STAMP)  ## time and memory of a training step with each method, on the CPU
 	$(BIN)/python -m benchmarks.gpu_step --cpu --json benchmarks/out/cpu_step.json
 
-bench-data: $(STAMP)  ## throughput of tokenization and data loading (MEGATRON=path/to/Megatron-LM: compare with it)
+bench-data: $(STAMP)  ## throughput of tokenization (MEGATRON=path/to/Megatron-LM: compare with it)
 	$(BIN)/python -m benchmarks.tokenize_throughput --json benchmarks/out/tokenize.json $(if $(MEGATRON),--megatron $(MEGATRON))
-	$(BIN)/python -m benchmarks.loader_throughput --json benchmarks/out/loader.json
 
 bench-clean: $(STAMP)  ## throughput and memory of cleaning, compared with datatrove alone (MIB="100 1000")
 	$(BIN)/python -m benchmarks.cleaning --mib $(or $(MIB),100) --json benchmarks/out/cleaning.json

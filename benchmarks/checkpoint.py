@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.results import Row, make_parser, print_rows, write_rows
+from benchmarks.results import BASES, Row, adapt_run, make_parser, print_rows, write_rows
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
 from pipeline.config.run import Checkpoints as Settings
-from pipeline.config.run import RunConfig, parse_config
+from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.files import sync, write_json
 from pipeline.local_ranks import run_ranks
@@ -55,7 +55,6 @@ NEEDED_BYTES = 12
 """Per trained parameter: its fp32 weight and two moments."""
 COPY_BYTES = 2
 """Per parameter of any kind that the default saves: the copy in 16 bits."""
-BASES = Path("configs") / "bases"
 DIVISORS = {"llama-3.2-1b": 4, "llama-3.1-70b": 16}
 ADDED_CHANNELS = 256
 
@@ -79,16 +78,7 @@ def run_on(folder: Path, divisor: int, zero_stage: int) -> RunConfig:
         "intermediate_size": channels * spec.widths.intermediate_size // spec.widths.hidden_size,
         "num_attention_heads": spec.widths.num_attention_heads // spec.widths.num_key_value_heads,
     }
-    values = {
-        "name": "benchmark",
-        "folder": str(folder),
-        "base": str(folder),
-        "method": {"name": "scale", "variant": "adapt", "l_fp": spec.num_layers // 5, "expansion": expansion},
-        "data": {"folder": "unread", "sequence_length": SEQUENCE, "corpora": {"none": {"input": ["unread"]}}},
-        "schedule": {"steps": 1, "global_batch_size": RANKS, "micro_batch_size": 1, "learning_rate": 1e-3},
-        "deepspeed": f"ds_configs/zero{zero_stage}.json",
-    }
-    return parse_config(values, source="the benchmark")
+    return adapt_run(folder, folder, zero_stage, RANKS, expansion=expansion, l_fp=spec.num_layers // 5)
 
 
 def measure(divisor: int, zero_stage: int, rounds: int, folder: Path) -> None:
@@ -122,7 +112,6 @@ def measure(divisor: int, zero_stage: int, rounds: int, folder: Path) -> None:
             "default_to_size": size[DEFAULT] / size[way],
             "blocked_s": statistics.median(taken.blocked for taken in seconds[way]),
             "blocked_s_min": min(taken.blocked for taken in seconds[way]),
-            "blocked_s_max": max(taken.blocked for taken in seconds[way]),
             "on_disk_s": statistics.median(taken.on_disk for taken in seconds[way]),
         }
         for way in WAYS

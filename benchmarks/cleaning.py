@@ -33,8 +33,8 @@ from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import TextNormConfig
 
-from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
-from benchmarks.tokenize_throughput import DATA, usage_of
+from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
+from benchmarks.tokenize_throughput import DATA, Usage, best_of, usage_of
 from pipeline.cleaning.blocks import Words
 from pipeline.cleaning.clean import clean
 from pipeline.cleaning.stages import CleaningJob, is_written_in
@@ -107,20 +107,17 @@ def _compared(mib: float, rounds: int, scratch: Path | None) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="cleaning-", dir=scratch) as folder:
         source, output = Path(folder, "crawl"), Path(folder, "out")
         megabytes = _write_crawl(source, int(mib * 2**20)) / 1e6
-        for name in _CONTENDERS:
-            runs = []
-            for _ in range(rounds):
-                command = [sys.executable, "-m", "benchmarks.cleaning", "--contender", name, str(source), str(output)]
-                runs.append(usage_of(command))
-                shutil.rmtree(output)
-            cpu_seconds, peak_mib = min(run.cpu_seconds for run in runs), min(run.peak_mib for run in runs)
-            yield {
-                "contender": name,
-                "megabytes": megabytes,
-                "cpu_seconds": cpu_seconds,
-                "megabytes_per_cpu_second": megabytes / cpu_seconds,
-                "peak_mib": peak_mib,
-            }
+
+        def run(name: str) -> Usage:
+            command = [sys.executable, "-m", "benchmarks.cleaning", "--contender", name, str(source), str(output)]
+            usage = usage_of(command)
+            shutil.rmtree(output)
+            return usage
+
+        for name, runs in in_turns({name: partial(run, name) for name in _CONTENDERS}, rounds).items():
+            best = best_of(runs)
+            speed = {"megabytes_per_cpu_second": megabytes / best.cpu_seconds}
+            yield {"contender": name, "megabytes": megabytes, **best._asdict(), **speed}
 
 
 def _write_crawl(folder: Path, size: int) -> int:

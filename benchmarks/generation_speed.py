@@ -2,7 +2,6 @@
 
     make bench-generation
     python -m benchmarks.generation_speed --hidden-size 1024 --layers 8 --json benchmarks/out/generation.json
-    python -m benchmarks.generation_speed --loading --hidden-size 2048 --layers 16 --dtype bf16
 
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's proportions) and by a half
 becomes: a wider Llama, as stock exports are, and the scale format's two streams, without a gate, with one that never
@@ -11,33 +10,25 @@ They take turns in one process, and the fastest turn of each counts, so that loa
 scale format's models have the base's own matrices, in one memory: the same product takes up to a fifth longer where the
 weights lie on other pages. A turn generates --new-tokens tokens after --prompt-tokens, for each of --batch texts. In a
 batch, the gate also opens for one of them alone.
-
---loading measures instead how long the base and the four expansions beside it take from their files until every weight
-has been read once, each in a process of its own and in turns, and what memory that process then has needed.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.results import Row, make_parser, print_rows, write_rows
+from benchmarks.results import Row, in_turns, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.conversion.combine import base_entries
 from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.remote_code.modeling_scale_combined import EXPANSIONS, CombinedForCausalLM, is_of_base
+from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.conversion.remote_code.scale_gate import ScaleGate
 
 SHARES = (8, 2)
@@ -66,13 +57,9 @@ def models(
     vocab_size: int,
     dtype: torch.dtype,
     *,
-    loading: bool = False,
     features: str = "token",
 ) -> dict[str, PreTrainedModel]:
-    """The base and its exports by name, with random weights. Half as many key/value heads as heads.
-
-    For `loading` only the base and the several expansions, in the memory that these need.
-    """
+    """The base and its exports by name, with random weights. Half as many key/value heads as heads."""
     sizes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": vocab_size, "max_position_embeddings": CONTEXT}
     sizes |= {"head_dim": HEAD_DIM, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
 
@@ -85,7 +72,7 @@ def models(
     rotary = {"frequencies": frequencies, "context": None, "attention_factor": 1.0, "long_frequencies": None}
     base = widths(hidden_size)
     made: dict[str, PreTrainedModel] = {"base": LlamaForCausalLM(LlamaConfig(**sizes, **base))}
-    for share in SHARES[:1] if loading else SHARES:
+    for share in SHARES:
         wider = widths(hidden_size + hidden_size // share)
         scale: dict[str, Any] = {
             **sizes,
@@ -99,10 +86,9 @@ def models(
             "layer_rotary": [0] * layers,
             "gate_features": features,
         }
-        if not loading:
-            made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
-            made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
-            made[f"1/{share}, gate shut"] = ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
+        made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
+        made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
+        made[f"1/{share}, gate shut"] = ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
         if share == SHARES[0]:
             several = CombinedForCausalLM(CombinedConfig(**base_entries(scale)))
             for index in range(SEVERAL):
@@ -154,10 +140,9 @@ def measure(
     """A row for each model: its fastest turn, tokens a second, and its time over the base's."""
     for name, model in made.items():
         seconds(name, model, 2, prompt_tokens, batch)  # warms up: memory, threads
-    taken: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(turns):
-        for name, model in made.items():
-            taken[name].append(seconds(name, model, new_tokens, prompt_tokens, batch))
+    taken = in_turns(
+        {name: partial(seconds, name, model, new_tokens, prompt_tokens, batch) for name, model in made.items()}, turns
+    )
     return [
         {
             "model": name,
@@ -167,60 +152,6 @@ def measure(
             "ratio_to_base": min(own) / min(taken["base"]),
         }
         for name, own in taken.items()
-    ]
-
-
-LOAD = """
-import re, sys, time
-from pathlib import Path
-from pipeline.conversion.hf_folder import load_hf_model
-def peak():
-    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
-before, start = peak(), time.perf_counter()
-model = load_hf_model(Path(sys.argv[1]))
-for parameter in model.parameters():
-    parameter.sum()
-print([time.perf_counter() - start, (peak() - before) / 2**20])
-"""
-
-
-def write(made: dict[str, PreTrainedModel], folder: Path) -> dict[str, Path]:
-    """The folders of the base and of the several expansions, as `scale-cpt combine` writes them, but for one file."""
-    base, name, dtype = made["base"], f"{SEVERAL} x 1/{SHARES[0]}", made["base"].dtype
-    several = made[f"{name}, gate shut"]
-    base.save_pretrained(folder / "base")
-    expansions = dict(zip(several.names, several.expansions, strict=True))
-    for own, expansion in expansions.items():
-        tensors = {key: tensor for key, tensor in expansion.state_dict().items() if not is_of_base(key)}
-        (folder / "several" / EXPANSIONS / own).mkdir(parents=True)
-        save_file(tensors, folder / "several" / EXPANSIONS / own / "model.safetensors", {"format": "pt"})
-    several.config.expansions = {own: expansion.config.to_dict() for own, expansion in expansions.items()}
-    several.config.dtype = dtype
-    several.config.save_pretrained(folder / "several")
-    tensors = {key: tensor for key, tensor in several.state_dict().items() if not key.startswith(EXPANSIONS)}
-    save_file(tensors, folder / "several" / "model.safetensors", {"format": "pt"})
-    return {"base": folder / "base", name: folder / "several"}
-
-
-def measure_loading(folders: dict[str, Path], turns: int) -> list[Row]:
-    """A row for each folder: its fastest turn, and its memory; both also over the base's."""
-    taken: dict[str, list[list[float]]] = {name: [] for name in folders}
-    for _ in range(turns):
-        for name, folder in folders.items():
-            command = [sys.executable, "-c", LOAD, str(folder)]
-            ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            taken[name].append(json.loads(ran.stdout.splitlines()[-1]))
-    least = {name: [min(figures) for figures in zip(*own, strict=True)] for name, own in taken.items()}
-    return [
-        {
-            "model": name,
-            "gib_of_weights": sum(file.stat().st_size for file in folders[name].rglob("*.safetensors")) / 2**30,
-            "seconds": seconds,
-            "seconds_to_base": seconds / least["base"][0],
-            "gib": memory,
-            "gib_to_base": memory / least["base"][1],
-        }
-        for name, (seconds, memory) in least.items()
     ]
 
 
@@ -237,7 +168,6 @@ def main() -> None:
     add("--gate-features", choices=["token", "token+running_mean"], default="token", help="what gates read")
     add("--turns", type=positive, default=5, help="of each model (default: 5)")
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
-    add("--loading", action="store_true", help="measure loading instead")
     options = parser.parse_args()
     step = 2 * HEAD_DIM * max(SHARES)
     if options.hidden_size % step:
@@ -247,16 +177,10 @@ def main() -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     torch.set_default_dtype(dtype)
     sizes = (options.hidden_size, options.layers, options.vocab_size)
-    made = models(*sizes, dtype, loading=options.loading, features=options.gate_features)
-    if options.loading:
-        with tempfile.TemporaryDirectory() as folder:
-            folders = write(made, Path(folder))
-            del made
-            rows = measure_loading(folders, options.turns)
-    else:
-        if options.batch == 1:
-            made = {name: model for name, model in made.items() if not name.endswith("one open")}
-        rows = measure(made, options.new_tokens, options.turns, options.prompt_tokens, options.batch)
+    made = models(*sizes, dtype, features=options.gate_features)
+    if options.batch == 1:
+        made = {name: model for name, model in made.items() if not name.endswith("one open")}
+    rows = measure(made, options.new_tokens, options.turns, options.prompt_tokens, options.batch)
     print_rows(rows)
     write_rows(options, rows)
 

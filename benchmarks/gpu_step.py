@@ -19,7 +19,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -28,9 +27,9 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
+from benchmarks.results import BASES, STORIES, Row, eighth_of, make_parser, print_rows, write_rows
 from pipeline import command_line
-from pipeline.config.method import ExpansionWidths, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
+from pipeline.config.method import FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for, quantize_base
@@ -46,8 +45,7 @@ from pipeline.sizing.flops import count_flops
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A base, by its config.json, and a batch of it. W12 is in the layers from `l_fp` on."""
 
     architecture: Path
@@ -56,16 +54,15 @@ class Shape:
     l_fp: int
 
 
-_BASES = ROOT / "configs" / "bases"
 SHAPES = {
-    "1b-8192": Shape(_BASES / "llama-3.2-1b.json", 2, 8192, 3),
-    "1b-4096": Shape(_BASES / "llama-3.2-1b.json", 4, 4096, 3),
-    "8b-4096": Shape(_BASES / "llama-3.1-8b.json", 1, 4096, 6),
-    "102m": Shape(_BASES / "llama-102m.json", 4, 256, 6),
-    "moe-96m": Shape(_BASES / "qwen3-moe-96m.json", 4, 256, 3),  # 64 experts, of which a token takes 8
+    "1b-8192": Shape(BASES / "llama-3.2-1b.json", 2, 8192, 3),
+    "1b-4096": Shape(BASES / "llama-3.2-1b.json", 4, 4096, 3),
+    "8b-4096": Shape(BASES / "llama-3.1-8b.json", 1, 4096, 6),
+    "102m": Shape(BASES / "llama-102m.json", 4, 256, 6),
+    "moe-96m": Shape(BASES / "qwen3-moe-96m.json", 4, 256, 3),  # 64 experts, of which a token takes 8
 }
 ON_A_GPU, ON_A_CPU = ("1b-8192", "1b-4096", "8b-4096"), ("102m", "moe-96m")
-TINY = Shape(ROOT / "data" / "models" / "stories260K" / "config.json", 1, 16, 2)
+TINY = Shape(STORIES / "config.json", 1, 16, 2)
 OURS = ("fft", "lora", "llama_pro", "preserve", "adapt", "route")
 QUANTIZATIONS = get_args(QuantizedPrecision)
 QUANTIZED = ("preserve", "adapt", "lora")
@@ -100,22 +97,15 @@ def all_variants(*, compiled: bool) -> list[Variant]:
 
 def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
     """The settings of `method` in the paper's proportions."""
-    widths = spec.widths
-    group = widths.num_attention_heads // widths.num_key_value_heads  # heads grow by whole groups
-    expansion = ExpansionWidths(
-        hidden_size=widths.hidden_size // 8,
-        intermediate_size=widths.intermediate_size // 8,
-        num_attention_heads=max(widths.num_attention_heads // 8, group),
-    )
-    settings: dict[str, Method] = {
-        "fft": FullFineTuning(name="fft"),
-        "lora": Lora(name="lora", rank=widths.hidden_size // 8),
-        "llama_pro": LlamaPro(name="llama_pro", added_layers=max(1, spec.num_layers // 4)),
-        "preserve": ScaleMethod(name="scale", variant="preserve", expansion=expansion),
-        "adapt": ScaleMethod(name="scale", variant="adapt", expansion=expansion, l_fp=l_fp),
-        "route": ScaleMethod(name="scale", variant="route", expansion=expansion, l_fp=l_fp),
-    }
-    return settings[method]
+    if method == "fft":
+        return FullFineTuning(name="fft")
+    if method == "lora":
+        return Lora(name="lora", rank=spec.widths.hidden_size // 8)
+    if method == "llama_pro":
+        return LlamaPro(name="llama_pro", added_layers=max(1, spec.num_layers // 4))
+    lowest = None if method == "preserve" else l_fp
+    settings = {"name": "scale", "variant": method, "expansion": eighth_of(spec), "l_fp": lowest}
+    return ScaleMethod.model_validate(settings)
 
 
 def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:

@@ -1,18 +1,25 @@
-"""What the benchmarks share: the option --json, and rows of figures as a table and as JSON."""
+"""What the benchmarks share: the option --json, turns, and rows of figures as a table and as JSON."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pipeline.config.run import RunConfig, parse_config
 from pipeline.evaluation.table import table
 from pipeline.files import write_json
+
+if TYPE_CHECKING:
+    from pipeline.model.spec import DecoderSpec
 
 Row = dict[str, Any]
 """What was measured of one contender, the units in the names; what could not be measured is missing."""
 ROOT = Path(__file__).resolve().parents[1]
+BASES = ROOT / "configs" / "bases"
+STORIES = ROOT / "data" / "models" / "stories260K"
+_Found = TypeVar("_Found")
 
 
 def make_parser(text: str | None) -> argparse.ArgumentParser:
@@ -20,6 +27,15 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser
+
+
+def in_turns(ways: Mapping[str, Callable[[], _Found]], turns: int) -> dict[str, list[_Found]]:
+    """What each way returned at each of its turns: load on the machine affects all of them alike."""
+    found: dict[str, list[_Found]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, way in ways.items():
+            found[name].append(way())
+    return found
 
 
 def print_rows(rows: Sequence[Row], names: Sequence[str] = ()) -> None:
@@ -41,3 +57,32 @@ def write_rows(options: argparse.Namespace, rows: Sequence[Row], **about: object
         options.json.parent.mkdir(parents=True, exist_ok=True)
         settings = {name: str(value) for name, value in vars(options).items()}
         write_json(options.json, {"settings": settings, **about, "rows": list(rows)})
+
+
+def eighth_of(spec: DecoderSpec) -> dict[str, int]:
+    """An expansion in the paper's proportions; heads grow by whole groups."""
+    widths = spec.widths
+    heads = max(widths.num_attention_heads // 8, widths.num_attention_heads // widths.num_key_value_heads)
+    return {
+        "hidden_size": widths.hidden_size // 8,
+        "intermediate_size": widths.intermediate_size // 8,
+        "num_attention_heads": heads,
+    }
+
+
+def adapt_run(folder: Path, base: Path, zero: int, sequences: int, tp_size: int = 1, **changes: Any) -> RunConfig:  # noqa: ANN401
+    """A run of Adapt on `text.txt` in `folder`, one sequence a micro-batch; `changes` are of its method."""
+    from pipeline.model.from_hf import read_spec  # imports torch, which not every benchmark needs
+
+    spec = read_spec(base)
+    corpora = {"text": {"input": [str(folder / "text.txt")], "heldout_fraction": 0.1}}
+    length = min(4096, spec.max_position_embeddings)
+    values = {
+        **{"name": "benchmark", "folder": str(folder), "base": str(base)},
+        "method": {"name": "scale", "variant": "adapt", "expansion": eighth_of(spec), "l_fp": 1, **changes},
+        "data": {"folder": str(folder), "sequence_length": length, "document_mask": False, "corpora": corpora},
+        "schedule": {"steps": 1, "global_batch_size": sequences, "micro_batch_size": 1, "learning_rate": 1e-3},
+        "parallel": {"tp_size": tp_size},
+        "deepspeed": f"ds_configs/zero{zero}.json",
+    }
+    return parse_config(values, source="the benchmark")

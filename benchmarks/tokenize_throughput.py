@@ -18,12 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import orjson
 
-from benchmarks.results import ROOT, Row, make_parser, print_rows, write_rows
+from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
 from pipeline.data.tokenizer_training import texts
 from pipeline.files import write_json
 
@@ -39,7 +40,6 @@ rows = datasets.load_dataset("json", data_files=source, split="train", cache_dir
 encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
 rows.map(encode, batched=True, num_proc=int(workers), remove_columns=rows.column_names).save_to_disk(output)
 """
-
 
 # Adopts orphaned processes of the command, so that the processor time of all its descendants is counted.
 _WITH_USAGE = """
@@ -115,19 +115,23 @@ def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, outp
 
 def _compare(contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int) -> list[Row]:
     """The best of `rounds` runs of each, on the text of a language."""
-    runs: dict[str, list[Usage]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, command in contenders.items():
-            for path in output.parent.glob(output.name + "*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            runs[name].append(usage_of(command))
-    megabytes = source.stat().st_size / 1e6
-    rows = []
-    for name, done in runs.items():
-        best = {figure: min(getattr(run, figure) for run in done) for figure in Usage._fields}
+
+    def run(command: list[str]) -> Usage:
+        for path in output.parent.glob(output.name + "*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return usage_of(command)
+
+    rows, megabytes = [], source.stat().st_size / 1e6
+    for name, done in in_turns({name: partial(run, own) for name, own in contenders.items()}, rounds).items():
+        best = best_of(done)
         about = {"contender": f"{language}, {name}", "megabytes": megabytes}
-        rows.append({**about, "megabytes_per_second": megabytes / best["seconds"], **best})
+        rows.append({**about, "megabytes_per_second": megabytes / best.seconds, **best._asdict()})
     return rows
+
+
+def best_of(runs: Sequence[Usage]) -> Usage:
+    """The least of each figure."""
+    return Usage(*map(min, zip(*runs, strict=True)))
 
 
 def usage_of(command: Sequence[str]) -> Usage:

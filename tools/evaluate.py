@@ -36,7 +36,6 @@ def main(options: argparse.Namespace) -> None:
                 summarise(
                     config,
                     max_bytes=options.max_bytes,
-                    prefix=options.prefix,
                     chats=options.chats,
                     max_answer_tokens=options.max_answer_tokens,
                 )
@@ -56,7 +55,7 @@ def _scores_of_texts(options: argparse.Namespace) -> str:
     from pipeline.evaluation.perplexity import score_folder
     from pipeline.evaluation.table import score_table
 
-    keys, shared = Keys(options.text_key, options.prompt_key), ("context", "stride", "max_bytes", "prefix")
+    keys, shared = Keys(options.text_key, options.prompt_key), ("context", "max_bytes", "prefix")
     settings = {name: getattr(options, name) for name in (*shared, "trust_remote_code")}
     scores = {}
     for model in options.model:
@@ -79,12 +78,13 @@ def _scores_of_chats(options: argparse.Namespace) -> str:
 
 
 def _benchmarks(options: argparse.Namespace) -> str:
-    from pipeline.evaluation.benchmarks import comparison, load_tasks, run_benchmarks
+    from pipeline.evaluation.benchmarks import benchmark_model, comparison, load_tasks, task_results
 
     tasks = load_tasks(options.tasks, include=options.include_path, few_shot=options.few_shot, limit=options.limit)
-    shared = ("batch_size", "prefix", "trust_remote_code", "chat_template")
-    settings = {name: getattr(options, name) for name in shared}
-    results = {str(model): run_benchmarks(model, tasks, **settings) for model in options.model}
+    settings = {name: getattr(options, name) for name in ("batch_size", "prefix", "trust_remote_code", "chat_template")}
+    framed, results = options.chat_template, {}
+    for model in options.model:
+        results[str(model)] = task_results(benchmark_model(model, **settings), tasks, chat_template=framed)
     return _json(results) if options.json else comparison(results)
 
 
@@ -100,19 +100,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet")
     add("--chats", nargs="+", default=[], help="chats with references: JSONL, the last of `messages` is the reference")
     add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")
-    add(
-        "--prefix",
-        choices=("document", "end", "none"),
-        default="document",
-        help="score a text after what documents follow in training: the start token, or else the end-of-document token "
-        "(default); after the end-of-document token; or after nothing",
-    )
+    prefixes = "score a text after what documents follow in training (default), or after nothing"
+    add("--prefix", choices=("document", "none"), default="document", help=prefixes)
     add("--json", action="store_true", help="print JSON instead of a table")
     add = parser.add_argument_group("perplexity").add_argument
     add("--text-key", default="text", help="the field of a record that holds its text")
     add("--prompt-key", help="the field of a prompt before the text, which is read but not scored")
     add("--context", type=int, help="tokens in a window (default: the model's, at most 4096)")
-    add("--stride", type=int, help="tokens between two windows (default: half the context)")
     add("--max-bytes", type=int, default=2**17, help="of each text, a sixteenth at most of a document (131072; 0: all)")
     add = parser.add_argument_group("benchmarks").add_argument
     add("--include-path", type=Path, metavar="DIR", help="your own lm-eval tasks; RUNS the Python code that they name")

@@ -25,7 +25,8 @@ def main(arguments: argparse.Namespace) -> None:
     from pipeline.files import write_text  # --help waits for none of these
     from pipeline.studies.report.figures import figures_of
     from pipeline.studies.report.page import WIDE, page, svg_file
-    from pipeline.studies.report.runs import group, read_runs
+    from pipeline.studies.report.runs import group
+    from pipeline.studies.results import read_runs
 
     runs = read_runs(arguments.runs)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -26,12 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from pipeline.studies.results import summarise
     from pipeline.studies.run_study import open_study, run_study  # after the options: --help does not wait for torch
+    from pipeline.studies.summary import summarise
 
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:
-        for task in runs.pending_after(arguments.ended):
+        for task in runs.pending_tasks(arguments.ended):
             task.run.write()
             print(task.name, task.run.path, " ".join(task.stages), sep="\t")  # folders may have spaces in their names
         return

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.setting import BASES, STORIES, Row, Setting, small_methods, started
+from benchmarks.gpu.setting import Row, Setting, small_methods, started
 from benchmarks.gpu_step import Peak, our_model, set_randomly
+from benchmarks.results import BASES, STORIES
 from pipeline.config.method import FullFineTuning, Lora
 from pipeline.config.run import BasePrecision
 from pipeline.methods import quantize_base

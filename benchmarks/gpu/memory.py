@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.runs import compared, write_config
-from benchmarks.gpu.setting import BASES, Row, Setting
-from benchmarks.gpu_step import our_method, set_randomly
+from benchmarks.gpu.setting import Row, Setting
+from benchmarks.gpu_step import Peak, our_method, set_randomly
+from benchmarks.results import BASES
 from pipeline.config.run import load_config
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
@@ -54,16 +54,10 @@ def check_memory(setting: Setting) -> Iterator[Row]:
         tokens = torch.randint(spec.vocab_size, (1, length))
         documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(setting.device))
         tokens, positions = tokens.to(setting.device), torch.arange(length, device=setting.device).unsqueeze(0)
-        measured = None
         for _ in range(2):  # the first also sets up libraries
-            gc.collect()
-            if setting.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated() if setting.on_gpu else 0
+            peak = Peak(setting.device)
             model(tokens, tokens, positions, documents).total.backward()
-            if setting.on_gpu:
-                measured = (torch.cuda.max_memory_allocated() - held) / _GIB
-        yield compared(f"a micro-batch of 1 x {length}: {name}", estimated, measured)
+        yield compared(f"a micro-batch of 1 x {length}: {name}", estimated, peak.gib())
         waits = _waits(model, (tokens, tokens, positions, documents), setting)
         found = "seen on a GPU only" if waits is None else f"{waits} waits"
         yield Row(f"the host does not wait for the GPU in it: {name}", None if waits is None else waits == 0, found)

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -21,7 +20,6 @@ import torch.distributed as dist
 
 from benchmarks.gpu.setting import Row, Setting, started
 from pipeline import log
-from pipeline.checks.devices import measure_all_reduce
 from pipeline.config.method import FullFineTuning
 from pipeline.config.run import Watchdog as Limits
 from pipeline.errors import LOST_RANK
@@ -65,22 +63,6 @@ def check_two_ranks(setting: Setting) -> Row:
     return Row(
         "two ranks on one device, through gloo: loss and gradient norm of tp 2", error < 1e-4, f"off by {error:.1e}"
     )
-
-
-def check_new_group(setting: Setting) -> Row:
-    """The preflight's all-reduce in a group of one: torch warns where the group has to guess its device."""
-    backend, device = ("nccl", torch.device("cuda", 0)) if setting.on_gpu else ("gloo", setting.device)
-    with reserved_port() as port, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-        try:
-            faults = [measure_all_reduce(dist.new_group(), device).wrong]
-        finally:
-            dist.destroy_process_group()
-    faults += [str(own.message) for own in seen if "barrier" in str(own.message)]
-    found = "; ".join(filter(None, faults))
-    name = "the first call of a new group: right, on the device it is given"
-    return Row(name, not found, found or f"through {backend}")
 
 
 def _one_of_two(rank: int, port: int, setting: Setting, results: list[Connection]) -> None:

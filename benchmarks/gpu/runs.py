@@ -17,9 +17,10 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu.ranks import check_new_group, check_two_ranks
-from benchmarks.gpu.setting import BASES, ROOT, STORIES, Row, Setting, small_methods
+from benchmarks.gpu.ranks import check_two_ranks
+from benchmarks.gpu.setting import Row, Setting, small_methods
 from benchmarks.gpu_step import ON_A_GPU
+from benchmarks.results import BASES, ROOT, STORIES
 from pipeline.config.method import ScaleMethod
 from pipeline.config.reading import read_yaml
 from pipeline.config.run import RunConfig, load_config
@@ -111,7 +112,6 @@ def has_deepspeed() -> bool:
 
 def check_deepspeed(setting: Setting) -> Iterator[Row]:
     """A new group's first call; two ranks that share the device through gloo; a run under each ZeRO stage, resumed."""
-    yield check_new_group(setting)
     yield check_two_ranks(setting)
     if not has_deepspeed():
         yield Row("training under ZeRO-1, 2 and 3", None, NO_DEEPSPEED)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.results import STORIES
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import BasePrecision
 from pipeline.methods import method_for, quantize_base
@@ -19,9 +20,6 @@ from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.sizing.flops import dense_tflops
 
-ROOT = Path(__file__).resolve().parents[2]
-STORIES = ROOT / "data" / "models" / "stories260K"
-BASES = ROOT / "configs" / "bases"
 _H100_CLASS = 800.0
 """Dense 16-bit TFLOP/s."""
 
@@ -61,11 +59,10 @@ class Row(NamedTuple):
 def small_methods() -> dict[str, ScaleMethod]:
     """The variants, for stories260K."""
     widths = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
-    values = {"name": "scale", "expansion": widths}
+    lowest = {"preserve": None, "adapt": 3, "route": 3}
     return {
-        "preserve": ScaleMethod.model_validate({**values, "variant": "preserve"}),
-        "adapt": ScaleMethod.model_validate({**values, "variant": "adapt", "l_fp": 3}),
-        "route": ScaleMethod.model_validate({**values, "variant": "route", "l_fp": 3}),
+        variant: ScaleMethod.model_validate({"name": "scale", "expansion": widths, "variant": variant, "l_fp": l_fp})
+        for variant, l_fp in lowest.items()
     }
 
 

@@ -7,14 +7,13 @@ Slopes are the exponents by which costs grow. docs/scale.md says what is simulat
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.scale.growth import Row
+from benchmarks.results import Row, make_parser
 from pipeline.errors import UserError
 from pipeline.files import read_object, write_json, write_text
 from pipeline.studies.report.drawing import Axis, Drawing
@@ -42,20 +41,20 @@ def draw(found: Mapping[str, Sequence[Row]]) -> Drawing:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=SUBJECTS, help="some subjects, or none")
     parser.add_argument("--smallest", action="store_true", help="sizes that take seconds, to see that everything runs")
-    parser.add_argument("--json", type=Path, required=True, help="the tables; those of other subjects stay in it")
-    parser.add_argument("--picture", type=Path, help="also draw the slopes of all tables in it, as SVG")
+    parser.add_argument("--picture", type=Path, help="also draw the slopes of all tables in --json, as SVG")
     options = parser.parse_args()
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    found = read_object(options.json, UserError) if options.json.exists() else {}
+    found = read_object(options.json, UserError) if options.json and options.json.exists() else {}
     for subject in options.only:
         began = time.monotonic()
         measure = importlib.import_module(f"benchmarks.scale.{subject}").measure
         with tempfile.TemporaryDirectory(prefix=f"scale-{subject}-") as scratch:
             found[subject] = list(measure(Path(scratch), options.smallest))
-        write_json(options.json, found)
+        if options.json:  # tables of other subjects stay in it
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            write_json(options.json, found)
         print(f"{subject}: {time.monotonic() - began:.0f} s", flush=True)
     if options.picture:
         write_text(options.picture, svg_file(draw(found)))

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.scale.growth import Row, in_own_process, measured, report
+from benchmarks.results import STORIES, Row
+from benchmarks.scale.growth import in_own_process, measured, report
 from pipeline.config.data import Corpus, Data
 from pipeline.data.corpora import Job
 from pipeline.data.jobs import STATE, Plan, UnitPart, check_finished, manifest_of
@@ -29,7 +30,7 @@ from pipeline.data.token_corpus import MANIFEST, InputFile, TokenCorpus, Tokeniz
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import Workers
-from pipeline.files import shipped, write_record
+from pipeline.files import write_record
 
 GOALS: dict[str, float] = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
 GOALS |= {"resume_cpu_s": 60, "state_files_a_file": 2, "plan_cpu_s": 60}
@@ -76,7 +77,7 @@ def read(folder: Path) -> Row:
 
 def job_of(texts: str, output: Path) -> Job:
     """A job over the files of a pattern."""
-    return Job(Corpus(input=[texts]), shipped() / "data" / "models" / "stories260K", output, unit_bytes=UNIT_BYTES)
+    return Job(Corpus(input=[texts]), STORIES, output, unit_bytes=UNIT_BYTES)
 
 
 def make_state(folder: Path, files: int) -> None:

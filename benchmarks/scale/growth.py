@@ -13,32 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.run import RunConfig, parse_config
+from benchmarks.results import Row
 from pipeline.evaluation.table import cell, table
-
-Row = dict[str, Any]
-"""The figures of one size; the first is the size."""
-BASES = Path("configs") / "bases"
-
-
-def scale_run(folder: Path, base: Path, zero: int, sequences: int, tp_size: int = 1) -> RunConfig:
-    """A run of Adapt on `text.txt` in `folder`, one sequence a micro-batch, that widens `base` by an eighth."""
-    from pipeline.model.from_hf import read_spec  # imports torch, which not every subject needs
-
-    spec = read_spec(base)
-    expansion = {name: getattr(spec.widths, name) // 8 for name in ("hidden_size", "intermediate_size")}
-    heads, length = spec.widths.num_attention_heads, min(4096, spec.max_position_embeddings)
-    expansion["num_attention_heads"] = max(heads // 8, heads // spec.widths.num_key_value_heads)
-    corpora = {"text": {"input": [str(folder / "text.txt")], "heldout_fraction": 0.1}}
-    values = {
-        **{"name": "scale", "folder": str(folder), "base": str(base)},
-        "method": {"name": "scale", "variant": "adapt", "expansion": expansion, "l_fp": 1},
-        "data": {"folder": str(folder), "sequence_length": length, "document_mask": False, "corpora": corpora},
-        "schedule": {"steps": 1, "global_batch_size": sequences, "micro_batch_size": 1, "learning_rate": 1e-3},
-        "parallel": {"tp_size": tp_size},
-        "deepspeed": f"ds_configs/zero{zero}.json",
-    }
-    return parse_config(values, source="here")
 
 
 def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from benchmarks.scale.growth import BASES, Row, in_own_process, opened, report, scale_run
+from benchmarks.results import BASES, STORIES, Row, adapt_run
+from benchmarks.scale.growth import in_own_process, opened, report
 from pipeline import methods
 from pipeline.checks import allocation
 from pipeline.checks.door import read_inputs
@@ -32,7 +33,6 @@ from pipeline.config.run import RunConfig
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
 from pipeline.data.workers import Workers
-from pipeline.files import shipped
 from pipeline.methods.scale import upscale
 from pipeline.model import base_folder
 from pipeline.model.base_folder import SINGLE_FILE
@@ -56,7 +56,7 @@ GOALS |= {"small_files_a_rank": 2, "messages_error": 0.0, "gathers_error": 0.15}
 def make_run(folder: Path) -> RunConfig:
     """A small run, with its corpora and initial expansion."""
     (folder / "text.txt").write_text("".join(f"There were {number} cats.\n" for number in range(20_000)))
-    config = scale_run(folder, shipped() / "data" / "models" / "stories260K", zero=1, sequences=512)
+    config = adapt_run(folder, STORIES, zero=1, sequences=512)
     for job in corpus_jobs(config.data, config.tokenizer):
         preprocess(job, Workers(None))
     upscale(ScaleMethod.model_validate(config.method), open_base(config.base), config.upscaled_folder, config.seed)
@@ -111,7 +111,7 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
     """What rank 0 of a base with `layers` holds at most and sends in a step, and how far the estimate is from it."""
     described = json.loads((BASES / f"{base}.json").read_text()) | {"num_hidden_layers": layers}
     (path := scratch / "config.json").write_text(json.dumps(described))
-    config = scale_run(scratch, path, zero, gpus // tp_size, tp_size)
+    config = adapt_run(scratch, path, zero, gpus // tp_size, tp_size)
     estimator = open_estimator(config, Cluster(gpus=gpus))
     estimate = estimator.estimate(estimator.own_choice)
     found = simulated_steps(config, gpus)

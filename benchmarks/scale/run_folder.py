@@ -18,7 +18,8 @@ from typing import Any, get_args
 
 import torch
 
-from benchmarks.scale.growth import BASES, Row, in_own_process, measured, report, scale_run
+from benchmarks.results import BASES, Row, adapt_run
+from benchmarks.scale.growth import in_own_process, measured, report
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind, Span, rank_file, read_index
@@ -32,7 +33,7 @@ from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import read_status
 from pipeline.sizing.zero import partition_size
 from pipeline.studies.report.page import page
-from pipeline.studies.report.runs import read_runs
+from pipeline.studies.results import read_runs
 from pipeline.training.observer import StepEvent
 
 GOALS: dict[str, float] = {"index_cpu_s": 60, "restore_files": 8, "restore_peak_mib": 1024, "convert_peak_mib": 8192}
@@ -44,7 +45,7 @@ _SCORES = {f"{name}/{corpus}": 1.23456789 for name in ("perplexity", "bits_per_b
 
 def model(base: str) -> Decoder:
     """The structure of the model on a base, widened by an eighth."""
-    config = scale_run(Path(), BASES / f"{base}.json", zero=3, sequences=1)
+    config = adapt_run(Path(), BASES / f"{base}.json", zero=3, sequences=1)
     with torch.device("meta"):
         return build_model(config, read_spec(config.base), SINGLE)
 

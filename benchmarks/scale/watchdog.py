@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.scale.growth import Row, measured, report
+from benchmarks.results import Row
+from benchmarks.scale.growth import measured, report
 from pipeline.config.run import Watchdog as Limits
 from pipeline.health import watchdog
 from pipeline.health.liveness import Phases, RankReport, Verdict

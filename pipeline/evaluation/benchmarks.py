@@ -1,4 +1,4 @@
-"""Benchmarks by lm-eval, an optional package: its tasks on Hugging Face folders or on a model in training."""
+"""Benchmarks by lm-eval, an optional package: its tasks on Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.chats import ChatTemplate
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
-from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library, in_one_line
-from pipeline.evaluation.perplexity import Prefix, prefix_of
+from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
+from pipeline.evaluation.perplexity import Prefix
 from pipeline.evaluation.table import table
 from pipeline.model.output import NEVER
 
@@ -57,33 +57,27 @@ def load_tasks(
     first documents of each task.
 
     Raises:
-        MissingPackageError: lm-eval is not installed, or too old.
-        ConfigError: lm-eval has no such task.
-        DataError: the documents of a task are missing.
+        MissingPackageError: lm-eval is not installed.
+        ConfigError: there is no such task.
+        DataError: the documents of a task are missing, or its solved examples.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended
     try:
         import datasets
-        from lm_eval.api.group import Group  # noqa: F401  # which earlier versions lack
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise MissingPackageError(
-            f"lm-eval: 0.4.13 or newer is needed ({error}); pip install 'scale-cpt[eval]'"
-        ) from None
-    if include is not None and not any(include.rglob("*.yaml")):
-        raise DataError(f"{include}: expected a folder with lm-eval's task files (*.yaml), found none")
+        raise MissingPackageError(f"lm-eval is needed ({error}); pip install 'scale-cpt[eval]'") from None
     datasets.disable_progress_bars()
-    with faults_of_library(f"--tasks {' '.join(names)}", ConfigError):
+    given = f"--tasks {' '.join(names)}"
+    with faults_of_library(given, ConfigError):
         manager = TaskManager(include_path=include and str(include), include_defaults=include is None)
         if include is not None and not set(names) <= manager.task_index.keys():
             manager = TaskManager(include_path=str(include))  # listing lm-eval's own 14,000 files takes ten seconds
-        if unknown := [name for name in names if name not in manager.task_index]:
-            raise ConfigError(f"--tasks {unknown[0]}: lm-eval has no such task; `lm-eval ls tasks` lists them")
-        try:
-            loaded = dict(manager.load(list(names)))
-        except OSError as error:
-            fault = f"{' '.join(names)}: its documents cannot be read ({in_one_line(error):.200})"
-            raise DataError(f"{fault}; download them where there is a network, with the same HF_HOME") from None
+    if unknown := [name for name in names if name not in manager.task_index]:
+        where = "lm-eval has" if include is None else f"lm-eval and {include} have"
+        raise ConfigError(f"--tasks {unknown[0]}: {where} no such task; `lm-eval ls tasks` lists them")
+    with faults_of_library(f"{given}: documents cannot be read; download them where there is a network", DataError):
+        loaded = dict(manager.load(list(names)))
     for name, task in loaded["tasks"].items():  # as lm-eval's own command line sets it
         own = task.get_config("num_fewshot")
         wanted = own if own == 0 or few_shot is None else few_shot
@@ -94,30 +88,10 @@ def load_tasks(
     return Tasks(names, loaded, limit)
 
 
-def run_benchmarks(
-    folder: Path,
-    tasks: Tasks,
-    *,
-    batch_size: int = 16,
-    prefix: Prefix = "document",
-    chat_template: bool = False,
-    trust_remote_code: bool = False,
-) -> list[Result]:
-    """Scores the model in `folder` on `tasks`, on a GPU if there is one.
-
-    If `tasks` name several, the last result is the mean of their accuracies. Every prompt follows `prefix`, as
-    documents do in training; or with `chat_template` it is a user's message, framed by the tokenizer's chat template.
-
-    Raises:
-        DataError: the folder has no tokenizer.
-        BaseModelError: the folder holds no model that can be loaded.
-    """
-    if chat_template:
-        ChatTemplate(folder)  # there is one
-        prefix = "none"  # a template writes all that it needs
+def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> list[Result]:  # noqa: ANN401
+    """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies."""
     from lm_eval.evaluator import evaluate
 
-    model = _hf_model(folder, batch_size, prefix, trust_remote_code=trust_remote_code)
     settings = {"limit": tasks.limit, "log_samples": False}
     settings |= {"apply_chat_template": chat_template, "fewshot_as_multiturn": chat_template}
     found = evaluate(model, dict(tasks.loaded), **settings)["results"]
@@ -148,15 +122,32 @@ def comparison(results: Mapping[str, Sequence[Result]]) -> str:
     return table(["task", "metric", "n", *(cell for name in results for cell in (name, ""))], rows)
 
 
-def _hf_model(folder: Path, batch_size: int, prefix: Prefix, *, trust_remote_code: bool) -> Any:  # noqa: ANN401
-    """lm-eval's own model of a Hugging Face folder, whose tokenizer puts `prefix` before every prompt."""
+def benchmark_model(
+    folder: Path,
+    *,
+    batch_size: int = 16,
+    prefix: Prefix = "document",
+    chat_template: bool = False,
+    trust_remote_code: bool = False,
+) -> Any:  # noqa: ANN401
+    """lm-eval's own model of the Hugging Face folder, on a GPU if there is one.
+
+    Every prompt follows `prefix`, as documents do in training; or with `chat_template` it is a user's message, framed
+    by the tokenizer's chat template, which writes all that it needs.
+
+    Raises:
+        DataError: the folder has no tokenizer, or that has no chat template.
+        BaseModelError: the folder holds no model that can be loaded.
+    """
     from lm_eval.models.huggingface import HFLM
 
+    if chat_template:
+        ChatTemplate(folder)  # there is one
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     with faults_of_library(f"{folder}: transformers cannot load its tokenizer", DataError):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    read = prefix_of(load_tokenizer(folder), prefix)
+    read = () if chat_template or prefix == "none" else load_tokenizer(folder).before_document
     backend = getattr(tokenizer, "backend_tokenizer", None)  # None: Python code, which knows its own prefix
     if backend is not None:
         names = [(backend.id_to_token(token), token) for token in read]
@@ -174,22 +165,15 @@ def _score_as_possible(
     requests: Sequence[tuple[Any, list[int], list[int]]],
     **options: Any,  # noqa: ANN401
 ) -> list[tuple[float, bool]]:
-    """lm-eval's scores of (names, context, continuation), where a continuation may be impossible after a closed token.
+    """lm-eval's scores of (names, context, continuation).
 
-    Its first new pieces, as few as it takes, are then the old ones that they stand for.
+    A continuation that is impossible after a closed token is scored as the old pieces that its new ones stand for.
     """
     results = score(requests, **options)
-    left, spelled_out = [place for place, found in enumerate(results) if found[0] < NEVER / 2], 1
-    while left:
-        again = []
-        for place in left:
-            names, context, ids = requests[place]
-            new = [at for at, id_ in enumerate(ids) if id_ in spelling][:spelled_out]
-            again.append(
-                (names, context, [old for at, id_ in enumerate(ids) for old in (spelling[id_] if at in new else [id_])])
-            )
-        for place, found in zip(left, score(again, **options), strict=True):
-            results[place] = found
-        more = [place for place in left if sum(id_ in spelling for id_ in requests[place][2]) > spelled_out]
-        left, spelled_out = [place for place in more if results[place][0] < NEVER / 2], 2 * spelled_out
+    again = {}
+    for place, (found, (names, context, ids)) in enumerate(zip(results, requests, strict=True)):
+        if found[0] < NEVER / 2:
+            again[place] = names, context, [old for id_ in ids for old in spelling.get(id_, [id_])]
+    for place, found in zip(again, score([*again.values()], **options) if again else (), strict=True):
+        results[place] = found
     return results

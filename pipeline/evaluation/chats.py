@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -14,10 +14,10 @@ import torch
 from transformers import GenerationConfig
 
 from pipeline.conversion.hf_folder import load_hf_model, taken_ends
-from pipeline.data.chats import ChatTemplate, chat_template, message_of
+from pipeline.data.chats import chat_template, message_of
 from pipeline.data.readers import lines
 from pipeline.data.text_streams import open_stream
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.errors import ConfigError, DataError
 from pipeline.log import progress_bar
@@ -51,57 +51,44 @@ class Chat(NamedTuple):
     where: str
 
 
-class _Prompt(NamedTuple):
-    name: str
-    ids: list[int]
-    reference: str
-
-
 def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
-    """The chats of each file, by its name without the folder and what follows the first dot. Raises as `_chats_in`."""
+    """The chats of each JSONL file, by its name without the folder and what follows the first dot.
+
+    Raises:
+        ConfigError: two files have the same name.
+        DataError: a line is no chat whose last message is the assistant's, or a file has no chat.
+    """
     found: dict[str, list[Chat]] = {}
     for name in names:
         short = Path(name).name.partition(".")[0]
         if short in found:
             raise ConfigError(f"--chats {name}: the results of two files would be called {short}; rename one")
-        found[short] = _chats_in(name)
+        found[short] = [chat for file in input_files([name]) for chat in _chats_in(file)]
+        if not found[short]:
+            raise DataError(f"{name}: holds no chat; expected JSONL, an object with `messages` in each line")
     return found
 
 
-def _chats_in(name: str) -> list[Chat]:
-    """The chats of JSONL files: of each `messages` the last one is the reference.
-
-    Raises:
-        DataError: a line is no such chat, or there is none.
-    """
-    chats = []
-    for file in input_files([name]):
-        stream = open_stream(file)
-        for number, line in enumerate(lines(stream, 0, sys.maxsize), start=1):
-            if line.content.strip():
-                chats.append(_chat(line.content, f"{file}, line {number}"))
-        if stream.fault:
-            raise DataError(f"{file}: {stream.fault.replace('_', ' ')}; copy it again")
-    if not chats:
-        raise DataError(f"{name}: holds no chat; expected JSONL, an object with `messages` in each line")
-    return chats
-
-
-def _chat(content: bytes, where: str) -> Chat:
-    try:
-        found = orjson.loads(content)
-    except orjson.JSONDecodeError as fault:
-        raise DataError(f"{where}: not JSON ({fault})") from None
-    messages = found.get("messages") if isinstance(found, dict) else None
-    read = [message for one in messages if (message := message_of(one))] if isinstance(messages, list) else []
-    if not read or len(read) < len(messages or ()):
-        raise DataError(f"{where}: expected an object with `messages`, a list of objects with role and content")
-    *before, last = read
-    if last["role"] != "assistant" or not before:
-        raise DataError(f"{where}: expected the assistant's message last, as the reference, after what it answers")
-    if not last["content"].strip():
-        raise DataError(f"{where}: its reference, the last message, is empty")
-    return Chat(before, last["content"], where)
+def _chats_in(file: Path) -> Iterator[Chat]:
+    stream = open_stream(file)
+    for number, line in enumerate(lines(stream, 0, sys.maxsize), start=1):
+        if not line.content.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            messages = [message_of(found) for found in orjson.loads(line.content)["messages"]]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            messages = []
+        *before, last = [message for message in messages if message] or [{}]
+        is_whole = len(before) + 1 == len(messages) > 1
+        if not is_whole or last["role"] != "assistant" or not last["content"].strip():
+            raise DataError(
+                f"{where}: expected an object with `messages`, a list of objects with role and content, of which the "
+                "last is the assistant's and not empty: the reference"
+            )
+        yield Chat(before, last["content"], where)
+    if stream.fault:
+        raise DataError(f"{file}: {stream.fault.replace('_', ' ')}; copy it again")
 
 
 def score_chats(
@@ -124,25 +111,33 @@ def score_chats(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
-    left = [
-        _Prompt(name, _encoded(chat, template, tokenizer, context), chat.reference)
-        for name, chats in files.items()
-        for chat in chats
-    ]
-    left.sort(key=lambda prompt: -len(prompt.ids))  # little padding
+    left = []
+    for name, chats in files.items():
+        for chat in chats:
+            try:
+                text = template.opened(chat.messages)
+            except DataError as fault:
+                raise DataError(f"{chat.where}: {fault}") from None
+            ids = tokenizer.reference.encode([text]).ids.tolist()
+            if not 0 < len(ids) < context:
+                raise DataError(
+                    f"{chat.where}: its {len(ids)} tokens leave no room to answer in a context of {context}"
+                )
+            left.append((name, ids, chat.reference))
+    left.sort(key=lambda prompt: -len(prompt[1]))  # little padding
     ends = taken_ends(model) or list(tokenizer.document_end[-1:])
     found: dict[str, list[tuple[bool, bool, int]]] = {name: [] for name in files}
     with progress_bar(str(folder), len(left), " chats") as bar:
         while left:
-            width = len(left[0].ids)
+            width = len(left[0][1])
             new = min(max_answer_tokens, context - width)
             rows = max(1, _BATCH_TOKENS // (width + new))
             batch, left = left[:rows], left[rows:]
-            for prompt, ids in zip(batch, _answers(model, [prompt.ids for prompt in batch], ends, new), strict=True):
+            answers = _answers(model, [ids for _, ids, _ in batch], ends, new)
+            for (name, _, reference), ids in zip(batch, answers, strict=True):
                 length = next((at for at, id_ in enumerate(ids) if id_ in ends), None)
-                has_ended, answer = length is not None, ids[:length]
-                is_right = has_ended and _said(tokenizer.decode(answer)) == _said(prompt.reference)
-                found[prompt.name].append((is_right, has_ended, len(answer)))
+                is_right = length is not None and _said(tokenizer.decode(ids[:length])) == _said(reference)
+                found[name].append((is_right, length is not None, len(ids[:length])))
             bar.update(len(batch))
     return {name: ChatScore(len(own), *map(fmean, zip(*own, strict=True))) for name, own in found.items()}
 
@@ -150,17 +145,6 @@ def score_chats(
 def _said(answer: str) -> str:
     """What follows the thoughts, of which some templates have opened the block already."""
     return answer.rpartition("</think>")[2].strip()
-
-
-def _encoded(chat: Chat, template: ChatTemplate, tokenizer: Tokenizer, context: int) -> list[int]:
-    try:
-        text = template.opened(chat.messages)
-    except DataError as fault:
-        raise DataError(f"{chat.where}: {fault}") from None
-    ids: list[int] = tokenizer.reference.encode([text]).ids.tolist()
-    if not 0 < len(ids) < context:
-        raise DataError(f"{chat.where}: its {len(ids)} tokens leave no room to answer in a context of {context}")
-    return ids
 
 
 @torch.inference_mode()
@@ -176,15 +160,10 @@ def _answers(model: Any, prompts: Sequence[list[int]], ends: list[int], new: int
 
 def chat_rows(scores: Mapping[str, Mapping[str, ChatScore]]) -> tuple[list[str], list[list[str]]]:
     """The head of a table and its rows, one per model and file. `scores` is by the model's name, then the file's."""
-    rows = [
-        [
-            name if len(scores) == 1 else f"{model}: {name}",
-            f"{score.chats:,}",
-            f"{score.exact_match:.1%}",
-            f"{score.ended:.1%}",
-            f"{score.answer_tokens:.1f}",
-        ]
-        for model, files in scores.items()
-        for name, score in files.items()
-    ]
+    rows = []
+    for model, files in scores.items():
+        for name, score in files.items():
+            shares = f"{score.exact_match:.1%}", f"{score.ended:.1%}"
+            label = name if len(scores) == 1 else f"{model}: {name}"
+            rows.append([label, f"{score.chats:,}", *shares, f"{score.answer_tokens:.1f}"])
     return ["", "chats", "exact match", "answers that end", "tokens"], rows

@@ -8,10 +8,10 @@ but not scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Union
+from typing import Any, Literal, NamedTuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,8 @@ from pipeline.model.output import NEVER, perplexity
 
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""
-Prefix = Literal["document", "end", "none"]
-"""What a document is scored after: what it follows in training, the end-of-document token, or nothing."""
+Prefix = Literal["document", "none"]
+"""What a document is scored after: what it follows in training, or nothing."""
 
 DEFAULT_BYTES = 2**17
 """How much of each text is scored unless the caller says otherwise; 0: all."""
@@ -63,12 +63,16 @@ class _Sequence(NamedTuple):
     first_scored: int
     bytes: int
 
+    def windows(self, context: int) -> list[tuple[Tensor, int]]:
+        """Windows of tokens, and how many of their last ones each scores."""
+        cut = windows(len(self.ids), context, context // 2, self.first_scored)
+        return [(self.ids[start:stop], stop - first) for start, stop, first in cut]
+
     def spelled_out(self, scored: Tensor, spelling: Mapping[int, Sequence[int]]) -> _Sequence:
         """The same with some of the scored tokens (bool) as the tokens of their `spelling`, where they have one."""
-        read, ids = self.ids[: self.first_scored].tolist(), self.ids[self.first_scored :].tolist()
-        pairs = zip(ids, scored.tolist(), strict=True)
+        pairs = zip(self.ids.tolist(), [False] * self.first_scored + scored.tolist(), strict=True)
         spelled = [old for id_, wanted in pairs for old in (spelling.get(id_, [id_]) if wanted else [id_])]
-        return _Sequence(torch.tensor(read + spelled), self.first_scored, self.bytes)
+        return self._replace(ids=torch.tensor(spelled))
 
 
 def score_folder(
@@ -76,21 +80,20 @@ def score_folder(
     corpora: Mapping[str, Iterable[Text]],
     *,
     context: int | None = None,
-    stride: int | None = None,
     max_bytes: int = 0,
     prefix: Prefix = "document",
     trust_remote_code: bool = False,
 ) -> dict[str, Score]:
     """The score of the model in `folder` on each corpus of documents, on a GPU if there is one.
 
-    Windows of `context` tokens (default: the model's own, up to `DEFAULT_CONTEXT`) begin every `stride` tokens (half
-    of that). About `max_bytes` of each corpus are scored (0: all), of each document at most a 16th of it: as a limit of
-    text it is the same for every tokenizer. A piece of an extended vocabulary that cannot follow, because a gate closed
-    the token before, is scored as the old pieces that it stands for.
+    Windows of `context` tokens (default: the model's own, up to `DEFAULT_CONTEXT`) overlap by half. About `max_bytes`
+    of each corpus are scored (0: all), of each document at most a 16th of it: as a limit of text it is the same for
+    every tokenizer. A piece of an extended vocabulary that cannot follow, because a gate closed the token before, is
+    scored as the old pieces that it stands for.
 
     Raises:
         BaseModelError: the folder holds no model that can be loaded.
-        ConfigError: `context` or `stride` do not fit the model.
+        ConfigError: the model has no such `context`.
         DataError: the folder has no tokenizer, or a corpus no document.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,43 +101,23 @@ def score_folder(
     tokenizer, vocab_size = load_tokenizer(folder), int(model.config.vocab_size)
     longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     context = context or min(longest, DEFAULT_CONTEXT)
-    stride = stride or max(1, context // 2)
-    if not 2 <= context <= longest or stride >= context:
-        raise ConfigError(
-            f"{folder}: windows of {context} tokens every {stride} do not fit: expected a context from 2 to the "
-            f"model's {longest}, and a stride below the context"
-        )
-    read = prefix_of(tokenizer, prefix)
+    if not 2 <= context <= longest:
+        raise ConfigError(f"{folder}: expected a context from 2 to the model's {longest}, found {context}")
+    read = tokenizer.before_document if prefix == "document" else ()
     after = tokenizer.decode(read) if read else "nothing"
-    _logger.info("%s: windows of %d tokens, every %d; documents follow %s", folder, context, stride, after)
+    _logger.info("%s: windows of %d tokens; documents follow %s", folder, context, after)
     scores = {}
     for name, documents in corpora.items():
         sequences, whole = _encode(documents, tokenizer, read, max_bytes)
         if not sequences:
-            raise DataError(
-                f"{name}: holds no document to score; give another file, or with --text-key the field that holds its "
-                "text"
-            )
+            raise DataError(f"{name}: holds no document to score; give another file, or the field of its text")
         if (highest := max(int(one.ids.max()) for one in sequences)) >= vocab_size:
             raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
-        total = _total_nll(
-            lambda tokens: model(tokens.to(device), use_cache=False).logits,
-            sequences,
-            lambda one: windows(len(one.ids), context, stride, one.first_scored),
-            min(_BATCH_TOKENS, _BATCH_LOGITS // vocab_size),
-            name,
-            exported_spelling(folder),
-        )
+        total = _total_nll(model, sequences, context, exported_spelling(folder), name)
         tokens, size = sum(len(one.ids) - one.first_scored for one in sequences), sum(one.bytes for one in sequences)
-        nll = total / tokens
-        bits = total / math.log(2) / size
+        nll, bits = total / tokens, total / math.log(2) / size
         scores[name] = Score(len(sequences), tokens, size, whole, nll, perplexity(nll), bits)
     return scores
-
-
-def prefix_of(tokenizer: Tokenizer, prefix: Prefix) -> tuple[int, ...]:
-    """The ids that a text is read after."""
-    return {"document": tokenizer.before_document, "end": tokenizer.document_end[-1:], "none": ()}[prefix]
 
 
 def windows(length: int, context: int, stride: int, first_scored: int = 1) -> Iterator[tuple[int, int, int]]:
@@ -176,12 +159,11 @@ def _encode(
 
 
 def _total_nll(
-    logits: Callable[[Tensor], Tensor],
+    model: Any,  # noqa: ANN401
     sequences: Sequence[_Sequence],
-    windows_of: Callable[[_Sequence], Iterable[tuple[int, int, int]]],
-    batch_tokens: int,
-    name: str,
+    context: int,
     spelling: Mapping[int, Sequence[int]],
+    name: str,
 ) -> float:
     """The summed nll of the scored tokens, with those of no probability as the tokens of their `spelling`.
 
@@ -189,8 +171,8 @@ def _total_nll(
     """
     total, left = [], list(sequences)
     for rounds_left in reversed(range(_ROUNDS if spelling else 1)):
-        cut = [[(one.ids[start:stop], stop - first) for start, stop, first in windows_of(one)] for one in left]
-        found = iter(_token_nll(logits, [window for windows in cut for window in windows], batch_tokens, name))
+        cut = [one.windows(context) for one in left]
+        found = iter(_token_nll(model, [window for windows in cut for window in windows], name))
         again = []
         for one, windows in zip(left, cut, strict=True):
             nll = torch.cat([next(found) for _ in windows])
@@ -204,21 +186,18 @@ def _total_nll(
 
 
 @torch.no_grad()
-def _token_nll(
-    logits: Callable[[Tensor], Tensor], cut: Sequence[tuple[Tensor, int]], batch_tokens: int, name: str
-) -> list[Tensor]:
-    """The nll of the last so many tokens of each window, in fp64, however they are batched.
-
-    `logits`: tokens [B, S], padded on the right -> [B, S, V].
-    """
+def _token_nll(model: Any, cut: Sequence[tuple[Tensor, int]], name: str) -> list[Tensor]:  # noqa: ANN401
+    """The nll of the last so many tokens of each window, in fp64, however they are batched."""
+    batch_tokens = min(_BATCH_TOKENS, _BATCH_LOGITS // model.config.vocab_size)
     longest_first = sorted(range(len(cut)), key=lambda place: -len(cut[place][0]))  # little padding
     nll: dict[int, Tensor] = {}
     with progress_bar(name, len(cut), " windows") as bar:
         while len(nll) < len(cut):
             rows = max(1, batch_tokens // len(cut[longest_first[len(nll)]][0]))
             batch = longest_first[len(nll) : len(nll) + rows]
-            found = logits(torch.nn.utils.rnn.pad_sequence([cut[place][0] for place in batch], batch_first=True))
-            for row, place in zip(found, batch, strict=True):
+            padded = torch.nn.utils.rnn.pad_sequence([cut[place][0] for place in batch], batch_first=True)
+            logits = model(padded.to(model.device), use_cache=False).logits
+            for row, place in zip(logits, batch, strict=True):
                 tokens, scored = cut[place]
                 predicting = row[len(tokens) - scored - 1 : len(tokens) - 1].float()
                 losses = F.cross_entropy(predicting, tokens[-scored:].to(row.device), reduction="none")

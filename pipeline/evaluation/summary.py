@@ -13,38 +13,26 @@ from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, UserError
 from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats
-from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, score_folder
-from pipeline.evaluation.table import limit_note, readable, table
+from pipeline.evaluation.perplexity import DEFAULT_BYTES, score_folder
+from pipeline.evaluation.table import score_table, table
 from pipeline.files import read_object, write_json
 from pipeline.run_folder.status import TRAINING
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 
 SUMMARY = "summary.json"
-# The values of training.json that the summary repeats.
-_FROM_TRAINING = (
-    "step0_max_abs_logit_difference",
-    "trainable_parameters",
-    "total_parameters",
-    "steps",
-    "tokens_seen",
-    "seconds",
-    "checkpoint",
-    "tensorboard",
-)
 
 
 def summarise(
     config: RunConfig,
     *,
     max_bytes: int = DEFAULT_BYTES,
-    prefix: Prefix = "document",
     chats: Sequence[str] = (),
     max_answer_tokens: int = DEFAULT_ANSWER_TOKENS,
 ) -> str:
     """Scores the base and the exported model on the run's held-out texts; writes `summary.json` into its folder.
 
-    `max_bytes` and `prefix` are those of `score_folder`, `chats` files of chats, whose results the model card gets too.
-    Returns a table of the results, and where they are.
+    `max_bytes` is that of `score_folder`, `chats` are files of chats, whose results the model card gets too. Returns a
+    table of the results, and where they are.
 
     Raises:
         CheckpointError: the training of the run is not finished.
@@ -56,7 +44,7 @@ def summarise(
     gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
     asked, folders = read_chats(chats), {"before": config.base, "after": hf_folder}
     scores = {
-        when: score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix)
+        when: score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes)
         for when, folder in folders.items()
     }
     answered = {
@@ -64,36 +52,25 @@ def summarise(
         for when, folder in (folders.items() if asked else ())
     }
     fraction = training["trainable_parameters"] / training["total_parameters"]
-    values: dict[str, Any] = {key: training[key] for key in _FROM_TRAINING if key in training}
-    values["trained_fraction"] = fraction
-    for when, by_corpus in scores.items():
-        for corpus, score in by_corpus.items():
-            values[f"{corpus}_perplexity_{when}"] = score.perplexity
-            values[f"{corpus}_bits_per_byte_{when}"] = score.bits_per_byte
-    values["rehearsal_fraction"] = config.data.fractions.get("rehearsal", 0)
+    values = training | {
+        "trained_fraction": fraction,
+        "export_max_abs_logit_difference": verification["max_abs"],
+        "hf_folder": str(hf_folder),
+        "scores": scores,
+        "chats": answered,
+    }
     if gate is not None:
-        values |= {f"gate_open_{name}": text.open_fraction for name, text in gate.heldout.items()}
+        values["gate_open"] = {name: text.open_fraction for name, text in gate.heldout.items()}
         values["closed_max_abs_logit_difference"] = gate.closed_max_abs_logit_difference
-    values["export_max_abs_logit_difference"] = verification["max_abs"]
-    values["hf_folder"] = str(hf_folder)
-    write_json(config.folder / SUMMARY, values | {"scores": scores, "chats": answered})
+    write_json(config.folder / SUMMARY, values)
 
     method = config.method
     name = title_of(method.variant if isinstance(method, ScaleMethod) else method.name)
-    rows = [["base", ""], [name, f"{fraction:.1%}"]]
-    for row, by_corpus in zip(rows, scores.values(), strict=True):
-        for score in by_corpus.values():
-            row += [readable(score.perplexity), f"{score.bits_per_byte:.3f}"]
-    header = [
-        "",
-        "trained",
-        *(cell for corpus in scores["after"] for cell in (f"{corpus}: perplexity", "bits per byte")),
-    ]
-    notes = ["Whole documents, in windows that overlap; the log of training scores packed sequences, which cut them."]
+    notes = [f"{name} trained {fraction:.1%} of the parameters. Whole documents, in windows that overlap; the log of"]
+    notes.append("training scores packed sequences, which cut them.")
     if config.vocabulary is not None:
         notes.append("Two tokenizers: only bits per byte can be compared.")
-    notes += filter(None, [limit_note(scores)])
-    tables = [table(header, rows)]
+    tables = [score_table({"base": scores["before"], name: scores["after"]})]
     if asked:
         head, lines = chat_rows({"base": answered["before"], name: answered["after"]})
         tables.append(table(head, lines))

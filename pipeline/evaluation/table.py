@@ -35,18 +35,14 @@ def over_seeds(values: Sequence[float], form: Callable[[float], str]) -> str:
     return form(mean(values)) + ("" if deviation is None else f" ±{form(deviation)}")
 
 
-def limit_note(scores: Mapping[str, Mapping[str, Score]]) -> str:
-    """What to say of texts that were not scored whole; empty if all were. `scores` is by model, then by corpus."""
-    cut = sorted({corpus for corpora in scores.values() for corpus, score in corpora.items() if not score.whole})
-    return f"Scored is a part of {', '.join(cut)}; all of it: --max-bytes 0." if cut else ""
-
-
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
     """One row per model and corpus. `scores` is by the model's name, then the corpus's."""
-    rows = []
+    rows, cut = [], set()
     for model, corpora in scores.items():
         for corpus, score in corpora.items():
             name = corpus if len(scores) == 1 else f"{model}: {corpus}"
             sizes = [f"{score.documents:,}", f"{score.tokens:,}"]
             rows.append([name, *sizes, readable(score.perplexity), f"{score.bits_per_byte:.4f}"])
-    return "\n".join([table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), limit_note(scores)])
+            cut |= set() if score.whole else {corpus}
+    note = f"Scored is a part of {', '.join(sorted(cut))}; all of it: --max-bytes 0." if cut else ""
+    return "\n".join([table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), note])

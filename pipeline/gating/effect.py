@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -12,12 +12,11 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.conversion.trained_model import TrainedModel
-from pipeline.data.packing import IGNORED, Sample
+from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder, Inputs
-from pipeline.model.from_hf import load_base
 from pipeline.model.output import NEVER, HiddenStates, perplexity
 from pipeline.scale.gate import Gate
 from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
@@ -88,54 +87,10 @@ def _nll(decoder: Decoder, hidden: HiddenStates, targets: Tensor) -> Tensor:
     return decoder.output(hidden, targets).nll.double().cpu()
 
 
-@torch.no_grad()
-def heldout_perplexities(
-    model: TrainedModel, heldout: Mapping[str, HeldoutSamples], config: RunConfig
-) -> dict[str, float]:
-    """The perplexity of `model` on the first held-out samples, as many of each corpus as validation reads."""
-    decoder = loaded(model)
-    return _perplexities(heldout, config, lambda group: _nll_of(decoder, group, config))
-
-
-@torch.no_grad()
-def chosen_perplexities(
-    model: TrainedModel, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
-) -> dict[str, float]:
-    """The same of the base and `model` beside each other: `model` for documents on which `gate` mostly opens."""
-    decoder, base = loaded(model), Decoder(model.base.spec)
-    load_base(base, model.base)
-    base = base.to(decoder.embedding.base.weight).eval()
-
-    def nll(group: Windows) -> Tensor:
-        inputs, _ = decoder_inputs(group, config, base)
-        opens = gate.is_open(base.base_stream(*inputs, layer=gate.layer), group.document_ids.to(inputs[0].device))
-        chosen = group.mostly(opens.cpu())
-        return torch.where(chosen, _nll_of(decoder, group, config), _nll_of(base, group, config))
-
-    return _perplexities(heldout, config, nll)
-
-
 def loaded(model: TrainedModel) -> Decoder:
     """The model on a GPU in its base's type; without one on the CPU in fp32, as 16 bits are slow there."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return model.loaded(model.base.dtype if device.type == "cuda" else torch.float32, device)
-
-
-def _nll_of(decoder: Decoder, group: Windows, config: RunConfig) -> Tensor:
-    """The nll of each target of `group` [N, S]."""
-    inputs, targets = decoder_inputs(group, config, decoder)
-    return _nll(decoder, decoder.hidden_states(*inputs), targets).view(group.tokens.shape)
-
-
-def _perplexities(
-    heldout: Mapping[str, HeldoutSamples], config: RunConfig, nll_of: Callable[[Windows], Tensor]
-) -> dict[str, float]:
-    def of(samples: Iterable[Sample]) -> float:
-        groups = list(as_windows(list(samples), is_new=False).groups())
-        predicted = sum(int((group.targets != IGNORED).sum()) for group in groups)
-        return perplexity(sum(float(nll_of(group).sum()) for group in groups) / predicted) if predicted else math.inf
-
-    return {name: of(islice(samples, config.validation.max_sequences)) for name, samples in heldout.items()}
 
 
 def decoder_inputs(group: Windows, config: RunConfig, decoder: Decoder) -> tuple[Inputs, Tensor]:

@@ -34,15 +34,13 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
     """Writes the base into `folder`, unless it exists.
 
     Raises:
-        OutputError: the folder holds something else.
-        ConfigError: the folder holds a base that was made of something else.
+        OutputError, ConfigError: the folder holds something else, or a base that was made of something else.
         BaseModelError: the architecture is not supported.
         DataError: the tokenizer cannot be read, or cannot be trained on these texts.
     """
-    spec = read_spec(wanted.architecture)
-    made_of = wanted.model_dump(mode="json")
+    spec, made_of = read_spec(wanted.architecture), wanted.model_dump(mode="json")
     if (path := folder / _MADE_OF).exists():
-        found = read_object(path, ConfigError, "remove the study's folder")
+        found = read_object(path, ConfigError)
         if changed := [key for key in made_of if found.get(key) != made_of[key]]:
             raise ConfigError(
                 f"{path}: this base was made of another {' and '.join(changed)} than `scratch` has now; remove the "
@@ -54,20 +52,26 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
             _copy_tokenizer(wanted.tokenizer, unfinished)
         else:
             _train_tokenizer(wanted.tokenizer, unfinished)
-        _write_weights(wanted, unfinished)
+        tokenizer = load_tokenizer(unfinished)
+        config = AutoConfig.from_pretrained(wanted.architecture, local_files_only=True, trust_remote_code=False)
+        config.vocab_size = max(tokenizer.vocab_size, config.vocab_size)
+        config.eos_token_id = tokenizer.document_end[-1]
+        config.bos_token_id = [*tokenizer.document_start, config.eos_token_id][0]
+        torch.manual_seed(wanted.seed)
+        logging.disable_progress_bar()
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(unfinished)
         write_json(unfinished / _MADE_OF, made_of)
     _logger.info("wrote a base of %d layers with random weights to %s", spec.num_layers, folder)
 
 
-def _write_weights(wanted: RandomBase, folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    config = AutoConfig.from_pretrained(wanted.architecture, local_files_only=True, trust_remote_code=False)
-    config.vocab_size = max(tokenizer.vocab_size, config.vocab_size)
-    config.eos_token_id = tokenizer.document_end[-1]
-    config.bos_token_id = [*tokenizer.document_start, config.eos_token_id][0]
-    torch.manual_seed(wanted.seed)
-    logging.disable_progress_bar()
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    source = tokenizer_file(path)
+    tokenizer = load_tokenizer(source)
+    shutil.copyfile(source, folder / "tokenizer.json")
+    if (source.parent / _TOKENIZER_CONFIG).is_file():
+        shutil.copyfile(source.parent / _TOKENIZER_CONFIG, folder / _TOKENIZER_CONFIG)
+    else:
+        _write_tokenizer_config(folder, eos_token=tokenizer.decode(tokenizer.document_end))
 
 
 def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
@@ -77,7 +81,10 @@ def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
         start = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    _write_tokenizer_config(folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def _write_tokenizer_config(folder: Path, **special: str) -> None:
     write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special})
 
 
@@ -119,14 +126,3 @@ def _sentences(documents: Iterator[str]) -> Iterator[str]:
     for document in documents:
         for line in document.split("\n"):
             yield from (line[at : at + step] for at in range(0, len(line), step))
-
-
-def _copy_tokenizer(path: Path, folder: Path) -> None:
-    source = tokenizer_file(path)
-    tokenizer = load_tokenizer(source)
-    shutil.copyfile(source, folder / "tokenizer.json")
-    if (source.parent / _TOKENIZER_CONFIG).is_file():
-        shutil.copyfile(source.parent / _TOKENIZER_CONFIG, folder / _TOKENIZER_CONFIG)
-    else:
-        end = tokenizer.decode(tokenizer.document_end)
-        write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})

@@ -31,8 +31,7 @@ def open_study(path: Path, data: Path) -> StudyRuns:
 
     Raises:
         ConfigError: the file describes no study, or one of its runs is not possible.
-        DataError: a text is missing.
-        DataError, BaseModelError: the base cannot be made.
+        DataError, BaseModelError: a text is missing, or the base cannot be made.
     """
     study = load_study(path, data)
     if study.base is not None:
@@ -54,15 +53,12 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
         StudyError: a run failed, other than by diverging at one of several learning rates.
         KeyboardInterrupt, SystemExit: a signal asked this process to end.
     """
-    tasks, total = runs.pending_tasks(), runs.run_count()
-    _logger.info("%s: %d of %d runs are done; %d at a time", runs.study.folder, runs.finished_count(), total, jobs)
+    tasks = runs.pending_tasks()
     running: list[_Process] = []
     failed: dict[str, StudyError] = {}
     signals: list[int] = []  # acted on below, so that no process is lost between its start and its place in the list
-    handlers = {
-        number: signal.signal(number, lambda found, _: signals.append(found))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, lambda found, _: signals.append(found)) for number in numbers}
     try:
         while not signals:
             started = {process.task.name for process in running} | failed.keys()
@@ -72,16 +68,16 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
             for task in waiting[: jobs - len(running)]:
                 running.append(_Process(task, side_by_side=min(jobs, len(tasks))))  # a single task gets all cores
             time.sleep(_POLL_EVERY_S)
-            if ended := [process for process in running if process.popen.poll() is not None]:
-                running = [process for process in running if process not in ended]
-                tasks = runs.pending_tasks()
-                done, unfinished = runs.finished_count(), {task.name for task in tasks}
-                for process in ended:
-                    name, took = process.task.name, timedelta(seconds=round(time.monotonic() - process.started))
-                    if name in unfinished:
-                        failed[name] = process.error()
-                    outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
-                    _logger.info("%s: %s in %s; %d of %d runs are done", name, outcome, took, done, total)
+            ended = [process for process in running if process.popen.poll() is not None]
+            running = [process for process in running if process not in ended]
+            tasks = runs.pending_tasks() if ended else tasks
+            for process in ended:
+                name = process.task.name
+                if name in {task.name for task in tasks}:
+                    failed[name] = process.error()
+                outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
+                took = timedelta(seconds=round(time.monotonic() - process.started))
+                _logger.info("%s: %s in %s; %d run(s) can start or are running", name, outcome, took, len(tasks))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -123,7 +119,7 @@ class _Process:
             self.popen = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
 
     def error(self) -> StudyError:
-        """Why the task did not finish, with its own error message."""
+        """Why the task did not finish: its first error message, or else its last line."""
         lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         said = [*errors, *reversed(lines), "without any output"][0]

@@ -9,19 +9,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from pipeline.checks.inputs import check_fits
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config, parse_config
-from pipeline.config.sources import RUN_FILE, merged
+from pipeline.config.sources import CHECKPOINTS, RUN_FILE, merged
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.data.corpora import has_heldout, is_tokenized, named_inputs, unfinished_corpora
 from pipeline.data.units import input_files
-from pipeline.errors import CONFIG_ERROR, USER_ERROR, CheckpointError, ConfigError, StudyError
-from pipeline.files import write_text
+from pipeline.errors import CONFIG_ERROR, CheckpointError, ConfigError, StudyError
 from pipeline.model.from_hf import read_spec
 from pipeline.run_folder.metrics import METRICS, geometric_mean, read_history
+from pipeline.run_folder.run_file import write_run
 from pipeline.run_folder.status import is_trained, read_status
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
@@ -30,18 +28,10 @@ from pipeline.training.divergence import REPORT as DIVERGENCE
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run: its settings as they are written to `path`, and the configuration that they describe.
+    """One run; `method` is the name that a compared run's method has in the study."""
 
-    `method` is the name that a compared run's method has in the study.
-    """
-
-    settings: RunSettings
     config: RunConfig
     method: str = ""
-
-    @property
-    def learning_rate(self) -> float:
-        return self.config.schedule.learning_rate
 
     @property
     def folder(self) -> Path:
@@ -57,11 +47,9 @@ class StudyRun:
 
     def write(self) -> None:
         """Writes the configuration into the run's folder. Raises as `check_same` once there are checkpoints."""
-        if (self.folder / "checkpoints").exists():
+        if (self.folder / CHECKPOINTS).exists():
             self.check_same()
-        if not self.path.exists() or load_config(self.path, base="named") != self.config:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.path, yaml.safe_dump(self.settings, allow_unicode=True, sort_keys=False))
+        write_run(self.config)
 
     def check_same(self) -> None:
         """Raises ConfigError where the folder holds a run with other settings, which would be taken for this one."""
@@ -85,7 +73,6 @@ class StudyRun:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the run ended because its loss diverged."""
         return (self.folder / DIVERGENCE).exists() and not self.is_trained
 
     @property
@@ -98,10 +85,10 @@ class StudyRun:
         if self.config.gate is None:
             return True
         try:
-            request = open_record(self.folder / GATE_FOLDER).request
+            settings = open_record(self.folder / GATE_FOLDER).request.get("settings")
         except CheckpointError:
             return False
-        return request.get("settings") == self.config.gate.model_dump(mode="json")
+        return bool(settings == self.config.gate.model_dump(mode="json"))
 
     @property
     def training_stages(self) -> tuple[str, ...]:
@@ -136,6 +123,8 @@ class Task:
 class StudyRuns:
     """The runs that `study` describes; `source` is its file, for error messages.
 
+    `stages` train the `base` of the compared runs.
+
     Raises:
         ConfigError: one of the runs has no valid configuration, or nothing to choose learning rates by.
     """
@@ -145,7 +134,6 @@ class StudyRuns:
         self.source = source
         self.stages: list[StudyRun] = []
         self.base = study.base or study.folder / SCRATCH
-        """of the compared runs"""
         for name, stage in study.stages.items():
             settings = merged({"method": {"name": "fft"}}, stage.settings)
             self.stages.append(self._run(name, settings, f"stages.{name}.settings"))
@@ -170,10 +158,10 @@ class StudyRuns:
         return self._run(f"{method}.lr_{learning_rate:g}.seed_{seed}", settings, f"settings, for {method}", method)
 
     def _run(self, name: str, settings: RunSettings, where: str, method: str = "") -> StudyRun:
-        own = {"name": f"{self.study.name}.{name}", "folder": str(self.study.folder / name), "base": str(self.base)}
-        shared = {"data": {"folder": str(self.study.folder / TOKENS)}}
-        values = merged(own, merged(shared, settings))
-        return StudyRun(values, parse_config(values, source=f"{self.source}: {where}"), method)
+        study = self.study
+        own = {"name": f"{study.name}.{name}", "folder": str(study.folder / name), "base": str(self.base)}
+        values = merged(own | {"data": {"folder": str(study.folder / TOKENS)}}, settings)
+        return StudyRun(parse_config(values, source=f"{self.source}: {where}"), method)
 
     def check(self) -> None:
         """Checks every method against the base, if that exists yet, and looks for all texts, before the first run.
@@ -203,12 +191,13 @@ class StudyRuns:
         Raises:
             StudyError: all of them diverged.
         """
-        runs = sorted(self.grid(method), key=lambda run: run.learning_rate)
+        seed = self.study.seeds[0]
+        runs = {rate: self.compared(method, rate, seed) for rate in sorted(self.study.methods[method].learning_rates)}
         if len(runs) == 1:
-            return runs[0].learning_rate
-        if not all(map(self.is_over, runs)):
+            return next(iter(runs))
+        if not all(map(self.is_over, runs.values())):
             return None
-        perplexities = {run.learning_rate: run.perplexity() for run in runs if not run.has_diverged}
+        perplexities = {rate: run.perplexity() for rate, run in runs.items() if not run.has_diverged}
         if not perplexities:
             raise StudyError(
                 f"methods.{method}: every one of its learning_rates diverged; give lower ones", CONFIG_ERROR
@@ -231,12 +220,25 @@ class StudyRuns:
         is_of_grid = run.config.seed == self.study.seeds[0]
         return is_of_grid and len(self.study.methods[run.method].learning_rates) > 1 and run.has_diverged
 
-    def pending_tasks(self) -> list[Task]:
+    def pending_tasks(self, ended: Collection[str] = ()) -> list[Task]:
         """The tasks that can start now, all at the same time; empty where the study is finished.
 
+        `ended` are the names of tasks whose jobs are over. None is submitted twice, however its job ended: an error,
+        `scancel`, a lost node.
+
         Raises:
-            StudyError: a method diverged at every learning rate.
+            StudyError: a method diverged at every learning rate, or some of `ended` are still pending.
         """
+        tasks = self._pending()
+        if unfinished := [task for task in tasks if task.name in ended]:
+            status, names = read_status(unfinished[0].run.folder), ", ".join(task.name for task in unfinished)
+            raise StudyError(
+                f"{names}: not finished, though the jobs have ended; the first is "
+                f"{status.state}: {status.why}; the output of its job says more; submit the study again to continue"
+            )
+        return tasks
+
+    def _pending(self) -> list[Task]:
         for run, stage in zip(self.stages, self.study.stages.values(), strict=True):
             if not run.is_converted:
                 sampling = ("sample",) if any(corpus.sample for corpus in run.config.data.corpora.values()) else ()
@@ -245,40 +247,8 @@ class StudyRuns:
         first = runs[0]
         # The compared runs share their base and their corpora. Sampling is a task of its own: tokenizing needs no GPU.
         corpora = first.config.data.corpora
-        unfinished = [corpora[name] for name in unfinished_corpora(first.config.data)]
-        if unfinished:
-            if all(corpus.sample is not None for corpus in unfinished):
+        if unfinished := [corpora[name] for name in unfinished_corpora(first.config.data)]:
+            if all(corpus.sample for corpus in unfinished):
                 return [Task(first, ("sample",), 1)]
             return [Task(first, (*(["clean"] if any(corpus.clean for corpus in unfinished) else []), "tokenize"), 1)]
         return [Task(run, run.training_stages, self.study.ranks) for run in runs if not self.is_over(run)]
-
-    def pending_after(self, ended: Collection[str]) -> list[Task]:
-        """The tasks that can start now that the jobs of the tasks with the names `ended` are over.
-
-        A task is not submitted twice, however its job ended: an error, `scancel`, a lost node.
-
-        Raises:
-            StudyError: some of `ended` are still pending.
-        """
-        tasks = self.pending_tasks()
-        unfinished = [task for task in tasks if task.name in ended]
-        if not unfinished:
-            return tasks
-        first, *others = unfinished
-        status = read_status(first.run.folder)
-        also = f" (nor are {', '.join(task.name for task in others)})" if others else ""
-        raise StudyError(
-            f"{first.name}: its job has ended, but the run is not finished{also}; the run is {status.state}: "
-            f"{status.why}; the output of its job says more; submit the study again to continue with what is left",
-            USER_ERROR,
-        )
-
-    def run_count(self) -> int:
-        """How many runs the study has in all, those that train the base included."""
-        methods = self.study.methods.values()
-        return len(self.stages) + sum(len(own.learning_rates) + len(self.study.seeds) - 1 for own in methods)
-
-    def finished_count(self) -> int:
-        """How many of them are finished."""
-        stages = sum(run.is_converted for run in self.stages)
-        return stages + (sum(map(self.is_over, self.known_runs())) if stages == len(self.stages) else 0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import string
-from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.method import Method
-from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
+from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked, flattened
 from pipeline.config.sources import combined, read_layers
 from pipeline.errors import ConfigError
 
@@ -25,14 +24,19 @@ def _without(*keys: str) -> AfterValidator:
     """Refuses settings that contain one of `keys`, dotted ones in a section."""
 
     def check(settings: RunSettings) -> RunSettings:
-        for key in keys:
-            section, _, name = key.rpartition(".")
-            inner = settings.get(section) if section else settings
-            if isinstance(inner, Mapping) and name in inner:
-                raise ValueError(f"{key}: the study sets it for every run; remove it here")
+        for given, _ in flattened(settings):
+            for key in keys:
+                if f"{given}.".startswith(f"{key}."):
+                    raise ValueError(f"{key}: the study sets it for every run; remove it here")
         return settings
 
     return AfterValidator(check)
+
+
+def _each_once(values: list[Any]) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise ValueError("each once")
+    return values
 
 
 # The study decides these; given in `settings` they would be ignored, or make two runs share a folder.
@@ -90,26 +94,10 @@ class Compared(Section):
     """for tables"""
     method: Method
     """that section of a run configuration"""
-    learning_rates: Annotated[list[PositiveFloat], Field(min_length=1)]
+    learning_rates: Annotated[list[PositiveFloat], Field(min_length=1), AfterValidator(_each_once)]
     """the rate with the lowest held-out perplexity of the new corpus, with the first seed, is chosen"""
-    settings: ComparedSettings = Field(
-        default={}, description="what differs from the study's `settings`, such as another share of replay"
-    )
-    averages: list[Annotated[float, Field(gt=0, lt=1)]] = Field(default=[])
-    """full fine-tuning's weights are also averaged with the base's, with these shares of the trained ones: more rows of
-    the frontier"""
-
-    chosen_by: Name | None = None
-    """a method with a gate, which then also chooses, for each held-out document, the base or this method's model: one
-    more row"""
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Compared:
-        if len({f"{rate:g}" for rate in self.learning_rates}) < len(self.learning_rates):
-            raise ValueError("learning_rates: each once")
-        if self.averages and self.method.name != "fft":
-            raise ValueError("averages: only of method fft, whose parameters are the base's own")
-        return self
+    settings: ComparedSettings = {}
+    """what differs from the study's `settings`, such as another share of replay"""
 
 
 class Study(Section):
@@ -119,40 +107,31 @@ class Study(Section):
     """of letters, digits, dashes, underscores"""
     folder: Path
     """everything that the study writes: one folder per run, and summary.json"""
-    base: Path | None = Field(
-        default=None, description="a Hugging Face folder or a model on the hub; or else `scratch`"
-    )
-    scratch: RandomBase | None = Field(default=None, description="the base starts from random weights")
-    stages: dict[Name, Stage] = Field(default={}, description="runs that train the base, in this order, by name")
+    base: Path | None = None
+    """a Hugging Face folder or a model on the hub; or else `scratch`"""
+    scratch: RandomBase | None = None
+    """the base starts from random weights"""
+    stages: dict[Name, Stage] = {}
+    """runs that train the base, in this order, by name"""
     settings: ComparedSettings
     """of all compared runs: a run configuration without name, folder, base, method, seed and learning rate"""
     ranks: PositiveInt = 1
     """processes of a compared run on this machine; on a cluster the allocation decides"""
     methods: Annotated[dict[Name, Compared], Field(min_length=1)]
     """what is compared, by name"""
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(_each_once)]
     """of the data order, the same for every method, and of random initial values"""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Study:
         if (self.base is None) == (self.scratch is None):
             raise ValueError("give base or scratch, one of them")
-        if self.scratch is not None and not self.stages:
-            raise ValueError("scratch: a base with random weights needs stages that train it")
         if taken := {SCRATCH, TOKENS} & self.stages.keys():
             raise ValueError(f"stages.{min(taken)}: the study uses a folder of that name itself; choose another name")
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("seeds: each once")
-        for name, compared in self.methods.items():
-            if compared.chosen_by is not None and not self._has_gate(compared.chosen_by):
-                raise ValueError(f"methods.{name}.chosen_by: {compared.chosen_by} is no method here with a gate")
         labels = [compared.label for compared in self.methods.values()]
         if repeated := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"methods: expected a different label for each, found {repeated[0]!r} twice")
         return self
-
-    def _has_gate(self, method: str) -> bool:
-        return method in self.methods and bool((self.settings | self.methods[method].settings).get("gate"))
 
 
 def load_study(path: Path, data: Path) -> Study:
@@ -161,26 +140,11 @@ def load_study(path: Path, data: Path) -> Study:
     Raises:
         ConfigError: the file is missing or does not describe a study, or `data` is needed and missing.
     """
-    values = combined(read_layers(path))
-    placed = _substituted(values, {"data": str(data)}, path)
-    if placed != values and not data.is_dir():
+    text = json.dumps(combined(read_layers(path)), default=str)
+    if (place := "${data}") in text and not data.is_dir():
         raise ConfigError(
             f"--data {data}: no such folder; {path} reads its texts from there: give their folder as --data, or as "
             "DATA= of make"
         )
-    return checked(Study, placed, source=str(path), listed_in="docs/studies.md")
-
-
-def _substituted(value: Any, places: Mapping[str, str], path: Path) -> Any:  # noqa: ANN401  # any YAML
-    """`value` with every `${name}` in its strings replaced."""
-    match value:
-        case str():
-            try:
-                return string.Template(value).substitute(places)
-            except (KeyError, ValueError):
-                raise ConfigError(f"{path}: {value!r}: expected no other place than ${{data}}") from None
-        case list():
-            return [_substituted(item, places, path) for item in value]
-        case dict():
-            return {key: _substituted(item, places, path) for key, item in value.items()}
-    return value
+    values = json.loads(text.replace(place, json.dumps(str(data))[1:-1]))
+    return checked(Study, values, source=str(path), listed_in="docs/studies.md")

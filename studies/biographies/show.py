@@ -15,7 +15,8 @@ from pipeline import command_line
 from pipeline.errors import DataError
 from pipeline.evaluation.table import cell, over_seeds, table
 from pipeline.run_folder.metrics import Figures, mean
-from pipeline.studies.results import SUMMARY, Row, by_label, read_rows
+from pipeline.studies.report.runs import group
+from pipeline.studies.results import SUMMARY, Row, read_rows
 
 ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
 TASKS = {"task0": "Task 0", "task1": "Task 1"}
@@ -60,7 +61,7 @@ def end_table(rows: Sequence[Row]) -> str:
     header = ["", "trained", "learning rate"]
     for title in TASKS.values():
         header += [f"{title}: hard", "before", "soft", "exact match", "company's city"]
-    return table(header, [_end_line(own) for own in by_label(_chosen(rows)).values()])
+    return table(header, [_end_line(own.rows) for own in group(rows)])
 
 
 def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
@@ -70,19 +71,15 @@ def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
     """
     header = [f"Where Task 1 reaches {learned:.0%}, hard", "step", "Task 1", "Task 0", ""]
     lines = []
-    for label, own in by_label(_chosen(rows)).items():
-        reached = [first for row in own if (first := _first_learned(row, learned)) is not None]
+    for own in group(rows):
+        reached = [first for row in own.rows if (first := _first_learned(row, learned)) is not None]
         if reached:
             steps, task1, task0 = (mean(column) for column in zip(*reached, strict=True))
-            some = f"{len(reached)} of {len(own)} seeds" if len(reached) < len(own) else ""
-            lines.append([label, f"{steps:.0f}", f"{task1:.1%}", f"{task0:.1%}", some])
+            some = f"{len(reached)} of {len(own.rows)} seeds" if len(reached) < len(own.rows) else ""
+            lines.append([own.label, f"{steps:.0f}", f"{task1:.1%}", f"{task0:.1%}", some])
         else:
-            lines.append([label, "never", "", "", ""])
+            lines.append([own.label, "never", "", "", ""])
     return table(header, lines)
-
-
-def _chosen(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.chosen]
 
 
 def _first_learned(row: Row, learned: float) -> tuple[int, float, float] | None:

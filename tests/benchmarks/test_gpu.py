@@ -12,9 +12,9 @@ import torch
 
 from benchmarks import gpu_step
 from benchmarks.gpu import __main__ as parts
-from benchmarks.gpu.setting import ROOT, Setting
+from benchmarks.gpu.setting import Setting
 from benchmarks.gpu_step import Contender, Shape, Variant
-from pipeline.errors import ConfigError
+from benchmarks.results import ROOT
 from tests.benchmarks.calls import rows_of
 
 # What a quantised base is off by says nothing about exactness; memory is measured on a GPU.
@@ -60,14 +60,7 @@ def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(tmp_path
     assert call(monkeypatch, "--cpu", "--only", "attention", "--part-seconds", "0.5", "--output", str(tmp_path)) == 1
     written = json.loads((tmp_path / "results.json").read_text())
     assert [row["check"] for row in written["rows"]] == ["ends in time"] and written["about"]["torch"]
-    assert "| attention | ends in time | FAILED |" in (tmp_path / "results.md").read_text()
-    assert "1 of 1 parts rehearsed: 0 checks passed, 1 failed" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_names_the_rehearsal(monkeypatch):
-    with pytest.raises(ConfigError, match=r"no GPU.*--cpu"):
-        call(monkeypatch)
+    assert "1 parts rehearsed: 0 checks passed, 1 failed" in capsys.readouterr().out
 
 
 CPU = torch.device("cpu")

@@ -60,5 +60,5 @@ def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             assert row["index_files"] == row["ranks"], "each header is read once"
             assert row["restore_files"] == 2, "a rank at half the ranks reads the files of two"
     for row in by_steps["rows"]:
-        assert row["report_files"] <= 4, "the metrics are read once"
+        assert row["report_files"] <= 5, "the metrics, and each template, are read once"
         assert row["report_cpu_s"] > 0 and row["a_step_cpu_s"] > 0

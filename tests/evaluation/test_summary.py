@@ -13,9 +13,9 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
-from pipeline.evaluation.benchmarks import load_tasks, run_benchmarks
+from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
 from pipeline.evaluation.summary import summarise
-from pipeline.studies.report.runs import read_runs
+from pipeline.studies.results import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
@@ -58,11 +58,11 @@ def test_the_summary_of_a_run(run, tmp_path):
     assert values.items() >= TRAINING.items()
     assert values["export_max_abs_logit_difference"] <= 1e-4 and values["trained_fraction"] == 0.25
     assert Path(values["hf_folder"]) == tmp_path / "demo" / "hf"
-    assert values["english_perplexity_before"] < 6 < 1000 < values["korean_perplexity_before"]
+    english, korean = (values["scores"]["before"][language]["perplexity"] for language in ("english", "korean"))
+    assert english < 6 < 1000 < korean
     for language in ("english", "korean"):
-        assert values[f"{language}_perplexity_after"] != values[f"{language}_perplexity_before"]
-        assert values[f"{language}_bits_per_byte_after"] > 0
         before, after = (values["scores"][when][language] for when in ("before", "after"))
+        assert before["perplexity"] != after["perplexity"] and after["bits_per_byte"] > 0
         assert (before["tokens"], before["bytes"]) == (after["tokens"], after["bytes"])
     assert "SCALE-Adapt" in text and "25.0%" in text and str(tmp_path / "demo" / "hf") in text
 
@@ -100,7 +100,7 @@ def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
 
 def test_an_exported_model_answers_benchmarks(run, tmp_path):
     """In the scale format too, whose code is not part of transformers."""
-    exported = run_benchmarks(run / "hf", load_tasks(["arc"], include=write_task_files(tmp_path)))
+    exported = task_results(benchmark_model(run / "hf"), load_tasks(["arc"], include=write_task_files(tmp_path)))
     assert [(result.metric, result.documents) for result in exported] == [("acc", 6), ("acc_norm", 6)]
 
 

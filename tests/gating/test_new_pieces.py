@@ -19,7 +19,7 @@ from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.tokenizer_training import texts
 from pipeline.data.vocabulary import EXPORTED, learn_extension, write_extension
-from pipeline.evaluation.benchmarks import _hf_model
+from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.gating.fit_run import fit_gate
 from pipeline.model.from_hf import open_base
@@ -142,7 +142,7 @@ def test_evaluation_spells_out_new_pieces_that_cannot_follow(run, tmp_path):
     ids = load_tokenizer(folder).reference.encode([corpora["korean"][0]]).ids.tolist()
     ids = ids[next(place for place, id_ in enumerate(ids) if id_ >= 512) :][:12]
     story = load_tokenizer(folder).reference.encode(["Once upon a time there was a"]).ids.tolist()
-    [(logprob, _), (of_story, _)] = _hf_model(folder, 2, "document", trust_remote_code=True)._loglikelihood_tokens(
+    [(logprob, _), (of_story, _)] = benchmark_model(folder, batch_size=2, trust_remote_code=True)._loglikelihood_tokens(
         [(("", ""), story[:4], ids), (("", ""), story[:4], story[4:])]
     )
     assert -1e4 < logprob < of_story < 0

@@ -65,7 +65,8 @@ def test_an_interrupted_job_goes_from_text_to_a_tested_model(slurm_cluster: Clus
     # The base is unchanged at step 0, Korean is learned, little is trained, and the export agrees with the model.
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["step0_max_abs_logit_difference"] == 0.0
-    assert summary["korean_perplexity_after"] < summary["korean_perplexity_before"]
+    before, after = (summary["scores"][when]["korean"]["perplexity"] for when in ("before", "after"))
+    assert after < before
     assert 0 < summary["trainable_parameters"] < summary["total_parameters"]
     assert summary["export_max_abs_logit_difference"] <= 1e-4
     assert (Path(summary["hf_folder"]) / "config.json").exists()

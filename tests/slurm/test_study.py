@@ -66,7 +66,7 @@ def test_the_chain_ends_where_a_run_fails_and_goes_on_when_it_is_submitted_again
 ):
     study = write_small(tmp_path, tokens, 1e-3, global_batch_size=2)
     run, following = submit(slurm_cluster, study, "--ntasks-per-node=2")
-    said = "error: fft.lr_0.001.seed_1: its job has ended, but the run is not finished; the run is failed: train: "
+    said = "error: fft.lr_0.001.seed_1: not finished, though the jobs have ended; the first is failed: train: "
     error = error_of(slurm_cluster, following)
     assert error.startswith(said) and "global_batch_size" in error
     assert slurm_cluster.job(run)["JobState"] == "FAILED"

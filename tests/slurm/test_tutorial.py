@@ -29,14 +29,15 @@ def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(slurm_cl
     printed = slurm_cluster.run("bash", str(script), cwd=folder, PYTHONPATH=str(PROJECT), **ON_THE_CPU)
 
     here = json.loads((folder / "runs" / "my-korean" / "summary.json").read_text(encoding="utf-8"))
-    assert here["new_perplexity_after"] < here["new_perplexity_before"]
-    assert here["old_perplexity_after"] < 1.2 * here["old_perplexity_before"]
+    before, after = here["scores"]["before"], here["scores"]["after"]
+    assert after["new"]["perplexity"] < before["new"]["perplexity"]
+    assert after["old"]["perplexity"] < 1.2 * before["old"]["perplexity"]
     assert here["closed_max_abs_logit_difference"] in (0.0, None)
-    assert 0 <= here["gate_open_old"] < 0.5 < here["gate_open_new"] <= 1
+    assert 0 <= here["gate_open"]["old"] < 0.5 < here["gate_open"]["new"] <= 1
     assert "Once upon a time" in printed
     assert (folder / "my-korean.html").exists()
     job = int(re.search(r"Submitted batch job (\d+)", printed)[1])
     end = slurm_cluster.wait(job)
     assert end.state == "COMPLETED", slurm_cluster.evidence(job)
-    there = json.loads((folder / "runs" / "on-the-cluster" / "summary.json").read_text(encoding="utf-8"))
-    assert there["new_perplexity_after"] == pytest.approx(here["new_perplexity_after"], rel=1e-4)
+    there = json.loads((folder / "runs" / "on-the-cluster" / "summary.json").read_text(encoding="utf-8"))["scores"]
+    assert there["after"]["new"]["perplexity"] == pytest.approx(after["new"]["perplexity"], rel=1e-4)

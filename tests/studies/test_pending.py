@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from pipeline.errors import CONFIG_ERROR, USER_ERROR, RunFolderError, StudyError
+from pipeline.errors import CONFIG_ERROR, USER_ERROR, StudyError
 from pipeline.run_folder.attempts import Decision, record_end
 from pipeline.scale.gate_folder import GateRecord
 from pipeline.studies.runs import StudyRuns
@@ -26,11 +26,11 @@ def runs(opened) -> StudyRuns:
     return opened()
 
 
-def finish(runs: StudyRuns, compared: Compared, perplexity: float | None, steps: tuple[int, ...] = (0, STEPS)) -> None:
+def finish(runs: StudyRuns, compared: Compared, perplexity: float | None) -> None:
     """Writes what a finished run leaves in its folder; a perplexity of None is JSON's null."""
     run = runs.compared(*compared)
     run.write()
-    lines = ({"step": step, "perplexity/korean": perplexity, "bits_per_byte/korean": 1.0} for step in steps)
+    lines = ({"step": step, "perplexity/korean": perplexity, "bits_per_byte/korean": 1.0} for step in (0, STEPS))
     (run.config.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run.config.folder / "training.json").write_text(json.dumps({"steps": STEPS}))
 
@@ -45,22 +45,17 @@ def names(runs: StudyRuns) -> list[str]:
     return [task.name for task in runs.pending_tasks()]
 
 
-def test_a_crawl_is_cleaned_before_it_is_tokenized(opened, tmp_path):
-    def cleans(values):
-        values["settings"]["data"]["folder"] = str(tmp_path / "none")
-        values["settings"]["data"]["corpora"]["korean"]["clean"] = {"language": "ko"}
-
-    (task,) = opened(cleans).pending_tasks()
-    assert task.stages == ("clean", "tokenize")
-
-
-def test_the_base_writes_its_text_once_before_the_compared_runs(opened, tmp_path, tokens):
-    """Runs of other seeds read the same corpora, so one run makes them for all."""
+def test_corpora_are_made_once_before_the_compared_runs(opened, tmp_path, tokens):
+    """Cleaned, tokenized and written by the base: runs of other seeds read the same."""
     folder = shutil.copytree(tokens, tmp_path / "tokens")
 
     def samples(values):
         values["settings"]["data"]["folder"] = str(folder)
         values["settings"]["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 50}}
+
+    def cleans(values):
+        samples(values)
+        values["settings"]["data"]["corpora"]["korean"]["clean"] = {"language": "ko"}
 
     def with_stage(values):
         samples(values)
@@ -70,8 +65,8 @@ def test_the_base_writes_its_text_once_before_the_compared_runs(opened, tmp_path
     (task,) = opened(samples).pending_tasks()
     assert (task.name, task.stages) == (f"{ONLY}: sample", ("sample",))
     (folder / "korean" / "manifest.json").rename(tmp_path / "korean")
-    (task,) = opened(samples).pending_tasks()
-    assert task.stages == ("tokenize",)
+    assert [task.stages for task in opened(samples).pending_tasks()] == [("tokenize",)]
+    assert [task.stages for task in opened(cleans).pending_tasks()] == [("clean", "tokenize")]
     (tmp_path / "korean").rename(folder / "korean" / "manifest.json")
     (folder / "own").mkdir()
     (folder / "own" / "manifest.json").write_text("{}")
@@ -119,12 +114,11 @@ def test_a_rate_that_diverged_is_not_chosen_or_tried_again(runs):
     finish(runs, LOW, 40.0)
     diverge(runs, HIGH)
     assert runs.chosen_rate("lora") == LOW[1]
-    assert [task.name for task in runs.pending_after([LOW_NAME, HIGH_NAME])] == [
+    assert [task.name for task in runs.pending_tasks([LOW_NAME, HIGH_NAME])] == [
         ONLY,
         "adapt.lr_0.002.seed_2",
         "lora.lr_1e-05.seed_2",
     ]
-    assert runs.finished_count() == 2
     finish(runs, HIGH, 30.0)  # somebody trained it after all
     assert runs.chosen_rate("lora") == HIGH[1]
 
@@ -143,13 +137,6 @@ def test_a_run_that_diverged_is_pending_where_there_is_no_other_rate(runs):
         runs.pending_tasks()
 
 
-def test_missing_metrics_are_an_error_of_one_line(runs):
-    finish(runs, LOW, 40.0)
-    finish(runs, HIGH, 40.0, steps=(STEPS,))
-    with pytest.raises(RunFolderError, match=r"lora.lr_0.002.seed_1/metrics.jsonl: no validation after the first; "):
-        runs.chosen_rate("lora")
-
-
 def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):
     finish(runs, HIGH, 40.0)
     run = runs.compared(*LOW)
@@ -157,11 +144,10 @@ def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):
     decision = Decision(False, "its cause is to be mended first")
     record_end(run.config.folder, stage="train", exit_code=CONFIG_ERROR, error="no such corpus", retry=decision)
     with pytest.raises(StudyError) as raised:
-        runs.pending_after([LOW_NAME, HIGH_NAME])
+        runs.pending_tasks([LOW_NAME, HIGH_NAME])
     said = (
-        f"{LOW_NAME}: its job has ended, but the run is not finished"
-        "; the run is failed: train: no such corpus (its cause is to be"
+        f"{LOW_NAME}: not finished, though the jobs have ended; the first is failed: train: no such corpus (its cause"
     )
     assert str(raised.value).startswith(said)
     assert raised.value.exit_code == USER_ERROR
-    assert LOW_NAME in [task.name for task in runs.pending_after([])]  # submitted by hand
+    assert LOW_NAME in [task.name for task in runs.pending_tasks([])]  # submitted by hand

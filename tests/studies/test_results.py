@@ -1,16 +1,21 @@
-"""summary.json is read back as it was, other files are refused; the tables; models averaged with their base."""
+"""Rows of summary.json and of run folders, those of strangers too; their groups, and the tables that are printed."""
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from statistics import fmean, geometric_mean, stdev
 
 import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.files import write_json
-from pipeline.studies.results import Row, methods_table, rates_table, read_rows
-from tests.studies.report.studies import METHODS, at_rates, rows
+from pipeline.studies.report import tables
+from pipeline.studies.report.runs import group, parts, value_of
+from pipeline.studies.results import Row, read_rows, read_runs
+from pipeline.studies.summary import as_text, rates_table
+from tests.studies.report.studies import METHODS, answers, at_rates, row, rows, write_study
 
 SHIPPED = Path(__file__).parents[2] / "docs" / "results" / "paper-korean"
 
@@ -20,24 +25,89 @@ def test_rows_are_read_as_written_and_null_is_infinite(tmp_path):
     own[0].after["korean"]["perplexity"] = math.inf
     write_json(tmp_path / "summary.json", [row.model_dump() for row in own])
     assert read_rows(tmp_path) == own
+    again = read_runs([tmp_path, tmp_path])
+    assert [run.model_copy(update={"source": ""}) for run in again] == own and again[0].source == tmp_path.name
+
+
+def test_rows_from_elsewhere_may_have_more_and_less(tmp_path):
+    content = rows((1,))[:1]
+    content[0] |= {"mood": "good", "peak_memory_gib": None}
+    content[0]["after"]["korean"] |= {"verdict": "fine", "right": True, "mauve": 0.5}
+    del content[0]["learning_rate"], content[0]["during"]
+    (run,) = read_runs([write_study(tmp_path, content)])
+    assert run.after["korean"].keys() == {"perplexity", "bits_per_byte", "mauve"}
+    assert [validation.step for validation in run.validations] == [0, 1000]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("name", "content", "said"),
     [
-        (None, "no such file; expected a study.s folder"),
-        ("[]", "expected at least one row, found none"),
-        ("[{", "the file: Invalid JSON"),
-        ("{}", "the file: Input should be a valid array"),
-        ('[{"label": "LoRA"}]', r"0\.steps: Field required"),
+        ("other.json", "[]", "no such file; expected a study.s folder"),
+        ("summary.json", "[]", "the file: List should have at least 1 item"),
+        ("summary.json", "[{", "the file: Invalid JSON"),
+        ("summary.json", "{}", "the file: Input should be a valid array"),
+        ("summary.json", '[{"label": "LoRA"}]', r"0\.steps: Field required"),
+        ("metrics.jsonl", '{"step": 0, "perplexity/korean": 9.5}\n\ufffd\n[1]', "no validation after the first"),
     ],
 )
-def test_another_file_is_refused(content, said, tmp_path):
-    if content is not None:
-        (tmp_path / "summary.json").write_text(content)
+def test_another_file_is_refused(name, content, said, tmp_path):
+    (tmp_path / name).write_text(content)
     with pytest.raises(RunFolderError, match=said) as raised:
-        read_rows(tmp_path)
-    assert str(tmp_path / "summary.json") in str(raised.value) and "\n" not in str(raised.value)
+        read_runs([tmp_path])
+    assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_folders_of_the_same_name_are_distinguished(tmp_path):
+    content = rows((1,))[:1]
+    folders = [write_study(tmp_path / name, content) for name in ("a/korean", "b/korean", "other")]
+    runs = read_runs(folders)
+    assert [run.source for run in runs] == [str(folders[0]), str(folders[1]), "other"]
+    label = content[0]["label"]
+    assert [own.label for own in group(runs)] == [f"{label} ({run.source})" for run in runs]  # no seeds of one method
+
+
+def test_runs_of_different_bases_share_no_report(tmp_path):
+    content = rows((1,))[:2]
+    ours = write_study(tmp_path / "ours", content)
+    for own in content:
+        own["before"]["korean"]["perplexity"] *= 1.01  # another dtype
+    assert len(read_runs([ours, write_study(tmp_path / "rounded", content)])) == 4
+    for own in content:
+        own["before"]["english"]["perplexity"] *= 1.5
+    with pytest.raises(RunFolderError, match=r"ours and other: .* on english"):
+        read_runs([ours, write_study(tmp_path / "other", content)])
+
+
+def test_a_method_has_the_same_colour_in_every_report_and_each_group_its_own_mark():
+    def styles(methods: list[tuple[str, str | None]]) -> dict[str, int]:
+        made = [{**row(label, str(method), 1, 0.5, 0.1, 1), "method": method} for label, method in methods]
+        return {own.label: own.style for own in group([Row.model_validate(own) for own in made])}
+
+    every = [(label, method) for label, method, *_ in METHODS]
+    whole = styles(every)
+    assert sorted(whole.values()) == list(range(len(METHODS)))
+    assert styles(every[::-2]).items() <= whole.items()
+    several = styles([("Adapt", "adapt"), ("Adapt + gate", "adapt"), ("whose", None), ("LoRA", "lora")])
+    assert several["Adapt"] == whole["SCALE-Adapt"] == several["Adapt + gate"] - len(METHODS)
+    assert len(set(several.values())) == 4
+
+
+def test_many_corpora_of_a_role_are_shown_together():
+    content = answers()
+    for own in content:
+        for task in ("task 0", "task 1"):
+            role = own["roles"].pop(task)
+            own["roles"] |= {f"{task}_{part}": role for part in range(5)}
+            for figures in (own["before"], own["after"], *(validation["figures"] for validation in own["during"])):
+                found = figures.pop(task)
+                for part in range(5):
+                    figures[f"{task}_{part}"] = {name: value * (0.8 + part / 10) for name, value in found.items()}
+    runs = [Row.model_validate(own) for own in content]
+    shown = parts(group(runs))
+    assert {name: len(names) for name, names in shown.items()} == {"task 1 (new)": 5, "task 0 (replay)": 5}
+    figures, task1 = runs[0].after, shown["task 1 (new)"]
+    for name, expected in {"first_token_accuracy": fmean, "perplexity": geometric_mean}.items():
+        assert value_of(figures, task1, name) == pytest.approx(expected(figures[part][name] for part in task1))
 
 
 def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
@@ -45,21 +115,12 @@ def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
     single, several = ([row for row in rows((1, 2)) if row["method"] == method] for method in ("fft", "lora"))
     tried = [*single, *at_rates(several, (1.0, 0.5, 0.1))]
     tried[3] |= {"before": {}, "after": {}}
-    lines = rates_table([Row.model_validate(row) for row in tried]).splitlines()[2:]
-    assert [line.split()[:2] for line in lines] == [["LoRA", rate] for rate in ("0.001", "0.0005", "0.0001")]
-    assert lines[0].endswith("chosen, at the edge") and lines[1].endswith("diverged") and lines[2][-1].isdigit()
-    assert rates_table([Row.model_validate(row) for row in single]) == ""
-    methods = methods_table([Row.model_validate(row) for row in tried]).splitlines()
-    assert [line.split("  ")[0] for line in methods[2:4]] == [METHODS[0][0], "LoRA"] and methods[4] == ""
-
-
-def test_the_table_of_methods_has_the_texts():
-    """Means and deviations over seeds; the corpora of questions, which are many, are left to the report."""
-    text = {"perplexity": 3.5, "bits_per_byte": 0.75}
-    asked = {"korean": text, "facts": {**text, "first_token_accuracy": 0.5}}
-    own = Row(label="LoRA", seed=1, steps=1, roles={"korean": "new", "facts": "new"}, before=asked, after=asked)
-    worse = own.model_copy(update={"seed": 2, "after": {**asked, "korean": {"perplexity": 4.5, "bits_per_byte": 1.25}}})
-    header, _, line, _, note = methods_table([own, worse]).splitlines()
-    assert header.rstrip().endswith("GiB  korean: perplexity  before  bits per byte")
-    assert line.split() == ["LoRA", "4.00", "±0.71", "3.50", "1.000"]
-    assert note == "± is one standard deviation over seeds, as of a sample."
+    groups = group([Row.model_validate(row) for row in tried])
+    lines = rates_table(groups).splitlines()[2:]
+    assert [line.split()[:2] for line in lines] == [["LoRA", rate] for rate in ("0.0001", "0.0005", "0.001")]
+    assert lines[2].endswith("chosen, at the edge") and lines[1].endswith("diverged") and lines[0][-1].isdigit()
+    assert rates_table(groups[:1]) == ""
+    header, _, base, first, *_ = as_text(tables.results(groups, parts(groups))).splitlines()
+    assert header.endswith("english: bits per byte") and base.startswith("base")
+    perplexities = [row["after"]["korean"]["perplexity"] for row in single]
+    assert re.split("  +", first)[1].startswith(f"{fmean(perplexities):.2f} ± {stdev(perplexities):.2f} (")

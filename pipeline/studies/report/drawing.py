@@ -1,7 +1,7 @@
 """Drawings as SVG without colours and fonts, which a style sheet decides: lines, marks, axes, and places for labels.
 
 This is our own code because no plotting library draws figures that need no script, follow a dark or light page, fit a
-phone and print well. Sizes are in CSS pixels.
+phone and print well. Sizes are in CSS pixels; templates/svg.html writes the element.
 """
 
 from __future__ import annotations
@@ -11,31 +11,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from pipeline.studies.report.words import count
 
 Point = tuple[float, float]
-_MARGIN = 18.0  # of a picture in a file of its own
+Words = Callable[[float], str]
+Warp = Callable[[float], float]
 
 
 class Drawing:
-    """An SVG element under construction, with all text escaped; `name` makes its ids unique on a page.
+    """The parts of an SVG element, with all text escaped; `name` makes its ids unique on a page.
 
     Without a title it is decoration, which screen readers skip.
     """
 
     def __init__(self, width: float, height: float, name: str = "", title: str = "", description: str = "") -> None:
         self.width, self.height = width, height
-        self._role = Markup('aria-hidden="true"')
-        self._parts: list[Markup] = []
-        if title:
-            self._role = Markup('role="img" aria-labelledby="{0}-title {0}-description"').format(name)
-            self._add('<title id="{}-title">{}</title>', name, title)
-            self._add('<desc id="{}-description">{}</desc>', name, description)
+        self.name, self.title, self.description = name, title, description
+        self.parts: list[Markup] = []
 
     def _add(self, template: str, *values: object) -> None:
-        self._parts.append(Markup(template).format(*values))
+        self.parts.append(Markup(template).format(*values))
 
     def line(self, points: Sequence[Point], kind: str) -> None:
         """A line of the style class `kind` through `points`; nothing where there are fewer than two."""
@@ -52,21 +49,6 @@ class Drawing:
         points = " ".join(f"{at[0] + size * x:.1f},{at[1] + size * y:.1f}" for x, y in shape)
         title = Markup("<title>{}</title>").format(tooltip) if tooltip else ""
         self._add('<polygon class="{} {}" points="{}">{}</polygon>', kind, style_class(style), points, title)
-
-    def markup(self) -> Markup:
-        """The element, to stand in a page."""
-        box = f"0 0 {self.width:g} {self.height:g}"
-        return Markup(f'<svg viewBox="{box}" class="figure" {self._role}>{Markup().join(self._parts)}</svg>')
-
-    def file(self, style_sheet: str) -> str:
-        """A complete SVG file, with a margin."""
-        corner, width, height = -_MARGIN, self.width + 2 * _MARGIN, self.height + 2 * _MARGIN
-        ground = f'<rect class="ground" x="{corner:g}" y="{corner:g}" width="100%" height="100%"/>'
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" class="figure" '
-            f'viewBox="{corner:g} {corner:g} {width:g} {height:g}" {self._role}>'
-            f"<style>{escape(style_sheet)}</style>{ground}{Markup().join(self._parts)}</svg>"
-        )
 
 
 def style_class(style: int) -> str:
@@ -108,9 +90,9 @@ class Axis:
     high: float
     start: float
     end: float
-    words: Callable[[float], str]
+    words: Words
     ticks: Sequence[float] = ()
-    warp: Callable[[float], float] = float
+    warp: Warp = float
 
     def __call__(self, value: float) -> float:
         return self.start + (self.warp(value) - self.low) / (self.high - self.low) * (self.end - self.start)
@@ -125,13 +107,7 @@ class Axis:
         return replace(self, ticks=sorted(ticks))
 
 
-def padded_axis(
-    values: Sequence[float],
-    start: float,
-    end: float,
-    words: Callable[[float], str],
-    warp: Callable[[float], float] = float,
-) -> Axis:
+def padded_axis(values: Sequence[float], start: float, end: float, words: Words, warp: Warp = float) -> Axis:
     """An axis over `values`, without ticks."""
     low, high = min(map(warp, values)), max(map(warp, values))
     room = 0.07 * (high - low) if high - low > 1e-4 else 0.05

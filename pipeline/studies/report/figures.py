@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeline.run_folder.metrics import spread
 from pipeline.studies.report.drawing import Point, style_class
-from pipeline.studies.report.plots import Figure, Mark, Panel, Plane, Series, panels_figure
+from pipeline.studies.report.plots import Figure, Mark, Panel, Panels, Plane, Series
 from pipeline.studies.report.runs import PERPLEXITY, Group, Standing, corpora, measure_of, on_frontier, parts, value_of
-from pipeline.studies.report.words import number, percent
+from pipeline.studies.report.words import listed, number, percent
 from pipeline.studies.results import REPLAY, Row
 
 # Figures of corpora of questions, as shares of the questions.
@@ -25,25 +25,12 @@ def figures_of(groups: Sequence[Group]) -> list[Figure]:
     return [figure for make in (_tradeoff, _rates, _answers, _perplexities) if (figure := make(groups)) is not None]
 
 
-def listed(names: Sequence[str]) -> str:
-    """A, B and C."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
-
-
-def new_and_kept(groups: Sequence[Group]) -> tuple[str, str]:
-    """The names of the new corpora, and of those that must not be forgotten."""
-    roles, shown = corpora(groups), parts(groups)
-    is_kept = {name: roles[of[0]] == REPLAY for name, of in shown.items()}
-    return listed([name for name in shown if not is_kept[name]]), listed([name for name in shown if is_kept[name]])
-
-
 def _tradeoff(groups: Sequence[Group]) -> Figure | None:
     """The mean of each method as a large, labelled mark; each run as a small one, with its course from the base."""
     measure = measure_of(groups)
     placed = [(group, place) for group in groups if (place := group.standing(measure))]
     if not placed:
         return None
-    learned, kept = new_and_kept(groups)
     lines: list[tuple[str, Sequence[Standing]]] = []
     marks: list[Mark] = []
     for group, middle in placed:
@@ -52,52 +39,56 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
             lines.append((f"way {style_class(group.style)}", course))
         ends = measure.ends(group.rows)
         for row, end in ends if len(ends) > 1 else ():
-            marks.append(
-                Mark(end, group.style, f"{group.label}, seed {row.seed}: {measure.describe(end, learned, kept)}", "run")
-            )
+            tooltip = f"{group.label}, seed {row.seed}: {measure.describe(end)}"
+            marks.append(Mark(end, group.style, tooltip, "run"))
         across, up = (spread([end[axis] for _, end in ends]) for axis in (0, 1))
         if across is not None and up is not None:
             bar = f"spread {style_class(group.style)}"
             lines.append((bar, [middle._replace(learned=middle.learned + far) for far in (-across, across)]))
             lines.append((bar, [middle._replace(forgotten=middle.forgotten + far) for far in (-up, up)]))
-        marks.append(Mark(middle, group.style, f"{group.label}: {measure.describe(middle, learned, kept)}"))
+        marks.append(Mark(middle, group.style, f"{group.label}: {measure.describe(middle)}"))
     places = [(group.label, place) for group, place in placed]
     named = sorted(places, key=lambda pair: not on_frontier(pair[1], places))  # the first get a label for certain
     absent = [group.label for group in groups if group.label not in dict(places)]
     left_out = f" Not drawn, because a run has no finite figure: {listed(absent)}." if absent else ""
-    return Plane(measure, learned, kept, lines, marks, named).figure(
+    return Plane(
         "stability-plasticity",
-        f"Learning of {learned} against forgetting of {kept}",
+        f"Learning of {measure.new} against forgetting of {measure.kept}",
         "Both axes show changes of the base's figures on held-out texts. Large marks are means over seeds, with bars "
         "of one standard deviation; small marks are single runs, thin lines their course from the base. Marks "
         f"without a name are those of the table.{left_out}",
-        "; ".join(f"{label}: {measure.describe(place, learned, kept)}" for label, place in named),
+        "; ".join(f"{label}: {measure.describe(place)}" for label, place in named),
+        measure,
+        lines,
+        marks,
+        named,
     )
 
 
 def _rates(groups: Sequence[Group]) -> Figure | None:
     """A line for each method through its learning rates; the chosen rate has a large, labelled mark."""
-    measure, (learned, kept) = measure_of(groups), new_and_kept(groups)
-    ends = [(group, measure.ends(group.tried)) for group in groups]
-    tried = [(group, found) for group, found in ends if len(found) > 1]
+    measure = measure_of(groups)
+    tried = [(group, ends) for group in groups if len(ends := measure.ends(group.tried)) > 1]
     if not tried:
         return None
-    said = {group.label: [measure.describe(place, learned, kept) for _, place in found] for group, found in tried}
-    lines = [(f"rates {style_class(group.style)}", [place for _, place in found]) for group, found in tried]
     marks = [
-        Mark(place, group.style, f"{group.label}, learning rate {row.learning_rate:g}: {words}", kind)
-        for group, found in tried
-        for (row, place), words in zip(found, said[group.label], strict=True)
+        Mark(place, group.style, f"{group.label}, learning rate {row.learning_rate:g}: {measure.describe(place)}", kind)
+        for group, ends in tried
+        for row, place in ends
         for kind in ["mark" if row.chosen else "run"]
     ]
-    named = [(own.label, next((place for row, place in found if row.chosen), found[-1][1])) for own, found in tried]
-    return Plane(measure, learned, kept, lines, marks, named).figure(
+    said = [f"{group.label}: {', then '.join(measure.describe(place) for _, place in ends)}" for group, ends in tried]
+    return Plane(
         "learning-rates",
         "Results at every learning rate",
         "A line connects the runs of a method from its lowest learning rate to its highest, all with one seed. The "
-        f"large mark is the rate that was chosen, by {learned} alone. Of two lines the lower one forgets less for as "
-        "much learned.",
-        "; ".join(f"{label}: {', then '.join(places)}" for label, places in said.items()),
+        f"large mark is the rate that was chosen, by {measure.new} alone. Of two lines the lower one forgets less for "
+        "as much learned.",
+        "; ".join(said),
+        measure,
+        [(f"rates {style_class(group.style)}", [place for _, place in ends]) for group, ends in tried],
+        marks,
+        [(own.label, next((place for row, place in ends if row.chosen), ends[-1][1])) for own, ends in tried],
     )
 
 
@@ -107,9 +98,7 @@ def _answers(groups: Sequence[Group]) -> Figure | None:
         for figure, words in _ANSWERS.items()
         for name, part in parts(groups).items()
     ]
-    return panels_figure(
-        "answers", "Questions answered during training", "Share of the held-out questions.", panels, percent
-    )
+    return _panels("answers", "Questions answered during training", "Share of the held-out questions.", panels, percent)
 
 
 def _perplexities(groups: Sequence[Group]) -> Figure | None:
@@ -123,7 +112,20 @@ def _perplexities(groups: Sequence[Group]) -> Figure | None:
         for name, part in parts(groups).items()
     ]
     title = "Held-out perplexity during training"
-    return panels_figure("perplexity", title, "Lower is better; the axes are logarithmic.", panels, number)
+    return _panels("perplexity", title, "Lower is better; the axes are logarithmic.", panels, number)
+
+
+def _panels(
+    name: str, title: str, caption: str, panels: Sequence[Panel], words: Callable[[float], str]
+) -> Figure | None:
+    """Those of the panels that have a line; None where none has."""
+    drawn = [panel for panel in panels if panel.series]
+    ends = [
+        f"{panel.heading}: " + ", ".join(f"{own.label} {words(own.middle[-1][1])}" for own in panel.series)
+        for panel in drawn
+    ]
+    caption = f"{caption} Means over seeds; thin lines are single runs."
+    return Panels(name, title, caption, f"At the end of each line. {'; '.join(ends)}", drawn) if drawn else None
 
 
 def _over_steps(groups: Sequence[Group], part: Sequence[str], figure: str) -> list[Series]:

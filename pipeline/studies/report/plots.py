@@ -1,9 +1,9 @@
-"""Two kinds of plots: the plane of learning against forgetting, and panels of lines over steps or layers."""
+"""Two kinds of plots: the plane of learning against forgetting, and panels of lines over steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,14 +37,10 @@ class Figure:
     title: str
     caption: str
     description: str
-    height: Callable[[float], float]
-    fill: Callable[[Drawing], None]
 
     def draw(self, width: float, name: str = "") -> Drawing:
         """The drawing, `width` CSS pixels wide; `name` must be unique on the page."""
-        drawing = Drawing(width, self.height(width), name or self.name, self.title, self.description)
-        self.fill(drawing)
-        return drawing
+        raise NotImplementedError
 
 
 class Chart:
@@ -60,11 +56,9 @@ class Chart:
             drawing.text((x.start - 8, y(tick) + 4), y.words(tick) if tick else "0", "tick", "end")
 
     def at(self, point: Point) -> Point:
-        """The pixel of a point."""
         return self.x(point[0]), self.y(point[1])
 
     def line(self, points: Iterable[Point], kind: str) -> None:
-        """A line through points, in their order."""
         self.drawing.line([self.at(point) for point in points], kind)
 
 
@@ -78,20 +72,20 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plane:
-    """What stands in the plane of learning (to the right) against forgetting (upwards).
+class Plane(Figure):
+    """The plane of learning (to the right) against forgetting (upwards).
 
-    `lines` are of a style class each; `labels` name places; `learned` and `kept` name the corpora.
+    `lines` are of a style class each; `labels` name places.
     """
 
     measure: Measure
-    learned: str
-    kept: str
     lines: Sequence[tuple[str, Sequence[Standing]]]
     marks: Sequence[Mark]
     labels: Sequence[tuple[str, Standing]]
 
-    def draw(self, drawing: Drawing) -> None:
+    def draw(self, width: float, name: str = "") -> Drawing:
+        height = min(560.0, max(380.0, 0.66 * width))
+        drawing = Drawing(width, height, name or self.name, self.title, self.description)
         measure, bottom = self.measure, drawing.height - 58.0
         right = drawing.width - min(max(text_width(name, _LABEL) for name, _ in self.labels), 0.13 * drawing.width)
         places = [*(place for _, line in self.lines for place in line), *(mark.place for mark in self.marks)]
@@ -100,14 +94,15 @@ class Plane:
         y = padded_axis([0.0, *(place.forgotten for place in places)], bottom, 34.0, measure.on_kept)
         chart = Chart(drawing, x.with_ticks(across), y.with_ticks(up))
         drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
-        drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {self.kept}", "axis")
-        where = f"learned: {measure.noun}, {self.learned} \N{RIGHTWARDS ARROW}"
+        drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {measure.kept}", "axis")
+        where = f"learned: {measure.noun}, {measure.new} \N{RIGHTWARDS ARROW}"
         drawing.text((right, bottom + 42), where, "axis", "end")
         for kind, line in self.lines:
             chart.line(line, kind)
         for mark in self.marks:
             drawing.mark(chart.at(mark.place), mark.style, mark.kind, 0.5 if mark.kind == "run" else 1.0, mark.tooltip)
         self._name(chart)
+        return drawing
 
     def _name(self, chart: Chart) -> None:
         """Marks the base, and labels places that have room, with a leader line where the label is further away."""
@@ -127,12 +122,8 @@ class Plane:
                 drawing.line([point, near], "leader")
             drawing.text((box.left, box.bottom - 4), name, "label")
 
-    def figure(self, name: str, title: str, caption: str, description: str) -> Figure:
-        return Figure(name, title, caption, description, lambda width: min(560.0, max(380.0, 0.66 * width)), self.draw)
 
-
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """The lines of one group: each has the points of a run, sorted by x."""
 
     label: str
@@ -147,8 +138,7 @@ class Series:
         return [(x, mean([line[x] for line in values])) for x in shared]
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Lines over steps. The y axis is logarithmic, or of shares from 0 to 1."""
 
     heading: str
@@ -181,35 +171,20 @@ class Panel:
             drawing.text((x.end + 17, height + 4), shortened(own.label, _SMALL, room), "label small")
 
 
-def panels_figure(
-    name: str, title: str, caption: str, panels: Sequence[Panel], words: Callable[[float], str]
-) -> Figure | None:
-    """A figure of panels, two in a row where it is wide enough; None where no panel has a line."""
-    panels = [panel for panel in panels if panel.series]
-    if not panels:
-        return None
+@dataclass(frozen=True)
+class Panels(Figure):
+    """Panels, two in a row where it is wide enough."""
 
-    high = max(300.0, *(102.0 + 16 * len(panel.series) for panel in panels))
+    panels: Sequence[Panel]
 
-    def columns(width: float) -> int:
-        return 2 if width >= 600 and len(panels) > 1 else 1
-
-    def fill(drawing: Drawing) -> None:
-        wide = drawing.width / columns(drawing.width)
-        for index, panel in enumerate(panels):
-            row, column = divmod(index, columns(drawing.width))
-            gap = 18 if column + 1 < columns(drawing.width) else 0
+    def draw(self, width: float, name: str = "") -> Drawing:
+        columns = 2 if width >= 600 and len(self.panels) > 1 else 1
+        high = max(300.0, *(102.0 + 16 * len(panel.series) for panel in self.panels))
+        height = high * math.ceil(len(self.panels) / columns)
+        drawing = Drawing(width, height, name or self.name, self.title, self.description)
+        wide = width / columns
+        for index, panel in enumerate(self.panels):
+            row, column = divmod(index, columns)
+            gap = 18 if column + 1 < columns else 0
             panel.draw(drawing, column * wide, row * high, (column + 1) * wide - gap, (row + 1) * high)
-
-    ends = [
-        f"{panel.heading}: " + ", ".join(f"{own.label} {words(own.middle[-1][1])}" for own in panel.series)
-        for panel in panels
-    ]
-    return Figure(
-        name,
-        title,
-        f"{caption} Means over seeds; thin lines are single runs.",
-        f"At the end of each line. {'; '.join(ends)}",
-        lambda width: high * math.ceil(len(panels) / columns(width)),
-        fill,
-    )
+        return drawing

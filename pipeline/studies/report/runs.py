@@ -1,72 +1,21 @@
-"""The runs of a report: read from studies or run folders, grouped by method, and measured against their base."""
+"""What a report says of runs: by method, and how far each moved from its base."""
 
 from __future__ import annotations
 
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipeline.errors import RunFolderError
-from pipeline.files import read_object
-from pipeline.run_folder.metrics import METRICS, Figures, geometric_mean, mean, read_history
-from pipeline.studies.report.words import MINUS, change
-from pipeline.studies.results import REPLAY, SUMMARY, Row, read_rows, recorded
+from pipeline.run_folder.metrics import Figures, geometric_mean, mean
+from pipeline.studies.report.words import MINUS, change, listed
+from pipeline.studies.results import REPLAY, Row
 
 _MAX_CORPORA = 3  # of a role; more are shown together
 METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")
 """The position is the style's number."""
-
-
-def read_runs(folders: Iterable[Path]) -> list[Row]:
-    """The rows of each folder: all of a study's summary.json, or that of a single run.
-
-    Raises:
-        RunFolderError: a folder is neither, a file in it cannot be read, or the runs have different bases.
-    """
-    unique = list(dict.fromkeys(path.resolve() for path in folders))
-    names = [folder.name for folder in unique]
-    runs: list[Row] = []
-    for folder in unique:
-        name = folder.name if names.count(folder.name) == 1 else str(folder)
-        rows = [_row_of_run(folder, name)] if (folder / METRICS).is_file() else read_rows(folder)
-        runs += [row.model_copy(update={"source": name}) for row in rows]
-    _check_same_base(runs)
-    return runs
-
-
-def _check_same_base(runs: Sequence[Row]) -> None:
-    """Raises RunFolderError where two runs began with other figures of a corpus: distances from the base would lie."""
-    first: dict[tuple[str, str], tuple[Row, float]] = {}
-    for run in runs:
-        for corpus, figures in run.before.items():
-            for name in figures.keys() & {"perplexity", "bits_per_byte"}:
-                other, expected = first.setdefault((corpus, name), (run, figures[name]))
-                # The same base differs by rounding only: by the dtype and the number of ranks.
-                if not math.isclose(figures[name], expected, rel_tol=0.02):
-                    raise RunFolderError(
-                        f"{other.source} and {run.source}: the base of {other.label} has a {name} of "
-                        f"{expected:.4g} on {corpus}, that of {run.label} {figures[name]:.4g}: they differ in "
-                        "base, tokenizer or held-out text; report them apart"
-                    )
-
-
-def _row_of_run(folder: Path, name: str) -> Row:
-    history = read_history(folder / METRICS)
-    row = recorded(folder, history)
-    # What `scale-cpt evaluate --chats` measured.
-    summary = read_object(folder / SUMMARY, RunFolderError) if (folder / SUMMARY).is_file() else {}
-    chats = {
-        when: {name: {key: own[key] for key in own.keys() - {"chats"}} for name, own in files.items()}
-        for when, files in summary.get("chats", {}).items()
-    }
-    roles = {corpus: REPLAY if corpus in history.forgetting else "new" for corpus in row["before"]}
-    row |= {when: row[when] | chats.get(when, {}) for when in ("before", "after")}
-    kept = dict.fromkeys(chats.get("before", ()), REPLAY)
-    return Row(**row, label=name, learning_rate=history.learning_rate, roles=roles | kept)
 
 
 class Standing(NamedTuple):
@@ -86,7 +35,9 @@ class Measure:
     """A figure of every corpus, as a distance from the base's value.
 
     `distance` compares a value with the base's; better values are above 0 where `better` is 1, below 0 where it is −1.
-    `words` writes a distance, `noun` names the figure. `rounds` are round distances for ticks, the roundest first.
+    `words` writes a distance, as `on_new` and `on_kept` do of what was learned and forgotten; `noun` names the figure.
+    `rounds` are round distances for ticks, the roundest first.
+    `new` and `kept` name the corpora of each role.
     """
 
     figure: str
@@ -95,6 +46,8 @@ class Measure:
     distance: Callable[[float, float], float]
     words: Callable[[float], str]
     rounds: Sequence[float]
+    new: str = ""
+    kept: str = ""
 
     def standing(self, row: Row, figures: Figures) -> Standing | None:
         """How far `figures` are from the base; None unless a new and a replayed corpus have the figure, all finite."""
@@ -113,16 +66,13 @@ class Measure:
         return [(row, place) for row in rows if (place := self.standing(row, row.after))]
 
     def on_new(self, learned: float) -> str:
-        """What was learned, as a change of the figure."""
         return self.words(self.better * learned)
 
     def on_kept(self, forgotten: float) -> str:
-        """What was forgotten, as a change of the figure."""
         return self.words(-self.better * forgotten)
 
-    def describe(self, standing: Standing, learned: str, kept: str) -> str:
-        """A standing in words; the arguments name the corpora."""
-        return f"{self.on_new(standing.learned)} on {learned}, {self.on_kept(standing.forgotten)} on {kept}"
+    def describe(self, place: Standing) -> str:
+        return f"{self.on_new(place.learned)} on {self.new}, {self.on_kept(place.forgotten)} on {self.kept}"
 
 
 def _nats(now: float, before: float) -> float:
@@ -168,9 +118,8 @@ def group(runs: Sequence[Row]) -> list[Group]:
     """
     named: dict[str, list[Row]] = {}
     for run in runs:
-        label = run.label
-        is_shared = len({other.source for other in runs if other.label == label}) > 1
-        named.setdefault(f"{label} ({run.source})" if is_shared else label, []).append(run)
+        is_shared = any(other.label == run.label and other.source != run.source for other in runs)
+        named.setdefault(f"{run.label} ({run.source})" if is_shared else run.label, []).append(run)
     groups: list[Group] = []
     for label, members in named.items():
         method = members[0].method
@@ -186,7 +135,10 @@ def group(runs: Sequence[Row]) -> list[Group]:
 
 def measure_of(groups: Sequence[Group]) -> Measure:
     """The measure to compare the runs by: answers if all of them have some, else perplexity."""
-    return ACCURACY if all(group.standing(ACCURACY) for group in groups) else PERPLEXITY
+    measure = ACCURACY if all(group.standing(ACCURACY) for group in groups) else PERPLEXITY
+    roles, shown = corpora(groups), parts(groups)
+    new, kept = ([name for name in shown if (roles[shown[name][0]] == REPLAY) == is_kept] for is_kept in (False, True))
+    return replace(measure, new=listed(new), kept=listed(kept))
 
 
 def corpora(groups: Sequence[Group]) -> dict[str, str]:
@@ -198,11 +150,9 @@ def corpora(groups: Sequence[Group]) -> dict[str, str]:
 
 def parts(groups: Sequence[Group]) -> dict[str, list[str]]:
     """What figures and tables show, by name: each corpus, or all of a role together where they are too many."""
-    of_role: dict[str, list[str]] = {}
-    for name, role in corpora(groups).items():
-        of_role.setdefault(role, []).append(name)
-    found: dict[str, list[str]] = {}
-    for role, names in of_role.items():
+    roles, found = corpora(groups), dict[str, list[str]]()
+    for role in dict.fromkeys(roles.values()):
+        names = [name for name in roles if roles[name] == role]
         if len(names) > _MAX_CORPORA:
             shared = os.path.commonprefix(names).rstrip("_-. /")  # noqa: RUF071  # of letters, not of folders
             found[f"{shared or 'corpora'} ({role})"] = names

@@ -31,16 +31,16 @@ class Table(NamedTuple):
     above: Sequence[tuple[str, int]] = ()
 
 
-def results(groups: Sequence[Group], parts: Mapping[str, Sequence[str]], figures: Sequence[str] | None = None) -> Table:
-    """Every figure, or `figures`, of every part at the end; the first row is the base's."""
+def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Table:
+    """Every figure of every part at the end; the first row is the base's."""
     known = (name for own in groups for row in own.rows for found in row.after.values() for name in found)
-    pairs = [(figure, part) for figure in dict.fromkeys(known) for part in parts]
-    columns = [(figure, part) for figure, part in pairs if any(_values(own, figure, parts[part]) for own in groups)]
+    pairs = [(figure, part) for figure in dict.fromkeys(known) for part in shown]
+    columns = [(figure, part) for figure, part in pairs if any(_values(own, figure, shown[part]) for own in groups)]
     base = []
     for figure, part in columns:
-        values = {value for own in groups for value in _values(own, figure, parts[part], before=True)}
+        values = {value for own in groups for value in _values(own, figure, shown[part], before=True)}
         base.append(Cell(of_figure(figure)(values.pop()) if len(values) == 1 else NOTHING))
-    rows = [(own.label, own.style, [_result(own, figure, parts[part]) for figure, part in columns]) for own in groups]
+    rows = [(own.label, own.style, [_result(own, figure, shown[part]) for figure, part in columns]) for own in groups]
     spans = Counter(figure.replace("_", " ") for figure, _ in columns)
     return Table([part for _, part in columns], [("base", None, base), *rows], list(spans.items()))
 
@@ -65,21 +65,22 @@ def _result(group: Group, figure: str, part: Sequence[str]) -> Cell:
 
 def costs(groups: Sequence[Group]) -> Table:
     """Trained parameters, time, memory, inference, learning rate, steps and number of runs."""
-    rows = []
-    for group in groups:
-        first = group.rows[0]
-        trained, total = first.trainable_parameters, first.total_parameters
-        seconds = [row.seconds for row in group.rows if row.seconds is not None]
-        memory = [row.peak_memory_gib for row in group.rows if row.peak_memory_gib is not None]
-        cells = [
-            Cell(NOTHING if trained is None else count(trained), percent(trained / total) if trained and total else ""),
-            Cell(str(timedelta(seconds=round(mean(seconds)))) if seconds else NOTHING),
-            Cell(f"{number(mean(memory))} GiB" if memory else NOTHING),
-            Cell(NOTHING if first.inference_cost is None else f"×{first.inference_cost:.2f}"),
-            Cell(NOTHING if first.learning_rate is None else f"{first.learning_rate:g}"),
-            Cell(f"{first.steps:,}", f"{count(first.tokens_seen)} tokens" if first.tokens_seen else ""),
-            Cell(str(len(group.rows))),
-        ]
-        rows.append((group.label, group.style, cells))
+    rows = [(own.label, own.style, _costs(own)) for own in groups]
     header = ["trained parameters", "time", "peak memory", "FLOPs of inference", "learning rate", "steps", "runs"]
     return Table(header, rows)
+
+
+def _costs(group: Group) -> list[Cell]:
+    first = group.rows[0]
+    trained, total = first.trainable_parameters, first.total_parameters
+    seconds = [row.seconds for row in group.rows if row.seconds is not None]
+    memory = [row.peak_memory_gib for row in group.rows if row.peak_memory_gib is not None]
+    return [
+        Cell(NOTHING if trained is None else count(trained), percent(trained / total) if trained and total else ""),
+        Cell(str(timedelta(seconds=round(mean(seconds)))) if seconds else NOTHING),
+        Cell(f"{number(mean(memory))} GiB" if memory else NOTHING),
+        Cell(NOTHING if first.inference_cost is None else f"×{first.inference_cost:.2f}"),
+        Cell(NOTHING if first.learning_rate is None else f"{first.learning_rate:g}"),
+        Cell(f"{first.steps:,}", f"{count(first.tokens_seen)} tokens" if first.tokens_seen else ""),
+        Cell(str(len(group.rows))),
+    ]

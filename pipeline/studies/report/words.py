@@ -1,9 +1,9 @@
-"""How a report writes numbers."""
+"""How a report writes numbers and lists."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
@@ -49,3 +49,8 @@ def count(value: float) -> str:
         if abs(value) >= least:
             return f"{value / size:.3g}{_SPACE}{unit}"
     return f"{value:,.0f}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """A, B and C."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

@@ -87,4 +87,4 @@ def test_marks_differ_in_shape_or_colour():
     drawings = [Drawing(10, 10) for _ in range(49)]
     for style, drawing in enumerate(drawings):
         drawing.mark((5, 5), style)
-    assert len({drawing.markup() for drawing in drawings}) == 49
+    assert len({drawing.parts[0] for drawing in drawings}) == 49

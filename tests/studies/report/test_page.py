@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from statistics import fmean, stdev
 from xml.etree import ElementTree
 
 import pytest
 
 from pipeline.studies.report.page import findings, page
-from pipeline.studies.report.runs import group, read_runs
+from pipeline.studies.report.runs import group
 from pipeline.studies.results import Row
 from tests.programs import call
 from tests.studies.report.studies import METHODS, answers, at_rates, rows, write_study
@@ -53,8 +52,8 @@ class Parsed(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def made(folder: Path, content, title="A title") -> tuple[str, list[Row]]:
-    runs = read_runs([write_study(folder / "study", content)])
+def made(content, title="A title") -> tuple[str, list[Row]]:
+    runs = [Row.model_validate(own | {"source": "study"}) for own in content]
     return page(runs, title), runs
 
 
@@ -82,9 +81,9 @@ def rise(own, corpus: str) -> float:
     return fmean(math.log(row["after"][corpus]["perplexity"] / row["before"][corpus]["perplexity"]) for row in own)
 
 
-def test_every_number_is_that_of_the_rows(tmp_path):
+def test_every_number_is_that_of_the_rows():
     content = rows()
-    text, _ = made(tmp_path, content)
+    text, _ = made(content)
     shown = check(text).texts
     for label, *_ in METHODS:
         own = [row for row in content if row["label"] == label]
@@ -99,8 +98,8 @@ def test_every_number_is_that_of_the_rows(tmp_path):
     assert "16.90" in shown and "10.42" in shown  # the base
 
 
-def test_findings_are_correct(tmp_path):
-    _, runs = made(tmp_path, rows((1,)))
+def test_findings_are_correct():
+    _, runs = made(rows((1,)))
     ends = {run.label: tuple(run.after[name]["perplexity"] for name in ("korean", "english")) for run in runs}
     most, least, frontier = findings(group(runs))
     assert most.startswith(min(ends, key=lambda label: ends[label][0]) + " learned most")
@@ -111,13 +110,13 @@ def test_findings_are_correct(tmp_path):
 
 
 @pytest.mark.parametrize("text", STRANGE)
-def test_names_are_escaped(text, tmp_path):
+def test_names_are_escaped(text):
     content = rows((1, 2))[:4]
     for row in content:
         row |= {"label": f"label {text}", "roles": {text: "new", "english": "replay"}}
         for figures in (row["before"], row["after"], *(validation["figures"] for validation in row["during"])):
             figures[text] = figures.pop("korean")
-    shown, _ = made(tmp_path / "<b>folder", content, title=f"title {text}")
+    shown, _ = made(content, title=f"title {text}")
     texts = check(shown).texts
     for name in (f"label {text}", text, f"title {text}"):
         assert any(name in shown for shown in texts)
@@ -145,30 +144,28 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_unusual_studies_have_a_page(name, tmp_path):
-    text, runs = made(tmp_path, UNUSUAL[name])
+def test_unusual_studies_have_a_page(name):
+    text, runs = made(UNUSUAL[name])
     assert any(runs[0].label in text for text in check(text).texts)
 
 
-def test_a_method_without_a_finite_figure_is_named_and_not_drawn(tmp_path):
-    text, _ = made(
-        tmp_path, odd(lambda row: row["method"] == "fft" and row["after"]["english"].update(perplexity=None))
-    )
+def test_a_method_without_a_finite_figure_is_named_and_not_drawn():
+    text, _ = made(odd(lambda row: row["method"] == "fft" and row["after"]["english"].update(perplexity=None)))
     assert "\N{INFINITY}" in check(text).texts
     assert "Not drawn, because a run has no finite figure: Full fine-tuning." in text
 
 
-def test_questions_are_compared_by_their_answers(tmp_path):
-    text, runs = made(tmp_path, answers())
+def test_questions_are_compared_by_their_answers():
+    text, runs = made(answers())
     parsed = check(text)
     assert "answers-section" in [section["id"] for section in parsed.of("section")]
     assert findings(group(runs))[1].startswith("SCALE-Route forgot least: first token right ")
     assert f"+98{SPACE}points on task 1" in findings(group(runs))[1] and f"98.0{SPACE}%" in parsed.texts
 
 
-def test_figures_are_drawn_at_two_widths(tmp_path):
+def test_figures_are_drawn_at_two_widths():
     """Once for a desktop, once for a phone; the first has a mark for each run and each mean."""
-    text, _ = made(tmp_path, rows())
+    text, _ = made(rows())
     parsed = check(text)
     sections = [section["id"] for section in parsed.of("section")]
     assert sections == ["stability-plasticity-section", "results", "perplexity-section", "costs"]
@@ -184,8 +181,8 @@ def test_figures_are_drawn_at_two_widths(tmp_path):
 
 
 @pytest.mark.parametrize("rates", [(0.5, 1.0, 1.2), (1.0,)])
-def test_every_learning_rate_is_drawn_where_there_are_several(rates, tmp_path):
-    shown = check(made(tmp_path, at_rates(rows((1, 2)), rates))[0])
+def test_every_learning_rate_is_drawn_where_there_are_several(rates):
+    shown = check(made(at_rates(rows((1, 2)), rates))[0])
     drawn = 2 * len(METHODS) if len(rates) > 1 else 0  # wide and narrow
     assert sum((of.get("class") or "").startswith("rates ") for _, of in shown.elements) == drawn
     titles = [text for text in shown.texts if ", learning rate " in text]

@@ -11,8 +11,8 @@ import yaml
 import zstandard
 from huggingface_hub.utils import filter_repo_objects
 
-from pipeline.checks.door import faults_of, read_inputs
-from pipeline.checks.inputs import Opened
+from pipeline.checks.door import begin, faults_of
+from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
 from pipeline.data.hub_datasets import streamed_files
@@ -93,11 +93,11 @@ def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):
     assert load_config(path, base="named").base == Path("org/stories")
     config = load_config(path)
     assert config.base == config.tokenizer == cache
-    inputs = read_inputs(config, 1)
+    inputs = begin(config, 1, "train")
     assert inputs.base.path == cache
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/other"}))
     with pytest.raises(BaseModelError, match="org/other: no such folder here"):
-        read_inputs(load_config(path), 1)
+        begin(load_config(path), 1, "train")
 
 
 def test_a_first_configuration_names_its_base_on_the_hub(cache):
@@ -204,5 +204,5 @@ def test_nothing_of_a_dataset_is_run(dataset, tmp_path):
 
 def test_a_dry_run_streams_nothing(dataset, tokens, tmp_path):
     path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?documents=7"])
-    assert faults_of(Opened(load_config(path), 1)) == []
+    assert faults_of(Inputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

@@ -111,8 +111,6 @@ class Corpus(Section):
     """replay: the base model's own domain; rehearsal: text that the base wrote itself"""
     source: Source = Source()
     """for the model card"""
-    estimated_tokens: PositiveInt | None = None
-    """what config init estimated; the end of tokenization says how far off it was"""
     weight: PositiveFloat = 1.0
     """share among the corpora of the same role"""
     epochs: PositiveFloat | None = None

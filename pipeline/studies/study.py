@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.method import Method
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
-from pipeline.config.sources import combined, read_layers
+from pipeline.config.sources import read_settings
 from pipeline.errors import ConfigError
 
 RunSettings = dict[str, Any]
@@ -161,7 +161,7 @@ def load_study(path: Path, data: Path) -> Study:
     Raises:
         ConfigError: the file is missing or does not describe a study, or `data` is needed and missing.
     """
-    values = combined(read_layers(path))
+    values = read_settings(path)
     placed = _substituted(values, {"data": str(data)}, path)
     if placed != values and not data.is_dir():
         raise ConfigError(

@@ -15,7 +15,7 @@ from pipeline.checkpoint.manifest import (
     Position,
     describe_run,
 )
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import begin
 from pipeline.checks.plan import dry_run, make_plan
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
@@ -97,7 +97,7 @@ def test_training_refuses_what_may_not_change_in_a_run_that_has_begun(begun):
     path = write_config(run, tokens)
     for changes in (["seed=7"], ["data.sequence_length=16"], ["method.name=lora", "method.rank=2"]):
         with pytest.raises(CheckpointError, match="step_00000001: was trained with another"):
-            read_inputs(load_config(path, changes), 2)
+            begin(load_config(path, changes), 2, "train")
 
 
 def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeypatch):

@@ -18,11 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checks import allocation
 from pipeline.checks.door import check_allocation
-from pipeline.checks.inputs import Inputs, Opened
+from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
 from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
-from pipeline.methods import training_method
-from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import ProcessGroups
 from tests.bases import STORIES
 from tests.distributed import run_ranks
@@ -39,13 +37,11 @@ def on_rank(config_path: Path, prepare: Callable[..., None] = lambda: None, *arg
     logging.getLogger("pipeline.checks.door").setLevel(logging.INFO)
     prepare(*arguments)
     config = load_config(config_path)
-    run = Opened(config, dist.get_world_size())
-    samples = run.samples if config.data.folder.exists() else SimpleNamespace(corpora=[])
-    inputs = Inputs(
-        config, run.deepspeed_config, run.layout, open_base(config.base), "", samples, training_method(config)
-    )
+    inputs = Inputs(config, dist.get_world_size())
+    if not config.data.folder.exists():
+        inputs.samples = SimpleNamespace(corpora=[])
     try:
-        check_allocation(inputs, ProcessGroups(run.layout), torch.device("cpu"))
+        check_allocation(inputs, ProcessGroups(inputs.layout), torch.device("cpu"))
     except UserError as error:
         return f"error: {error}"
     except SystemExit as end:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from dataclasses import asdict
@@ -26,13 +25,12 @@ from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import _method, measure, propose
 from tests.bases import STORIES
-from tests.data.helpers import documents, stories, tokenize, write_jsonl
+from tests.data.helpers import documents, tokenize
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
-ENGLISH, KOREAN = stories(60)[:30], stories(30)[30:]
 
 
 @pytest.mark.parametrize(
@@ -56,26 +54,6 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     assert "hidden 64 by 25%, FFN 172 by 23%, attention heads 8 by 25%" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
-
-
-@pytest.mark.parametrize(
-    ("texts", "found"),
-    [
-        (KOREAN, None),
-        ([*KOREAN, *KOREAN[:3]], "9% are copies and 0% are in another script"),
-        ([*KOREAN, *ENGLISH[:3]], "0% are copies and 9% are in another script"),
-        (["Слова на другом языке. " * 20] * 9, None),
-    ],
-    ids=["clean", "copies", "other scripts", "a language without thresholds"],
-)
-def test_cleaning_is_proposed_for_copies_and_other_scripts(tmp_path, texts, found):
-    source = write_jsonl(tmp_path / "new.jsonl", texts)
-    config, text = propose("first", STORIES, [str(source)], OLD, Cluster(1, on_cpu=True))
-    clean = config.data.corpora["new"].clean
-    assert (clean is None) == (found is None) == ("`clean` drops them" not in text)
-    assert found is None or (
-        found in text and clean.language == "ko" and parse_config(yaml.safe_load(text), source="") == config
-    )
 
 
 def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run(tmp_path):
@@ -159,7 +137,6 @@ def test_the_tokens_of_a_corpus_are_estimated_from_places_all_over_it(name, tmp_
 
 
 def test_text_under_another_key_and_an_extended_vocabulary(call, tmp_path):
-    """The command's options reach the file; tokenizing then says how far off the estimate was."""
     for old, new in ((REVIEWS_HELDOUT, "new.jsonl"), (STORIES_HELDOUT, "old.jsonl")):
         content = zstandard.ZstdDecompressor().decompressobj().decompress(old.read_bytes())
         (tmp_path / new).write_bytes(content.replace(b'"text":', b'"body":'))
@@ -175,10 +152,6 @@ def test_text_under_another_key_and_an_extended_vocabulary(call, tmp_path):
     )
     config = load_config(tmp_path / "run.yaml")
     assert config.tokenizer == Path("vocabulary") and config.gate is not None
-    new, before = config.data.corpora["new"], plain.data.corpora["new"]
-    assert new.text_key == "body"
-    assert 1000 < new.estimated_tokens < before.estimated_tokens / 2
-    printed = call("tokenize", "run.yaml", "--workers", 1)
-    found = re.search(r"data.corpora.new: ([\d,]+) tokens in all, ([+-][\d.]+)% of what was estimated", printed)
-    assert int(found[1].replace(",", "")) == pytest.approx(new.estimated_tokens, rel=0.03)
-    assert abs(float(found[2])) < 3
+    assert config.data.corpora["new"].text_key == "body"
+    read = [run.schedule.steps * run.schedule.global_batch_size * run.data.sequence_length for run in (plain, config)]
+    assert 4000 < read[1] < read[0] / 2

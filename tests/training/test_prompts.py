@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import begin
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError
@@ -68,4 +68,4 @@ def test_texts_in_every_layout_and_training_is_not_touched(tokens, tmp_path):
 )
 def test_prompts_that_do_not_fit_are_refused_before_anything_is_loaded(tokens, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
-        read_inputs(load_config(write_config(tmp_path, tokens, validation=changes)), 1)
+        begin(load_config(write_config(tmp_path, tokens, validation=changes)), 1, "train")

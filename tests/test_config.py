@@ -14,11 +14,6 @@ from pipeline.errors import ConfigError
 from tests.training.runs import write_config
 
 
-def test_no_sample_of_the_role_new_is_a_fault(tmp_path):
-    with pytest.raises(ConfigError, match="leave no sample of the role new"):
-        load_config(write_config(tmp_path, tmp_path, data__replay_fraction=1.0))
-
-
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
@@ -26,6 +21,7 @@ def test_no_sample_of_the_role_new_is_a_fault(tmp_path):
         ({"forgetting": {"max_kl_from_base": 0.1}}, "forgetting.max_kl_from_base: method fft keeps no base"),
         ({"forgetting": {"max_increase": 0.1}}, "forgetting.max_increase: needs a corpus of role replay"),
         ({"validation": {"stop_after": 2}}, "validation.stop_after: needs a corpus of role new"),
+        ({"data__replay_fraction": 1.0}, "leave no sample of the role new"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_a_fault(changes, fault, tmp_path):

@@ -343,22 +343,20 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
     """
     source = " ".join([str(path), *(f"{COMMAND_LINE} {change}" for change in changes)])
     config = parse_config(read_settings(path, changes), source=source)
-    return config if base == "named" else _with_models(config, base)
+    if base == "named":
+        return config
+    found: dict[str, Any] = {"base": _here(config.base, weights=base == "whole")}
+    if (vocabulary := config.vocabulary) is not None:
+        found["vocabulary"] = vocabulary.model_copy(update={"folder": _here(vocabulary.folder, weights=False)})
+    return config.model_copy(update=found)
 
 
-def _with_models(config: RunConfig, base: HubModels) -> RunConfig:
-    """`config` with folders of this machine in place of models on the hub, which are fetched.
+def _here(named: Path, *, weights: bool) -> Path:
+    """The folder on this machine of a model, which is fetched from the hub.
 
     A model that cannot be had stays a name: whoever opens it finds out why, beside other faults.
     """
-
-    def here(named: Path, *, weights: bool) -> Path:
-        try:
-            return model_folder(named, weights=weights)
-        except BaseModelError:
-            return named
-
-    changes: dict[str, Any] = {"base": here(config.base, weights=base == "whole")}
-    if (vocabulary := config.vocabulary) is not None:
-        changes["vocabulary"] = vocabulary.model_copy(update={"folder": here(vocabulary.folder, weights=False)})
-    return config.model_copy(update=changes)
+    try:
+        return model_folder(named, weights=weights)
+    except BaseModelError:
+        return named

@@ -82,6 +82,10 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
         ({"data__corpora__korean__text_key": "body"}, "another text key"),
         ({"method__l_fp": 99}, "l_fp"),
         ({"upscaled": "none"}, "upscaled: none: holds no expansion"),
+        (
+            {"data__corpora": {"korean": {"input": [str(REVIEWS_HELDOUT)]}}, "data__replay_fraction": 0.0},
+            "none has held-out text to score",
+        ),
         ({"folder": str(REVIEWS_HELDOUT / "run")}, "is no folder"),
     ],
 )
@@ -113,14 +117,6 @@ def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeyp
     code, faults = reported(config, capsys)
     assert code == 1
     assert "cannot be written to" in faults[0]
-
-
-def test_a_run_without_a_held_out_part_is_refused_before_tokenizing(tmp_path, capsys):
-    corpora = {"korean": {"input": [str(REVIEWS_HELDOUT)]}}
-    config = write_config(tmp_path, tmp_path / "none", data__corpora=corpora, data__replay_fraction=0.0)
-    code, (fault,) = reported(config, capsys)
-    assert code == 1
-    assert "none has held-out text to score" in fault
 
 
 @pytest.mark.parametrize(

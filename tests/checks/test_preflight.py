@@ -86,12 +86,7 @@ def test_a_sound_allocation_is_described(tmp_path):
     assert "are the same on 2 node(s)" in text
     assert re.search(r"needs [\d.]+ of [\d.]+ GiB of host memory", text)
     assert re.search(r"[\d.e+]+ GB free, checkpoints need [\d.e+-]+ GB more", text)
-    assert (seconds := re.search(r"passed after ([\d.]+) s", text))
-    assert float(seconds[1]) < 120  # one or two seconds on an idle machine
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_it_can_be_disabled(tmp_path):
     assert run_ranks(on_rank, 1, configured(tmp_path, preflight__enabled=False)) == [[]]
 
 

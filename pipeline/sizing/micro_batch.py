@@ -105,9 +105,8 @@ def measure_micro_batch(
         return ParameterUse(weight.numel(), weight.requires_grad, weight in read_again, weight in recomputed, whole)
 
     uses = tuple(use_of(*named) for named in model.named_parameters())
-    return MicroBatchCosts(
-        **held, payload_bytes=payload_bytes, parameters=uses, parameter_bytes=sum(weight.nbytes for weight in model.parameters())
-    )
+    held_bytes = sum(weight.nbytes for weight in model.parameters())
+    return MicroBatchCosts(**held, payload_bytes=payload_bytes, parameters=uses, parameter_bytes=held_bytes)
 
 
 def _run(model: Decoder, config: RunConfig) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:

@@ -23,7 +23,6 @@ from pipeline.hub import model_folder, source_of
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
-from tests.data.helpers import tokenize
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run
 
@@ -139,6 +138,7 @@ def test_a_dataset_is_streamed_once_in_order_and_its_text_only(dataset):
     (dataset / "train.jsonl").unlink()
     assert streamed_files(DATASET) == files
     assert files[0].stat().st_mtime_ns == before
+    assert len(_texts(streamed_files("hf://org/reviews/default/test?documents=7"))) == 7
 
 
 def test_a_killed_stream_continues_to_the_same_bytes(dataset, monkeypatch):
@@ -159,13 +159,6 @@ def test_a_killed_stream_continues_to_the_same_bytes(dataset, monkeypatch):
     assert not hub_datasets.is_streamed(DATASET)
     assert {file.name: file.read_bytes() for file in streamed_files(DATASET)} == whole
     assert next(calls) < 400 + 1 + 1000 - 300  # whole shards were kept
-
-
-def test_a_corpus_is_made_from_a_dataset_and_a_limit(dataset, tmp_path):
-    name = f"{DATASET}?documents=100"
-    manifest = tokenize(tmp_path / "tokens", name)
-    assert manifest.documents == 100
-    assert manifest.inputs[0].path.startswith(str(tmp_path / "home"))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from pipeline.model.attention import Documents
 from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
 from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import default_dtype, full_shape_of, named_trained_parameters
+from pipeline.parallel.sharding import default_dtype, full_shape_of, named_trained_parameters, partition_of
 from pipeline.parallel.topology import TensorParallel
 
 
@@ -35,7 +35,8 @@ class ParameterUse(NamedTuple):
     """A parameter of one rank: the elements of its shard, and what a step does with it.
 
     `read_again`: by the backward pass. `recomputed`: it is frozen, in a layer that the backward pass runs again.
-    `muon_size`: the elements of the whole matrix that Muon updates; 0 where it does not.
+    `muon_size`: the elements of the whole matrix that Muon updates; 0 where it does not. `split`: over tensor-parallel
+    ranks, some of which may hold the same shard.
     """
 
     size: int
@@ -43,6 +44,7 @@ class ParameterUse(NamedTuple):
     read_again: bool
     recomputed: bool
     muon_size: int
+    split: bool
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,14 @@ def measure_micro_batch(
     def use_of(name: str, weight: nn.Parameter) -> ParameterUse:
         by_muon = config.schedule.optimizer == "muon" and weight.requires_grad and is_layer_matrix(name, weight)
         whole = math.prod(full_shape_of(weight)) if by_muon else 0
-        return ParameterUse(weight.numel(), weight.requires_grad, weight in read_again, weight in recomputed, whole)
+        return ParameterUse(
+            size=weight.numel(),
+            trained=weight.requires_grad,
+            read_again=weight in read_again,
+            recomputed=weight in recomputed,
+            muon_size=whole,
+            split=tp_size > 1 and partition_of(weight).dim is not None,
+        )
 
     uses = tuple(use_of(*named) for named in model.named_parameters())
     held_bytes = sum(weight.nbytes for weight in model.parameters())

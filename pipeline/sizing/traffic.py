@@ -110,7 +110,7 @@ def estimate_traffic(
         traffic.append(Traffic(REDUCE, reduction, reduced, dp_size, on_node))
         if by_muon:
             traffic.append(Traffic(MUON, "all-reduce", 4 * _elements(by_muon), dp_size, on_node))
-    if split := _elements(one for one in by_muon if one.muon_size != one.size):
+    if split := _elements(one for one in by_muon if one.split):
         on_node = min(tp_size, cluster.gpus_per_node)
         traffic.append(Traffic(MUON, "all-gather", 4 * split * tp_size, tp_size, on_node))
     for (size, collective), payload in sorted(costs.payload_bytes.items()):

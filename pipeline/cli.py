@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline import __version__
-from pipeline.errors import CONFIG_ERROR, nearest
 from pipeline.files import shipped
 
 PROGRAM = "scale-cpt"
@@ -53,16 +52,10 @@ PROGRAMS = {
 def main() -> None:
     """Runs the command that `sys.argv` names, with the arguments after it."""
     words = sys.argv[1:] or ["--help"]
-    command = words[0]
-    if not command.startswith("-") and command not in PROGRAMS:
-        hint = nearest(command, PROGRAMS)
-        print(f"error: {command}: no such command{hint}; {PROGRAM} --help lists them", file=sys.stderr)
-        sys.exit(CONFIG_ERROR)
-    parser = build_parser([command])
+    arguments = build_parser(words[:1]).parse_args(words)
     from pipeline import command_line  # after the parser: --help waits for nothing
 
-    arguments = parser.parse_args([command, *words[1:]])
-    sys.argv = [f"{PROGRAM} {command}", *words[1:]]
+    sys.argv = [f"{PROGRAM} {words[0]}", *words[1:]]
     command_line.run_parsed(arguments.main, arguments)
 
 

@@ -95,8 +95,7 @@ def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """An argument that is a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
+    if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
     return number
 

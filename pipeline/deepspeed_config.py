@@ -6,15 +6,15 @@ Refused are keys that the run configuration sets, the value "auto", and settings
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from pipeline.config.run import RunConfig
 from pipeline.config.schedule import Schedule
-from pipeline.errors import ConfigError, LayoutError, nearest
+from pipeline.errors import ConfigError, LayoutError
 from pipeline.files import read_object, shipped
 from pipeline.parallel.topology import Layout
 
@@ -48,6 +48,15 @@ _BROKEN = {
     "zero_optimization.zero_quantized_nontrainable_weights": "it destroys a base that is frozen",
     "zero_optimization.leaf_module": "with a frozen base the backward pass fails",
 }
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
+_ELEMENTS = {
+    "reduce_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""DeepSpeed's defaults."""
 _GUARDS = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
 """The checks for gradients that are not finite."""
 
@@ -84,6 +93,36 @@ class DeepSpeedConfig:
     def dtype(self) -> torch.dtype:
         """The dtype of weights and matrix products."""
         return torch.bfloat16 if self.values.get("bf16", {}).get("enabled") else torch.float32
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """That of the gradients that are accumulated over micro-batches."""
+        return _DTYPES.get(self.values.get("data_types", {}).get("grad_accum_dtype"), self.dtype)
+
+    @property
+    def communication_dtype(self) -> torch.dtype:
+        """That of the gradients in messages."""
+        return _DTYPES.get(self.values.get("communication_data_type", ""), self.dtype)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication overlaps with computation."""
+        return bool(self.zero.get("overlap_comm", self.zero_stage == 3))
+
+    def offloads(self, part: Literal["optimizer", "param"]) -> bool:
+        """Whether the optimizer, or the parameters, are offloaded to the host."""
+        return bool(self.zero.get(f"offload_{part}", {}).get("device", "none") != "none")
+
+    def elements(self, name: str) -> int:
+        """A size in `zero_optimization`, in elements."""
+        return int(self.zero.get(name, _ELEMENTS[name]))
+
+    def at_stage(self, stage: int) -> DeepSpeedConfig:
+        """The same at another stage, there without offloading."""
+        if stage == self.zero_stage:
+            return self
+        zero = {name: value for name, value in self.zero.items() if not name.startswith("offload_")}
+        return replace(self, values={**self.values, "zero_optimization": {**zero, "stage": stage}})
 
     def merged(self, schedule: Schedule, layout: Layout) -> dict[str, Any]:
         """The whole configuration, as `deepspeed.initialize` takes it."""
@@ -127,44 +166,62 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
         values = read_object(found, ConfigError, "name a JSON file of DeepSpeed in `deepspeed`")
     except FileNotFoundError:
         raise ConfigError(f"deepspeed: {path}: no such file; the project's own are in ds_configs/") from None
-    faults = _faults(values, layout)
-    if faults:
+    if faults := list(_faults(values, layout)):
         raise ConfigError(f"{path}: {len(faults)} fault(s): {'; '.join(faults)}")
     return DeepSpeedConfig(path, values)
 
 
-def _faults(values: dict[str, Any], layout: Layout) -> list[str]:
+def deepspeed_config_of(config: RunConfig, layout: Layout) -> DeepSpeedConfig:
+    """That of a run. Raises as `load_deepspeed_config`, and ConfigError where a setting of the run excludes it."""
+    opened = load_deepspeed_config(config.deepspeed, layout)
+    if opened.zero_stage == 3 and (why := why_not_zero3(config)) is not None:
+        setting, reason = why
+        raise ConfigError(
+            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
+            "name another deepspeed file"
+        )
+    offloaded = opened.offloads("optimizer")
+    if config.schedule.optimizer == "muon" and (offloaded or opened.zero.get("mics_shard_size", 0) > 0):
+        setting = "offload_optimizer" if offloaded else "mics_shard_size"
+        raise ConfigError(
+            f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in {config.deepspeed}, "
+            "where matrices cannot be put together on the GPUs; name another deepspeed file, or remove the setting"
+        )
+    return opened
+
+
+def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:
     zero = values.get("zero_optimization")
     if not isinstance(zero, dict):
-        return ["expected an object with zero_optimization"]
-    settings, faults = dict(_flat(values)), []
+        yield "expected an object with zero_optimization"
+        return
     if zero.get("stage") not in (1, 2, 3):
-        faults.append(f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r:.80}")
+        yield f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r:.80}"
+    settings = dict(_flat(values))
     for name in ("bf16", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
         if not isinstance(settings.get(name, {}), dict):
-            faults.append(f"{name}: expected an object")
+            yield f"{name}: expected an object"
     for name in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
         size = settings.get(name, 0)
         if not isinstance(size, int):
-            faults.append(f"{name}: expected a whole number, found {size!r:.80}")
+            yield f"{name}: expected a whole number, found {size!r:.80}"
         elif layout.tp_size > 1 and size > 1:
             why = "it mixes different shards of the weights silently; remove it, or use tp_size 1"
-            faults.append(f"{name}: with parallel.tp_size {layout.tp_size} {why}")
+            yield f"{name}: with parallel.tp_size {layout.tp_size} {why}"
     if settings.get("zero_optimization.offload_optimizer.device") == "nvme":
-        faults.append("zero_optimization.offload_optimizer.device: checkpoints cannot hold state on NVMe; use cpu")
+        yield "zero_optimization.offload_optimizer.device: checkpoints cannot hold state on NVMe; use cpu"
     for name in values:
         if name in _OWNED:
-            faults.append(f"{name}: remove it, the run configuration sets it ({_OWNED[name]})")
+            yield f"{name}: remove it, the run configuration sets it ({_OWNED[name]})"
         elif name not in _ALLOWED:
-            faults.append(f"{name}: not among {', '.join(sorted(_ALLOWED))}{nearest(name, _ALLOWED)}")
+            yield f"{name}: not among {', '.join(sorted(_ALLOWED))}"
     for name, value in settings.items():
         if value == "auto":
-            faults.append(f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value')
+            yield f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value'
         elif name in _GUARDS and value is False:
-            faults.append(f"{name}: a gradient that is not finite would reach the weights; remove it")
+            yield f"{name}: a gradient that is not finite would reach the weights; remove it"
         elif name in _BROKEN and value:
-            faults.append(f"{name}: {_BROKEN[name]}; remove it")
-    return faults
+            yield f"{name}: {_BROKEN[name]}; remove it"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,28 +230,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
         yield prefix + name, value
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
-
-
-def check_stage(config: RunConfig, zero_stage: int) -> None:
-    """Raises ConfigError where a setting excludes ZeRO-3, and that is the stage."""
-    if zero_stage == 3 and (why := why_not_zero3(config)) is not None:
-        setting, reason = why
-        raise ConfigError(
-            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
-            "name another deepspeed file"
-        )
-
-
-def check_optimizer(config: RunConfig, deepspeed_config: DeepSpeedConfig) -> None:
-    """Raises ConfigError where Muon is to put matrices together that DeepSpeed keeps elsewhere."""
-    zero = deepspeed_config.zero
-    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if config.schedule.optimizer == "muon" and (offloaded or zero.get("mics_shard_size", 0) > 0):
-        setting = "offload_optimizer" if offloaded else "mics_shard_size"
-        raise ConfigError(
-            f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in {config.deepspeed}, "
-            "where matrices cannot be put together on the GPUs; name another deepspeed file, or remove the setting"
-        )
 
 
 def why_not_zero3(config: RunConfig) -> tuple[str, str] | None:

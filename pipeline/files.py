@@ -145,10 +145,8 @@ def free_bytes(path: Path) -> int:
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
     """A temporary file to fill, renamed to `path` when the block succeeds and removed when it fails.
 
-    `scratch`: another folder of the same file system for the unfinished file; default: that of `path`.
-
-    Raises:
-        UserError: a folder lies at `path`.
+    It lies in `scratch`, a folder of the same file system, or else beside `path`. Raises UserError where `path` is a
+    folder.
     """
     # Processes of several machines may write the same file at the same time.
     own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
@@ -201,19 +199,11 @@ class FolderKind(NamedTuple):
 def check_replaceable(path: Path, kind: FolderKind | None, *, overwrite: bool | None = None) -> None:
     """Decides for every writer of a folder what it may replace: nothing, an empty folder, or a folder of its `kind`.
 
-    Args:
-        path: the folder to be written.
-        kind: what is to be written there, of any version; None: a folder that replaces no other.
-        overwrite: whether the user named `path` with `--overwrite`; None: the command has no such option.
-
-    Raises:
-        OutputError: something else is there.
+    Raises OutputError where something else is at `path`. `kind` None replaces no other folder. `overwrite`: whether the
+    user named `path` with `--overwrite`; None: the command has no such option.
     """
     path = Path(os.path.realpath(path))
-    if path.is_dir():
-        if overwrite or not any(path.iterdir()) or holds(kind, path):
-            return
-    elif not path.exists():
+    if not path.exists() or (path.is_dir() and (overwrite or not any(path.iterdir()) or holds(kind, path))):
         return
     expected = "" if kind is None else f", or {kind.name} that is not damaged"
     advice = "" if overwrite is None else ", or say --overwrite"
@@ -301,12 +291,10 @@ def sync(path: Path) -> None:
     """Flushes a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        if path.is_dir():
-            # Some network file systems refuse this for a folder, and do not need it.
-            with contextlib.suppress(OSError):
-                os.fsync(descriptor)
-        else:
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # for a folder some network file systems refuse it, and do not need it
+            raise
     finally:
         os.close(descriptor)
 

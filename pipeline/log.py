@@ -89,12 +89,7 @@ def progress_bar(
     """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 
     On a terminal the bar appears after a second and disappears at the end. Otherwise a line is logged every `every_s`
-    seconds, by default 30. So short work shows nothing.
-
-    Args:
-        unit: suffix of numbers: "B", " windows".
-        done: what was done earlier, which does not count for the speed.
-        scaled: whether numbers get SI prefixes: 4.00M.
+    seconds, by default 30. What was `done` earlier does not count for the speed; `scaled` numbers get SI prefixes.
     """
     terminal = sys.stderr.isatty()
     every_s = _BETWEEN_LOG_LINES_S if every_s is None else every_s

@@ -9,14 +9,9 @@ import yaml
 
 from pipeline.config.reading import read_yaml
 from pipeline.config.run import load_config
-from pipeline.config.sources import combined, read_layers, source_of
+from pipeline.config.sources import read_settings
 from pipeline.errors import ConfigError
 from tests.training.runs import write_config
-
-
-def test_no_sample_of_the_role_new_is_a_fault(tmp_path):
-    with pytest.raises(ConfigError, match="leave no sample of the role new"):
-        load_config(write_config(tmp_path, tmp_path, data__replay_fraction=1.0))
 
 
 @pytest.mark.parametrize(
@@ -25,6 +20,7 @@ def test_no_sample_of_the_role_new_is_a_fault(tmp_path):
         ({"upscaled": "folder"}, "upscaled: method fft trains no expansion"),
         ({"forgetting": {"max_kl_from_base": 0.1}}, "forgetting.max_kl_from_base: method fft keeps no base"),
         ({"forgetting": {"max_increase": 0.1}}, "forgetting: needs a corpus of role replay"),
+        ({"data__replay_fraction": 1.0}, "leave no sample of the role new"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_a_fault(changes, fault, tmp_path):
@@ -71,19 +67,14 @@ def test_a_file_extends_others_key_by_key(tmp_path):
     assert (last.stability.window, last.stability.loss_increase) == (7, None)  # null is a value of this setting
     assert (first.gate is not None, last.gate) == (True, None)
     assert list(last.data.corpora) == ["korean"] and last.method == first.method
-    layers = read_layers(top)
-    assert [Path(layer.source).name for layer in layers] == ["base.yaml", "middle.yaml", "top.yaml"]
-    for keys, name in {("schedule", "steps"): "middle.yaml", ("schedule", "micro_batch_size"): "base.yaml"}.items():
-        assert Path(source_of(layers, keys) or "").name == name
-    assert source_of(layers, ("seed",)) is None
 
 
 def test_a_section_of_another_name_replaces_the_extended_one(tmp_path):
     write_config(tmp_path, tmp_path, name="base.yaml")
     fft = extending(tmp_path / "fft.yaml", "base.yaml", method={"name": "fft"})
-    assert combined(read_layers(fft))["method"] == {"name": "fft"}
+    assert read_settings(fft)["method"] == {"name": "fft"}
     route = extending(tmp_path / "route.yaml", "base.yaml", method={"name": "scale", "variant": "route"})
-    assert combined(read_layers(route))["method"]["l_fp"] == 3
+    assert read_settings(route)["method"]["l_fp"] == 3
 
 
 @pytest.mark.parametrize(

@@ -6,37 +6,24 @@ import os
 import signal
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.distributed import RankError, run_ranks
 
 
-def sum_of_ranks() -> tuple[int, torch.Tensor]:
-    own = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(own)
-    return dist.get_rank(), own
-
-
-def raises() -> None:
+def fails(killed: bool) -> None:
     if dist.get_rank() == 1:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("one rank's own fault")
     dist.barrier()
 
 
-def dies() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def test_results_are_in_rank_order():
-    assert run_ranks(sum_of_ranks, 3) == [(rank, torch.tensor([3.0])) for rank in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("fault", "report"), [(raises, r"(?s)^rank 1 raised.*one rank's own fault"), (dies, "rank 1 died without a result")]
-)
-def test_a_rank_that_fails_is_reported(fault, report):
-    with pytest.raises(RankError, match=report):
-        run_ranks(fault, 2)
+def test_results_are_in_rank_order_and_a_rank_that_fails_is_reported():
+    assert run_ranks(dist.get_rank, 3) == [0, 1, 2]
+    for killed, report in (
+        (False, r"(?s)^rank 1 raised.*one rank's own fault"),
+        (True, "rank 1 died without a result"),
+    ):
+        with pytest.raises(RankError, match=report):
+            run_ranks(fails, 2, killed)

@@ -1,4 +1,4 @@
-"""What documentation, Makefile and tests name must exist, and every script must be used by a test."""
+"""What documentation and Makefile name must exist."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from pipeline.cli import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/**/*.md")])
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
-SCRIPTS = sorted([*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("slurm/*.sh")])
 LINK = re.compile(r"\]\(([^)#\s]+)")
 PROJECT_FILE = re.compile(
     r"\b((?:pipeline|tools|tests|slurm|configs|ds_configs|benchmarks|docs)/[\w./-]+\.(?:py|sh|yaml|json|md|env))\b"
 )
-MODULE = re.compile(r"(?<!datatrove.)\bpipeline(?:\.[a-z_0-9]+)+")
 SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(
@@ -30,30 +27,10 @@ PROGRAM_CALL = re.compile(
     rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
     r"((?:\\\n|[^\n`])*)"
 )
-NOT_NAMED_BY_TESTS = {
-    "benchmarks/results.py": "shared by the benchmarks",
-    "tools/describe_config.py": "this module runs it",
-    "slurm/ranks.sh": "sourced by slurm/common.sh",
-    "slurm/requeue.sh": "sourced by slurm/common.sh",
-    "slurm/stages.sh": "sourced by slurm/common.sh",
-}
 
 
 def named_files(text: str) -> set[str]:
     return {name for name in PROJECT_FILE.findall(text) if not name.startswith("benchmarks/out/")}
-
-
-def is_module(name: str) -> bool:
-    """Whether the dotted name is a module, or something that a module's text names."""
-    place = ROOT
-    for part in name.split("."):
-        if (place / part).is_dir():
-            place /= part
-        else:
-            file = place / f"{part}.py"
-            init = place / "__init__.py"
-            return file.exists() or (init.exists() and part in init.read_text(encoding="utf-8"))
-    return True
 
 
 def output_of(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -98,12 +75,6 @@ def test_pages_name_files_links_and_targets_that_exist():
         assert not missing, f"{page.relative_to(ROOT)} names what does not exist: {missing}"
 
 
-def test_modules_that_are_named_exist():
-    for path in [*PAGES, *TESTS, *SCRIPTS, ROOT / "Makefile", ROOT / "pyproject.toml"]:
-        missing = {name for name in MODULE.findall(path.read_text(encoding="utf-8")) if not is_module(name)}
-        assert not missing, f"{path.relative_to(ROOT)} names modules that do not exist: {sorted(missing)}"
-
-
 def test_commands_of_the_documentation_have_the_flags_that_it_shows(monkeypatch, capsys):
     check_commands("\n".join(page.read_text(encoding="utf-8") for page in PAGES), "documentation", monkeypatch, capsys)
 
@@ -119,19 +90,6 @@ def test_make_targets_call_what_exists(monkeypatch, capsys):
         commands += subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert not [name for name in named_files(commands) if not (ROOT / name).exists()]
     check_commands(commands, "Makefile", monkeypatch, capsys)
-
-
-def test_every_script_is_used_by_a_test():
-    tests = "\n".join(path.read_text(encoding="utf-8") for path in TESTS if path != Path(__file__))
-    for script in SCRIPTS:
-        name = str(script.relative_to(ROOT))
-        quoted = rf"\b{script.stem}\{script.suffix}\b|\b{script.parent.name}\.{script.stem}\b"
-        imported = rf"from {script.parent.name} import [^\n]*\b{script.stem}\b"
-        commands = [command for command, program in PROGRAMS.items() if program == script.stem]
-        ways = r'"(?:pipeline|scale-cpt)", "|scale-cpt |(?:scale_cpt|call)(?:\(|,)\s*"'
-        called = [rf"(?:{ways}){command}\b" for command in commands]
-        used = re.search("|".join([quoted, imported, *called]), tests)
-        assert used or name in NOT_NAMED_BY_TESTS, f"no test uses {name}"
 
 
 def test_the_site_has_every_page_and_no_broken_link(tmp_path):

@@ -11,8 +11,8 @@ import yaml
 import zstandard
 from huggingface_hub.utils import filter_repo_objects
 
-from pipeline.checks.door import faults_of, read_inputs
-from pipeline.checks.inputs import Opened
+from pipeline.checks.door import begin, faults_of
+from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
 from pipeline.data import hub_datasets
 from pipeline.data.hub_datasets import streamed_files
@@ -23,7 +23,6 @@ from pipeline.hub import model_folder, source_of
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
-from tests.data.helpers import tokenize
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run
 
@@ -52,12 +51,14 @@ def test_a_model_is_found_in_the_cache_by_branch_and_by_commit(name, cache):
     assert source_of(cache) == f"org/stories@{COMMIT}"
 
 
-def test_a_folder_of_that_name_wins(cache, tmp_path, monkeypatch):
+def test_folders_and_other_paths_are_left_alone(cache, tmp_path, monkeypatch):
     (tmp_path / "org" / "stories").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert model_folder(Path("org/stories")) == Path("org/stories")
     assert source_of(Path("org/stories")) is None
-    assert model_folder(Path("org/other")) == Path("org/other")  # a missing folder beside it, and nobody's model
+    # A missing folder beside it is nobody's model.
+    for path in map(Path, ("org/other", "stories", "/org/stories", "a/b/c", "../stories", "~/stories")):
+        assert model_folder(path) == path
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -73,13 +74,6 @@ def test_what_an_export_keeps_of_a_base_is_fetched(weights, cache, monkeypatch):
     assert [*filter_repo_objects([*wanted, *others], **patterns)] == wanted
 
 
-@pytest.mark.parametrize("path", ["stories", "/org/stories", "a/b/c", "../stories", "~/stories"])
-def test_other_paths_are_left_alone(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # nobody calls it
-    assert model_folder(Path(path)) == Path(path)
-
-
 @pytest.mark.parametrize("name", ["org/other", "org/stories@v9", "org/stories@" + "f" * 40])
 def test_what_the_cache_lacks_is_refused_in_one_line(name, cache):
     with pytest.raises(BaseModelError, match=f"{name}: no such folder here.*HF_HUB_OFFLINE") as fault:
@@ -87,20 +81,17 @@ def test_what_the_cache_lacks_is_refused_in_one_line(name, cache):
     assert "\n" not in str(fault.value)
 
 
-def test_a_run_names_its_base_on_the_hub(cache, tokens, tmp_path):
+def test_a_run_and_a_first_configuration_name_their_base_on_the_hub(cache, tokens, tmp_path):
     path = make_run(tmp_path / "run", tokens)
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/stories"}))
     assert load_config(path, base="named").base == Path("org/stories")
     config = load_config(path)
     assert config.base == config.tokenizer == cache
-    inputs = read_inputs(config, 1)
+    inputs = begin(config, 1, "train")
     assert inputs.base.path == cache
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/other"}))
     with pytest.raises(BaseModelError, match="org/other: no such folder here"):
-        read_inputs(load_config(path), 1)
-
-
-def test_a_first_configuration_names_its_base_on_the_hub(cache):
+        begin(load_config(path), 1, "train")
     texts = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
     config, text = propose("first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0, on_cpu=True))
     assert config.base == cache
@@ -147,6 +138,7 @@ def test_a_dataset_is_streamed_once_in_order_and_its_text_only(dataset):
     (dataset / "train.jsonl").unlink()
     assert streamed_files(DATASET) == files
     assert files[0].stat().st_mtime_ns == before
+    assert len(_texts(streamed_files("hf://org/reviews/default/test?documents=7"))) == 7
 
 
 def test_a_killed_stream_continues_to_the_same_bytes(dataset, monkeypatch):
@@ -169,21 +161,12 @@ def test_a_killed_stream_continues_to_the_same_bytes(dataset, monkeypatch):
     assert next(calls) < 400 + 1 + 1000 - 300  # whole shards were kept
 
 
-def test_a_corpus_is_made_from_a_dataset_and_a_limit(dataset, tmp_path):
-    name = f"{DATASET}?documents=100"
-    manifest = tokenize(tmp_path / "tokens", name)
-    assert manifest.documents == 100
-    assert manifest.inputs[0].path.startswith(str(tmp_path / "home"))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("hf://org", "expected hf://org/name"),
-        ("hf://org/reviews/default/train?rows=3", "expected hf://org/name"),
         ("hf://org/other", "offline mode is enabled"),
         ("hf://org/reviews/default/dev", "dev"),
-        ("hf://org/reviews/large", "large"),
     ],
 )
 def test_a_dataset_that_is_not_there_is_refused_in_one_line(name, message, dataset):
@@ -204,5 +187,5 @@ def test_nothing_of_a_dataset_is_run(dataset, tmp_path):
 
 def test_a_dry_run_streams_nothing(dataset, tokens, tmp_path):
     path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?documents=7"])
-    assert faults_of(Opened(load_config(path), 1)) == []
+    assert faults_of(Inputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

@@ -22,10 +22,9 @@ while not os.path.exists(mark):
 time.sleep(0.5)
 os.abort()
 """
-FAULTS = {"sys.exit(2)": 2, "os.kill(os.getpid(), signal.SIGKILL)": 137, "sys.exit(69)": 69}
 
 
-@pytest.mark.parametrize(("fault", "code"), FAULTS.items())
+@pytest.mark.parametrize(("fault", "code"), [("sys.exit(2)", 2), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
 def test_aborts_after_a_rank_failed_are_its_consequence(tmp_path, caplog, monkeypatch, fault, code):
     monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
     monkeypatch.setenv("EXIT_GRACE_S", str(PATIENCE_S))

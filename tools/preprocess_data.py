@@ -18,13 +18,12 @@ from typing import get_args
 
 from pipeline import log
 from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
-from pipeline.config.data import Corpus, Data
+from pipeline.config.data import Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized
 from pipeline.data.preprocess import preprocess
 from pipeline.data.records import DocumentUnit
-from pipeline.data.token_corpus import load_manifest
 from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
@@ -52,17 +51,6 @@ def main(options: argparse.Namespace) -> None:
                 made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {rejected:,} records rejected"
                 if is_first:
                     print(f"{job.output}: {made}")
-            if config is not None and is_first:
-                _compare_estimates(config.data)
-
-
-def _compare_estimates(data: Data) -> None:
-    for name, corpus in data.corpora.items():
-        if corpus.estimated_tokens is not None:
-            parts = [data.folder / name, *([data.folder / f"{name}.heldout"] if corpus.heldout_fraction else [])]
-            tokens = sum(load_manifest(part).tokens for part in parts)
-            off = tokens / corpus.estimated_tokens - 1
-            print(f"data.corpora.{name}: {tokens:,} tokens in all, {off:+.1%} of what was estimated")
 
 
 def _of_run(config: RunConfig) -> list[Job]:

@@ -1,4 +1,4 @@
-"""Shows a run's configuration and where each value comes from, or writes a first one.
+"""Shows every setting of a run, or writes a first configuration.
 
     scale-cpt config show configs/demo_fft.yaml --set schedule.steps=20
     scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import yaml
 
 from pipeline import command_line
-from pipeline.config.run import RunConfig, parse_config, run_layers
-from pipeline.config.sources import Layer, combined, source_of
+from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.files import write_text
 from pipeline.sizing.cluster import add_cluster_options, cluster_of
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_DEFAULT = "default"
 _SHOW = "    scale-cpt config show configs/demo.yaml --set schedule.steps=20"
 _INIT = """\
     scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
@@ -32,12 +29,11 @@ _INIT = """\
 
 A line of a .txt file is a document. Chats, and other documents: `messages_key` or `document` of the corpus, in the file
 that is written (docs/data.md)."""
-_WIDEST = 80
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
-    show = _command(commands, "show", "print every setting, and where it comes from: a file, --set, or default", _SHOW)
+    show = _command(commands, "show", "print every setting, with all that the file extends, and with --set", _SHOW)
     command_line.add_run(show)
     init = _command(commands, "init", "write a first configuration, with sizes that fit a base and texts", _INIT)
     init.add_argument("--base", type=Path, required=True, help="the model that learns: a folder or org/name@revision")
@@ -57,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.command == "init":
         return _write_first(arguments)
-    layers = run_layers(arguments.run, arguments.set)
-    print(as_yaml(parse_config(combined(layers), source=str(arguments.run)), layers), end="")
+    values = load_config(arguments.run, arguments.set, base="named").model_dump(mode="json")
+    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
     return 0
 
 
@@ -93,26 +89,6 @@ def _write_first(arguments: argparse.Namespace) -> int:
     plan = make_plan(config, cluster)
     print(plan, f"wrote {output}", sep="\n\n")
     return 1 if plan.faults else 0
-
-
-def as_yaml(config: RunConfig, layers: list[Layer]) -> str:
-    """The configuration as YAML that describes the same run, with the source of each value as a comment."""
-    lines = list(_lines(config.model_dump(mode="json"), layers, ()))
-    width = min(_WIDEST, max(len(line) for line, source in lines if source))
-    return "".join(f"{line:<{width}}  # {source}\n" if source else f"{line}\n" for line, source in lines)
-
-
-def _lines(section: Mapping[str, Any], layers: list[Layer], outer: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """The lines of a section with their sources; the line of an inner section itself has none."""
-    for key, value in section.items():
-        keys = (*outer, key)
-        indent = "  " * len(outer)
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:", ""
-            yield from _lines(value, layers, keys)
-        else:
-            text = yaml.safe_dump([value], default_flow_style=True, width=10_000, allow_unicode=True).strip()[1:-1]
-            yield f"{indent}{key}: {text}", source_of(layers, keys) or _DEFAULT
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from benchmarks.results import BASES, STORIES, Row, adapt_run
 from benchmarks.scale.growth import in_own_process, opened, report
 from pipeline import methods
 from pipeline.checks import allocation
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import begin
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpora import corpus_jobs
@@ -78,7 +78,7 @@ def start(config: RunConfig, ranks: int) -> Row:
     def rank_main(rank: int) -> list[float]:
         dist.init_process_group(backend="threaded", rank=rank, world_size=ranks, store=store)
         times = [time.thread_time()]
-        inputs = broadcast_from_rank0(lambda: read_inputs(config, ranks))
+        inputs = broadcast_from_rank0(lambda: begin(config, ranks, "train"))
         row["broadcast_kib"] = round(len(pickle.dumps(inputs)) / 1024, 1)
         times.append(time.thread_time())
         nodes = [f"node{number // RANKS_PER_NODE}" for number in range(ranks)]

@@ -31,7 +31,7 @@ from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import read_status
-from pipeline.sizing.zero import partition_size
+from pipeline.sizing.traffic import partition_size
 from pipeline.studies.report.page import page
 from pipeline.studies.results import read_runs
 from pipeline.training.observer import StepEvent

@@ -29,7 +29,7 @@ CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 SAME_MODEL = ("method", "base_precision")
 SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "optimizer", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
-_CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"openings"}, "estimated_tokens": True}
+_CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"openings"}}
 _PATHS: Any = {
     "folder": True,
     "corpora": {"__all__": _CORPUS},

@@ -21,7 +21,7 @@ from pipeline.data.corpora import heldout_folder, train_folder
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.errors import DataError
-from pipeline.files import file_hash, free_bytes, sampled_hash, sync
+from pipeline.files import file_hash, free_bytes, sampled_hash, write_text
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.scale import expansion as expansions
@@ -77,6 +77,7 @@ class Room(NamedTuple):
 
 def check_memory(run: Allocation) -> Finding:
     """Compares the estimate with every rank's room; without GPUs all is in host memory."""
+    on_gpu = run.device.type == "cuda"
 
     def needed() -> tuple[int, int]:
         estimator = run.estimator()
@@ -88,34 +89,34 @@ def check_memory(run: Allocation) -> Finding:
         host = int(host_memory() * USABLE_FRACTION) // run.ranks_here
         return Room(int(free), int(total * USABLE_FRACTION), host)
 
-    on_gpu = run.device.type == "cuda"
     device_bytes, host_bytes = broadcast_from_rank0(needed)
     return judge_memory(device_bytes, host_bytes, all_gathered(run_on_all_ranks(available)), run.nodes)
 
 
 def judge_memory(device_bytes: int, host_bytes: int, rooms: Sequence[Room], nodes: Sequence[str]) -> Finding:
     """Judges `rooms`, by rank, for a rank that needs so much on its GPU and of its host."""
-    faults = []
-    smallest = min(range(len(rooms)), key=lambda rank: rooms[rank].usable)
-    tightest = min(range(len(rooms)), key=lambda rank: rooms[rank].host)
-    if device_bytes > rooms[smallest].usable:
-        needs = f"a rank needs {_gib(device_bytes)} of the {_gib(rooms[smallest].usable)} GiB that are usable on a GPU"
-        faults.append(Fault(f"{needs} of {nodes[smallest]}; scale-cpt estimate recommends a layout that fits"))
+    faults, on_gpu, on_host = [], _gib(device_bytes), _gib(host_bytes)
+    usable, small = min((room.usable, node) for room, node in zip(rooms, nodes, strict=True))
+    host, tight = min((room.host, node) for room, node in zip(rooms, nodes, strict=True))
+    if device_bytes > usable:
+        found = f"a rank needs {on_gpu} of the {_gib(usable)} GiB that are usable on a GPU of {small}"
+        faults.append(Fault(f"{found}; scale-cpt estimate recommends a layout that fits"))
     else:
-        for rank, room in enumerate(rooms):
-            if device_bytes > room.free:
-                found = f"{_gib(room.free)} GiB of its GPU are free, expected {_gib(device_bytes)}"
-                text = f"rank {rank} on {nodes[rank]}: {found}: another process holds the rest"
-                faults.append(Fault(text, nodes[rank], passing=True))
-    if host_bytes > rooms[tightest].host:
-        found = f"found {_gib(rooms[tightest].host)} for each rank on {nodes[tightest]}"
-        advice = "start fewer ranks a node, or ask Slurm for more (--mem)"
-        faults.append(Fault(f"a rank needs {_gib(host_bytes)} GiB of host memory, {found}; {advice}"))
-    measured = []
-    if device_bytes:
-        measured.append(f"{_gib(device_bytes)} of {_gib(rooms[smallest].usable)} usable GiB on a GPU")
-    if host_bytes:
-        measured.append(f"{_gib(host_bytes)} of {_gib(rooms[tightest].host)} GiB of host memory")
+        faults += [
+            Fault(
+                f"rank {rank} on {nodes[rank]}: {_gib(room.free)} GiB of its GPU are free, expected {on_gpu}: another "
+                "process holds the rest",
+                nodes[rank],
+                passing=True,
+            )
+            for rank, room in enumerate(rooms)
+            if device_bytes > room.free
+        ]
+    if host_bytes > host:
+        found = f"a rank needs {on_host} GiB of host memory, found {_gib(host)} for each rank on {tight}"
+        faults.append(Fault(f"{found}; start fewer ranks a node, or ask Slurm for more (--mem)"))
+    measured = [f"{on_gpu} of {_gib(usable)} usable GiB on a GPU"] if device_bytes else []
+    measured += [f"{on_host} of {_gib(host)} GiB of host memory"] if host_bytes else []
     return Finding(f"a rank needs {' and '.join(measured)}", faults)
 
 
@@ -163,13 +164,12 @@ def check_disk(run: Allocation) -> Finding:
     needed, held, free = broadcast_from_rank0(measure)
     more = max(0, needed - held)
     faults = []
-    for rank, node in enumerate(nodes):
-        if refusals[rank] is not None:
-            faults.append(Fault(f"{folder}: {node} cannot write there: {refusals[rank]}", passing=held > 0))
-        if unseen[rank]:
-            writers = ", ".join(writer_of[name] for name in unseen[rank])
-            advice = "set folder to a file system that all nodes share"
-            faults.append(Fault(f"{folder}: {node} does not see what {writers} wrote there; {advice}"))
+    for node, refusal, missing in zip(nodes, refusals, unseen, strict=True):
+        if refusal is not None:
+            faults.append(Fault(f"{folder}: {node} cannot write there: {refusal}", passing=held > 0))
+        if missing:
+            found = f"{node} does not see what {', '.join(writer_of[name] for name in missing)} wrote there"
+            faults.append(Fault(f"{folder}: {found}; set folder to a file system that all nodes share"))
     if free < more and not faults:
         faults.append(Fault(str(no_room(folder, more, free)), passing=held > 0))
     return Finding(f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more / 1e9:.3g} GB more", faults)
@@ -178,9 +178,7 @@ def check_disk(run: Allocation) -> Finding:
 def _why_not_written(probe: Path) -> str | None:
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_text("preflight\n")
-        sync(probe)
-        sync(probe.parent)
+        write_text(probe, "preflight\n")
     except OSError as error:
         return error.strerror or str(error)
     return None
@@ -206,15 +204,12 @@ BLOCKS = 512
 def check_same_files(run: Allocation) -> Finding:
     """Compares the hashes of every node's files with the first node's."""
     seen = all_gathered(run_on_all_ranks(lambda: _hashes(run.inputs) if run.is_first_on_node else {}))
-    reference = seen[0]
+    advice = "every node must read the same file: copy it there again, or use a file system that all nodes share"
     faults = [
-        Fault(
-            f"{name}: differs between {run.nodes[rank]} and {run.nodes[0]}; every node must read the same file: copy "
-            "it there again, or use a file system that all nodes share"
-        )
+        Fault(f"{name}: differs between {run.nodes[rank]} and {run.nodes[0]}; {advice}")
         for rank in run.first_ranks
-        for name in sorted({*reference, *seen[rank]})
-        if seen[rank].get(name) != reference.get(name)
+        for name in sorted({*seen[0], *seen[rank]})
+        if seen[rank].get(name) != seen[0].get(name)
     ]
     result = "differ between nodes" if faults else f"are the same on {len(run.first_ranks)} node(s)"
     return Finding(f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}", faults)
@@ -222,7 +217,7 @@ def check_same_files(run: Allocation) -> Finding:
 
 def _hashes(inputs: Inputs) -> dict[str, str]:
     """The hashes of the files on this node, by name."""
-    config, weights = inputs.config, sorted(set(inputs.base.file_of.values()))
+    config, weights = inputs.config, inputs.base.files
     small = [config.base / "config.json", tokenizer_file(config.tokenizer)]
     if isinstance(config.method, ScaleMethod):
         small.append(config.upscaled_folder / expansions.MANIFEST)

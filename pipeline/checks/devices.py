@@ -17,10 +17,7 @@ import torch.distributed as dist
 
 
 class Fault(NamedTuple):
-    """A fault; `node` is the node to exclude, if that would repair it.
-
-    `passing`: another attempt may not meet it.
-    """
+    """A fault; `node` is the node to exclude, if that would repair it; `passing`: another attempt may not meet it."""
 
     text: str
     node: str | None = None
@@ -28,11 +25,10 @@ class Fault(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a check measured, as a line for the log, its faults, and what does not keep the run from starting."""
+    """What a check measured, as a line for the log, and its faults."""
 
     measured: str
     faults: Sequence[Fault] = ()
-    warnings: Sequence[str] = ()
 
 
 def _now(device: torch.device) -> float:
@@ -49,7 +45,6 @@ def _now(device: torch.device) -> float:
 
 SIZE = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
-_NOTABLY_SLOW = {"cuda": 1.5, "cpu": 20.0}  # the cores of CPUs may be shared
 _SCALES = 16
 
 
@@ -86,33 +81,25 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
 def judge_products(
     products: Sequence[Product], nodes: Sequence[str], device_type: str, slow_factor: float | None
 ) -> Finding:
-    """Judges the products of all ranks, each compared with those of other nodes, if there are any.
-
-    A rank slower by `slow_factor` is a fault; by default, one by 1.5 (20 on CPUs) is a warning.
-    """
-    faults, warnings = [], []
-    slowness = []
+    """Judges the products of all ranks; one that takes longer than the others by `slow_factor` is a fault."""
+    faults, slowness = [], []
     for rank, product in enumerate(products):
-        correct = [other for other in range(len(products)) if products[other].wrong is None and other != rank]
-        others = [other for other in correct if nodes[other] != nodes[rank]] or correct
+        others = [one.seconds for other, one in enumerate(products) if one.wrong is None and other != rank]
+        slowness.append(product.seconds / statistics.median(others) if others and product.wrong is None else 1.0)
         if product.wrong is not None:
             text = f"rank {rank} on {nodes[rank]}: a matrix product {product.wrong}; its processor is broken"
             faults.append(Fault(text, nodes[rank], passing=True))
-        comparable = product.wrong is None and others
-        slowness.append(product.seconds / statistics.median(products[o].seconds for o in others) if comparable else 1.0)
-    for node in dict.fromkeys(nodes):
-        worst = max((rank for rank, own in enumerate(nodes) if own == node), key=slowness.__getitem__)
-        text = f"rank {worst} on {node}: a matrix product takes {slowness[worst]:.1f} times as long as elsewhere"
-        if slow_factor is not None and slowness[worst] > slow_factor:
+    by_speed = sorted(range(len(products)), key=slowness.__getitem__)
+    for node, rank in {nodes[rank]: rank for rank in by_speed}.items():  # the slowest of each node
+        if slow_factor is not None and slowness[rank] > slow_factor:
+            found = f"a matrix product takes {slowness[rank]:.1f} times as long as elsewhere"
             limit = f"expected at most {slow_factor:g} (preflight.slow_factor)"
-            faults.append(Fault(f"{text}, {limit}", node, passing=True))
-        elif slow_factor is None and slowness[worst] > _NOTABLY_SLOW[device_type]:
-            warnings.append(f"{text}: every step waits for it (preflight.slow_factor refuses it)")
-    worst = max(range(len(products)), key=slowness.__getitem__)
+            faults.append(Fault(f"rank {rank} on {node}: {found}, {limit}", node, passing=True))
+    worst = by_speed[-1]
     speed = 2 * SIZE[device_type] ** 3 / max(products[worst].seconds, 1e-9) / 1e12
     verdict = "not right on every rank" if any(product.wrong for product in products) else "right on every rank"
     where = f"rank {worst} on {nodes[worst]}: {speed:.3g} TFLOP/s, {slowness[worst]:.2f} times the others' time"
-    return Finding(f"matrix products {verdict}; the slowest, {where}", faults, warnings)
+    return Finding(f"matrix products {verdict}; the slowest, {where}", faults)
 
 
 # --- All-reduce: correct and fast enough, within tensor-parallel and within data-parallel groups ---------------------
@@ -155,28 +142,28 @@ def judge_all_reduce(
     kind: str, links: Sequence[Link], groups: Sequence[Sequence[int]], nodes: Sequence[str], min_gb_per_s: float
 ) -> Finding:
     """Judges the links of all ranks, whose `groups` of a `kind` were measured at the same time, as training does."""
+
+    def speed_of(group: Sequence[int]) -> float:
+        return min(links[rank].gb_per_s for rank in group)
+
+    def nodes_of(group: Sequence[int]) -> list[str]:
+        return list(dict.fromkeys(nodes[rank] for rank in group))
+
     faults = []
     for group in groups:
-        where = f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(_distinct(group, nodes))})"
-        speed = min(links[rank].gb_per_s for rank in group)
+        where = f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(nodes_of(group))})"
         if wrong := [rank for rank in group if links[rank].wrong is not None]:
             on = _join([f"{rank} ({nodes[rank]})" for rank in wrong])
-            what = links[wrong[0]].wrong
-            text = f"{where}: {what} on rank(s) {on}; exclude the nodes of the group one after the other"
-            faults.append(Fault(text, passing=True))
-        elif speed < min_gb_per_s:
-            text = f"{where}: {speed:.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
+            text = f"{links[wrong[0]].wrong} on rank(s) {on}; exclude the nodes of the group one after the other"
+            faults.append(Fault(f"{where}: {text}", passing=True))
+        elif speed_of(group) < min_gb_per_s:
+            text = f"{speed_of(group):.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
             advice = "check the network between these nodes, and NETWORK_INTERFACE in slurm/site.env"
-            faults.append(Fault(f"{text}; {advice}", passing=True))
-    slow = min(groups, key=lambda group: min(links[rank].gb_per_s for rank in group))
-    speed = min(links[rank].gb_per_s for rank in slow)
-    reach = "within a node" if all(len(_distinct(group, nodes)) == 1 for group in groups) else "across nodes"
-    measured = f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed:.3g} GB/s"
+            faults.append(Fault(f"{where}: {text}; {advice}", passing=True))
+    slow = min(groups, key=speed_of)
+    reach = "within a node" if all(len(nodes_of(group)) == 1 for group in groups) else "across nodes"
+    measured = f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed_of(slow):.3g} GB/s"
     return Finding(f"{measured} (the slowest group: ranks {_join(slow)})", faults)
-
-
-def _distinct(group: Sequence[int], nodes: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(nodes[rank] for rank in group))
 
 
 def _join(items: Sequence[object], most: int = 8) -> str:

@@ -17,7 +17,7 @@ import torch
 from pipeline import log
 from pipeline.checks.allocation import Allocation, check_corpora, check_disk, check_memory, check_same_files
 from pipeline.checks.devices import Finding, judge_all_reduce, judge_products, measure_all_reduce, measure_product
-from pipeline.checks.inputs import Inputs, Opened, Stage
+from pipeline.checks.inputs import Inputs, Stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data import preprocess
@@ -25,7 +25,6 @@ from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, name
 from pipeline.data.jobs import finished
 from pipeline.data.units import input_files, is_here
 from pipeline.errors import PASSING_FAULT, ConfigError, MissingPackageError, PreflightError, UserError
-from pipeline.methods import training_method
 from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
@@ -37,7 +36,7 @@ _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
 _logger = log.get_logger(__name__)
 
 
-def _profile(run: Opened) -> None:
+def _profile(run: Inputs) -> None:
     profile, ranks = run.config.profile, run.layout.world_size
     if profile.steps is not None and max(profile.ranks, default=0) >= ranks:
         raise ConfigError(
@@ -54,7 +53,7 @@ def check_trackers(config: RunConfig) -> None:
             )
 
 
-def _sampling(run: Opened) -> None:
+def _sampling(run: Inputs) -> None:
     for corpus in run.config.data.corpora.values():
         if corpus.sample is not None:
             # A sequence length beyond the context is a fault of its own.
@@ -62,36 +61,36 @@ def _sampling(run: Opened) -> None:
             check_sampling(corpus.sample, corpus.sample.max_tokens or longest, run.tokenizer, run.spec)
 
 
-def _corpora(run: Opened) -> None:
+def _corpora(run: Inputs) -> None:
     if run.stage == "train" or is_tokenized(run.config.data):
         run.samples  # noqa: B018
     elif run.config.data.folder.resolve() != run.config.folder.resolve():
         check_folder(run.config.data.folder)
 
 
-def _texts(run: Opened) -> list[UserError]:
+def _texts(run: Inputs) -> list[UserError]:
     if (tokenizer := run.get("tokenizer")) is None:
         return _faults_of_each(input_files, filter(is_here, named_inputs(run.config.data)))
     jobs = (job for job in corpus_jobs(run.config.data, run.config.tokenizer) if is_here(job.corpus.input))
     return _faults_of_each(lambda job: finished(job.output, preprocess.plan_of(job, tokenizer)), jobs)
 
 
-def _sampled(run: Opened) -> list[UserError]:
+def _sampled(run: Inputs) -> list[UserError]:
     if run.get("base") is None or run.get("tokenizer") is None:
         return []
     return _faults_of_each(lambda job: finished(job.output, plan_of(job)), sampling_jobs(run.config))
 
 
-def _expansion(run: Opened) -> None:
+def _expansion(run: Inputs) -> None:
     if isinstance(run.config.method, ScaleMethod):
         check_named_expansion(run.config.upscaled)
     made_expansion(run.config, run.base)  # hashes the base
 
 
-def _resume(run: Opened) -> object:
-    if run.stage == "train" or (run.config.folder.is_dir() and run.get("model") and run.get("base")):
-        return run.finished
-    return None
+def _resume(run: Inputs) -> object:
+    if run.stage == "train":
+        return run.starts_at_base  # which reads the expansion where no attempt has finished
+    return run.config.folder.is_dir() and run.get("fitting_spec") and run.get("base") and run.finished
 
 
 def _links(run: Allocation, kind: Literal["tensor-parallel", "data-parallel"]) -> Finding:
@@ -116,7 +115,7 @@ def _products(run: Allocation) -> Finding:
 class Check(NamedTuple):
     """A check: what it looks at, the stages that begin with it, and its function.
 
-    A check of the configuration or its files takes what is `Opened`. It raises a UserError, or returns several. One of
+    A check of the configuration or its files takes the Inputs. It raises a UserError, or returns several. One of
     the ranks takes the Allocation, is called by all of them, and returns a Finding.
     """
 
@@ -133,7 +132,7 @@ CHECKS = (
     Check("config", ("tokenize",), lambda run: check_heldout(run.config)),
     Check("files", ("tokenize", "train"), lambda run: run.base),
     Check("files", ("tokenize", "train"), lambda run: run.base.file_of),  # the header of every weight file
-    Check("files", ("tokenize", "train"), lambda run: run.model),
+    Check("files", ("tokenize", "train"), lambda run: run.fitting_spec),
     Check("files", ("tokenize", "train"), lambda run: check_vocabulary(run.tokenizer, run.spec)),
     Check("files", ("tokenize",), _sampling),
     Check("files", ("train",), _corpora),
@@ -152,16 +151,19 @@ CHECKS = (
 )
 
 
-def begin(config: RunConfig, world_size: int, stage: Stage) -> Opened:
-    """Makes the checks of a stage that need no ranks, before it begins; raises the first fault, a UserError."""
-    run = Opened(config, world_size, stage=stage)
+def begin(config: RunConfig, world_size: int, stage: Stage) -> Inputs:
+    """Makes the checks of a stage that need no ranks, before it begins; raises the first fault, a UserError.
+
+    Before training, what it reads is then open: no other rank reads it again.
+    """
+    run = Inputs(config, world_size, stage=stage)
     for check in CHECKS:
         if stage in check.stages and check.needs != "ranks":
             check.run(run)
     return run
 
 
-def faults_of(run: Opened) -> list[UserError]:
+def faults_of(run: Inputs) -> list[UserError]:
     """The faults that all checks find that need no ranks, each once."""
     found = _faults_of_each(lambda check: check.run(run), (check for check in CHECKS if check.needs != "ranks"))
     return list({str(fault): fault for fault in found}.values())
@@ -177,23 +179,6 @@ def _faults_of_each(check: Callable[[Any], Any], subjects: Iterable[Any]) -> lis
             found = [error]
         faults += found if isinstance(found, list) else []
     return faults
-
-
-def read_inputs(config: RunConfig, world_size: int) -> Inputs:
-    """What training reads, checked, without weights and the files of checkpoints; raises as `begin`."""
-    run = begin(config, world_size, "train")
-    method = training_method(config)
-    return Inputs(
-        config,
-        run.deepspeed_config,
-        run.layout,
-        run.base,
-        run.tokenizer.fingerprint,
-        run.samples,
-        method,
-        starts_at_base=run.finished or method.expansion is None or not method.expansion.is_trained,
-        finished=run.finished,
-    )
 
 
 def check_allocation(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> None:
@@ -212,11 +197,8 @@ def check_allocation(inputs: Inputs, groups: ProcessGroups, device: torch.device
     findings: list[Finding] = []
     for check in CHECKS:
         if check.needs == "ranks":
-            finding = check.run(run)
-            _logger.info("preflight: %s", finding.measured)
-            for warning in finding.warnings:
-                _logger.warning("preflight: %s", warning)
-            findings.append(finding)
+            findings.append(check.run(run))
+            _logger.info("preflight: %s", findings[-1].measured)
     run_on_all_ranks(lambda: refuse_faults(findings))
     _logger.info("preflight: passed after %.1f s", time.perf_counter() - started)
 

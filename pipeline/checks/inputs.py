@@ -17,15 +17,9 @@ from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import read_vocabulary
-from pipeline.deepspeed_config import (
-    DeepSpeedConfig,
-    accumulation_steps,
-    check_optimizer,
-    check_stage,
-    load_deepspeed_config,
-)
+from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
 from pipeline.errors import ConfigError, DamagedCheckpointError, DataError, UserError
-from pipeline.methods import build_model
+from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.vocabulary import extended_spec, with_new_rows
 from pipeline.model.base_folder import BaseFolder
@@ -52,30 +46,11 @@ class Samples(NamedTuple):
         return [each.source for each in packed]
 
 
-class Inputs(NamedTuple):
-    """What rank 0 read from the files of a run, with what is cached in it; picklable, so that it can be broadcast.
+class Inputs:
+    """What a run reads; each property is opened, and raises a UserError, when it is first asked for.
 
-    Attributes:
-        starts_at_base: whether the model's logits must equal the base's before the first step.
-        finished: whether an earlier attempt finished the run.
-    """
-
-    config: RunConfig
-    deepspeed_config: DeepSpeedConfig
-    layout: Layout
-    base: BaseFolder
-    tokenizer_fingerprint: str
-    samples: Samples
-    method: TrainingMethod
-    starts_at_base: bool = True
-    finished: bool = False
-
-
-class Opened:
-    """What a run's configuration names; each property is opened, and raises a UserError, when it is first asked for.
-
-    `base_config` is a config.json to use where the base's folder is missing. `stage` is the stage that begins; None in
-    a dry run.
+    Rank 0 broadcasts it with all that it has opened except the tokenizer. `base_config` is a config.json to use where
+    the base's folder is missing. `stage` is the stage that begins; None in a dry run.
     """
 
     def __init__(
@@ -83,6 +58,9 @@ class Opened:
     ) -> None:
         self.config, self.stage = config, stage
         self._world_size, self._base_config = world_size, base_config
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
 
     def get(self, name: str) -> Any:  # noqa: ANN401
         """One of the properties; None where it cannot be opened."""
@@ -101,10 +79,7 @@ class Opened:
     @cached_property
     def deepspeed_config(self) -> DeepSpeedConfig:
         """DeepSpeed's configuration."""
-        opened = load_deepspeed_config(self.config.deepspeed, self.layout)
-        check_stage(self.config, opened.zero_stage)
-        check_optimizer(self.config, opened)
-        return opened
+        return deepspeed_config_of(self.config, self.layout)
 
     @cached_property
     def base(self) -> BaseFolder:
@@ -119,10 +94,15 @@ class Opened:
         return extended_spec(self.config, read_spec(self._base_config))
 
     @cached_property
-    def model(self) -> DecoderSpec:
+    def fitting_spec(self) -> DecoderSpec:
         """The architecture of a base on which the run's model can be built."""
         check_fits(self.config, self.spec)
         return self.spec
+
+    @cached_property
+    def method(self) -> TrainingMethod:
+        """What trains."""
+        return training_method(self.config)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -132,10 +112,14 @@ class Opened:
         return load_tokenizer(self.config.tokenizer)
 
     @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """Equal for tokenizers that produce equal ids."""
+        return self.tokenizer.fingerprint
+
+    @cached_property
     def samples(self) -> Samples:
         """The token corpora, which last to the end of the run; with a tokenizer that cannot be opened, of any."""
-        config, tokenizer = self.config, self.get("tokenizer")
-        fingerprint = None if tokenizer is None else tokenizer.fingerprint
+        config, fingerprint = self.config, self.get("tokenizer_fingerprint")
         sampled = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder).base_tokenizer
         training = TrainingSamples(
             config.data, seed=config.seed, tokenizer_fingerprint=fingerprint, sampled_fingerprint=sampled
@@ -164,13 +148,18 @@ class Opened:
                 continue  # resuming reports it, and takes the one before
             with torch.device("meta"):
                 model = build_model(config, self.base.spec, SINGLE)
-            run = describe_run(config, self.base, model, self.tokenizer.fingerprint)
+            run = describe_run(config, self.base, model, self.tokenizer_fingerprint)
             finished = is_trained(config.folder) and manifest.position.step >= config.schedule.steps  # none were added
             check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
             if finished:
                 _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
             return finished
         return False
+
+    @cached_property
+    def starts_at_base(self) -> bool:
+        """Whether the model's logits must equal the base's before the first step."""
+        return self.finished or self.method.expansion is None or not self.method.expansion.is_trained
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pipeline.checks.door import faults_of
-from pipeline.checks.inputs import Opened
+from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.formats import describe_formats, why_not
@@ -29,13 +29,7 @@ from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, held_byt
 
 @dataclass
 class Plan:
-    """What a run will do.
-
-    Attributes:
-        rows: of text, each under a name.
-        to_make: the inputs that earlier stages have not made yet.
-        faults: the errors that would stop the run.
-    """
+    """What a run will do: rows of text, each under a name; the inputs that are yet to be made; the faults."""
 
     rows: list[tuple[str, str]]
     to_make: list[str]
@@ -43,13 +37,11 @@ class Plan:
 
     def __str__(self) -> str:
         """A few dozen lines, with the errors at the end."""
-        ends = [("yet to make", text) for text in self.to_make]
-        ends += [("errors", text) for text in self.faults or ["none found"]]
-        width, lines, before = max(len(name) for name, _ in self.rows), [], ""
-        for name, text in [*self.rows, *ends]:
-            lines.append(f"{'' if name == before else name:<{width}}  {text}")
-            before = name
-        return "\n".join(lines)
+        rows = [*self.rows, *(("yet to make", text) for text in self.to_make)]
+        rows += [("errors", text) for text in self.faults or ["none found"]]
+        width, names = max(len(name) for name, _ in self.rows), [name for name, _ in rows]
+        shown = ("" if name == before else name for before, name in zip(["", *names], names, strict=False))
+        return "\n".join(f"{name:<{width}}  {text}" for name, (_, text) in zip(shown, rows, strict=True))
 
 
 def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> Plan:
@@ -57,9 +49,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
 
     It lacks what cannot be known because of a fault.
     """
-    run = Opened(config, cluster.gpus, base_config)
+    run = Inputs(config, cluster.gpus, base_config)
     faults = faults_of(run)
-    spec, deepspeed, estimate = run.get("model"), run.get("deepspeed_config"), None
+    spec, deepspeed, estimate = run.get("fitting_spec"), run.get("deepspeed_config"), None
     ranks = f"{cluster.gpus} {'CPU processes' if cluster.on_cpu else 'GPUs'} on {cluster.nodes} node(s)"
     rows = [("run", f"{config.name}, in {config.folder}")]
     if spec is None or deepspeed is None:
@@ -80,9 +72,8 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     if spec is not None:
         scale = config.method if isinstance(config.method, ScaleMethod) else None
         expansion = plan_expansion(scale, spec.widths, spec.num_layers) if scale else None
-        rows.append(
-            ("export", describe_formats(why_not(config.method, expansion, spec, gated=config.gate is not None)))
-        )
+        refused = why_not(config.method, expansion, spec, gated=config.gate is not None)
+        rows.append(("export", describe_formats(refused)))
     return Plan(rows, list(_to_make(config)), [str(fault) for fault in faults])
 
 
@@ -126,7 +117,7 @@ def _steps(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> It
         yield "duration", text
 
 
-def _corpora(run: Opened) -> Iterator[tuple[str, str]]:
+def _corpora(run: Inputs) -> Iterator[tuple[str, str]]:
     """The size of each corpus, how often the run reads it, and how many of its held-out sequences a validation has."""
     data, config = run.config.data, run.config
     samples = run.get("samples") if is_tokenized(data) else None

@@ -111,8 +111,6 @@ class Corpus(Section):
     """replay: the base model's own domain; rehearsal: text that the base wrote itself"""
     source: Source = Source()
     """for the model card"""
-    estimated_tokens: PositiveInt | None = None
-    """what config init estimated; the end of tokenization says how far off it was"""
     weight: PositiveFloat = 1.0
     """share among the corpora of the same role"""
     epochs: PositiveFloat | None = None
@@ -121,7 +119,7 @@ class Corpus(Section):
     """or after this many tokens"""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Corpus:
+    def _settings_fit_together(self) -> Corpus:
         if self.role != "rehearsal":
             if self.sample is not None:
                 raise ValueError(f"sample belongs to role rehearsal, not to role {self.role}")
@@ -135,16 +133,8 @@ class Corpus(Section):
             raise ValueError(
                 "messages_key: chats are used whole; name files of them as openings, without opening_tokens"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _plain_text_is_cleaned(self) -> Corpus:
         if self.clean is not None and (self.prompt_key or self.messages_key or self.sample):
             raise ValueError("clean is for documents, without prompt_key, messages_key and sample")
-        return self
-
-    @model_validator(mode="after")
-    def _one_limit_one_heldout(self) -> Corpus:
         if self.messages_key is not None and self.prompt_key is not None:
             raise ValueError("give prompt_key or messages_key, not both: a chat has prompts of its own")
         if self.epochs is not None and self.token_budget is not None:

@@ -15,7 +15,7 @@ from pipeline.config.data import CorpusName, Data, Role
 from pipeline.config.method import Freeze, FullFineTuning, Method, ScaleMethod
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
 from pipeline.config.schedule import Schedule
-from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, Layer, change_of, combined, read_layers
+from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, read_settings
 from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
@@ -114,10 +114,8 @@ class Preflight(Section):
     min_gb_per_s: Annotated[float, Field(ge=0)] | None = None
     """limit for the slowest all-reduce, as sent by a rank; default: 0.5 on GPUs, 0.001 on CPUs"""
     slow_factor: Annotated[float, Field(gt=1)] | None = None
-    """how many times as long as the others' a rank's matrix product may take; default: no limit, a warning names a rank
-    that is slower than the others by half"""
-    disk_margin_fraction: Annotated[float, Field(ge=0)] = 0.1
-    """additional free space that is required, as a share of the checkpoints"""
+    """how many times as long as the others' a rank's matrix product may take; default: no limit, the log names the
+    slowest rank"""
 
 
 class Stability(Section):
@@ -321,28 +319,21 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
         ConfigError: the file is missing, is not YAML, or does not describe a run, or a change is none of its settings.
     """
     source = " ".join([str(path), *(f"{COMMAND_LINE} {change}" for change in changes)])
-    config = parse_config(combined(run_layers(path, changes)), source=source)
-    return config if base == "named" else _with_models(config, base)
+    config = parse_config(read_settings(path, changes), source=source)
+    if base == "named":
+        return config
+    found: dict[str, Any] = {"base": _here(config.base, weights=base == "whole")}
+    if (vocabulary := config.vocabulary) is not None:
+        found["vocabulary"] = vocabulary.model_copy(update={"folder": _here(vocabulary.folder, weights=False)})
+    return config.model_copy(update=found)
 
 
-def run_layers(path: Path, changes: Sequence[str] = ()) -> list[Layer]:
-    """The layers of that configuration. Raises as `load_config`."""
-    return [*read_layers(path), *map(change_of, changes)]
-
-
-def _with_models(config: RunConfig, base: HubModels) -> RunConfig:
-    """`config` with folders of this machine in place of models on the hub, which are fetched.
+def _here(named: Path, *, weights: bool) -> Path:
+    """The folder on this machine of a model, which is fetched from the hub.
 
     A model that cannot be had stays a name: whoever opens it finds out why, beside other faults.
     """
-
-    def here(named: Path, *, weights: bool) -> Path:
-        try:
-            return model_folder(named, weights=weights)
-        except BaseModelError:
-            return named
-
-    changes: dict[str, Any] = {"base": here(config.base, weights=base == "whole")}
-    if (vocabulary := config.vocabulary) is not None:
-        changes["vocabulary"] = vocabulary.model_copy(update={"folder": here(vocabulary.folder, weights=False)})
-    return config.model_copy(update=changes)
+    try:
+        return model_folder(named, weights=weights)
+    except BaseModelError:
+        return named

@@ -13,13 +13,7 @@ import torch
 
 from pipeline import log
 from pipeline.config.run import RunConfig
-from pipeline.deepspeed_config import (
-    DeepSpeedConfig,
-    accumulation_steps,
-    check_stage,
-    load_deepspeed_config,
-    why_not_zero3,
-)
+from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of, why_not_zero3
 from pipeline.errors import BaseModelError, UserError
 from pipeline.methods import build_model, training_method
 from pipeline.methods.vocabulary import extended_spec
@@ -32,7 +26,6 @@ from pipeline.sizing.flops import FlopsPerToken, count_flops
 from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
-from pipeline.sizing.zero import ZeroSettings, zero_settings
 
 _logger = log.get_logger(__name__)
 
@@ -157,8 +150,8 @@ class Estimator:
                 refused[choice.tp_size] = str(error)
         return estimates, refused
 
-    def _micro_batch(self, choice: Choice) -> tuple[ZeroSettings, MicroBatchCosts]:
-        zero = zero_settings(self.deepspeed, choice.zero_stage)
+    def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
+        zero = self.deepspeed.at_stage(choice.zero_stage)
         return zero, self._costs(choice.tp_size, choice.activation_checkpointing)
 
     def _measure(self, tp_size: int, checkpointing: ActivationCheckpointing) -> MicroBatchCosts:
@@ -166,7 +159,7 @@ class Estimator:
         return measure_micro_batch(self.config, self.spec, tp_size, checkpointing, self.deepspeed.dtype)
 
 
-def _step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, cluster: Cluster) -> float:
+def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfig, cluster: Cluster) -> float:
     """The time of a step, in seconds.
 
     Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with it where
@@ -177,9 +170,9 @@ def _step_seconds(compute_s: float, traffic: list[Traffic], zero: ZeroSettings, 
         return sum(message.seconds(cluster) for message in traffic if message.purpose in purposes)
 
     blocking = compute_s + seconds(TENSOR_PARALLEL, MUON)
-    if not zero.overlaps or zero.stage == 1:
+    if not zero.overlaps or zero.zero_stage == 1:
         return blocking + seconds(GATHER, REDUCE)
-    if zero.stage == 2:
+    if zero.zero_stage == 2:
         return max(blocking, seconds(REDUCE)) + seconds(GATHER)
     return max(blocking, seconds(GATHER, REDUCE))
 
@@ -198,6 +191,5 @@ def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | N
         raise BaseModelError(
             f"{source}: no such file or folder; the base's config.json is enough: name it with --base-config"
         )
-    deepspeed = load_deepspeed_config(config.deepspeed, Layout(cluster.gpus, config.parallel.tp_size))
-    check_stage(config, deepspeed.zero_stage)
+    deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
     return Estimator(config, extended_spec(config, read_spec(source)), deepspeed, cluster)

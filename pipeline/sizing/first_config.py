@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
-from pipeline.data.records import Document, Keys
+from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_training import fertility
 from pipeline.data.units import sampled_documents
@@ -40,35 +39,16 @@ _LARGEST_STEP = 2**22
 """Tokens of a step of the paper's run; smaller runs make about _STEPS smaller steps."""
 _SMALLEST_BATCH = 8
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
-_LINES = "\nA line of a .txt file is a document, `document: file` in its corpus makes it the whole file (docs/data.md)."
-_BYTES = "\nThe new text takes many tokens: `scale-cpt vocabulary` adds pieces, for --vocabulary (docs/vocabulary.md)."
-_MANY_TOKENS_PER_BYTE = 0.5
-_LETTER = re.compile(r"[^\W\d_]")
-_SCRIPTS = {"ko": re.compile("[가-힣]"), "en": re.compile("[A-Za-z]")}
-_UNCLEANED = 0.02
-"""The share of documents that are copies, or not in the texts' own script, from which on cleaning is proposed."""
 _REPEATED = (4, 100_000_000)
 """Texts of fewer tokens are read so many times; up to four passes are about as good as new text."""
 
 
-@dataclass(frozen=True)
-class Texts:
+class Texts(NamedTuple):
     """What a kind of text holds, by a sample of it."""
 
     inputs: list[str]
     tokens: int
     tokens_per_byte: float
-    language: str | None
-    """as a section `clean` names it, None for another one"""
-    copies: float
-    """the share of documents that are copies of others"""
-    foreign: float
-    """the share that is mostly in another script"""
-
-    @property
-    def look_uncleaned(self) -> bool:
-        """Whether a section `clean` may help."""
-        return self.language is not None and max(self.copies, self.foreign) > _UNCLEANED
 
 
 def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> Texts:
@@ -80,18 +60,7 @@ def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text")
     sample, factor = sampled_documents(inputs, Keys(text_key), _SAMPLE_BYTES)
     found = fertility(tokenizer, (document.text for document in sample))
     framed = found.tokens + len(sample) * len([*tokenizer.document_start, *tokenizer.document_end])
-    return Texts(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte, *_faults(sample))
-
-
-def _faults(sample: Sequence[Document]) -> tuple[str | None, float, float]:
-    """The language of most documents, and the shares of copies and of documents in another script."""
-    own = {
-        language: sum(len(script.findall(one.text)) * 2 > len(_LETTER.findall(one.text)) for one in sample)
-        for language, script in _SCRIPTS.items()
-    }
-    language = max(own, key=own.__getitem__)
-    copies = 1 - len({one.text for one in sample}) / len(sample)
-    return language if own[language] * 2 > len(sample) else None, copies, 1 - own[language] / len(sample)
+    return Texts(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
 
 
 def propose(
@@ -126,9 +95,8 @@ def propose(
     if not tokenizer.document_start:  # nothing to begin a text with
         own |= {"openings": [*known.inputs], "opening_tokens": min(16, length // 4)}  # a copy, or YAML writes an anchor
     key = {} if text_key == "text" else {"text_key": text_key}
-    cleaned = {"clean": {"language": learned.language}} if learned.look_uncleaned else {}
     corpora = {
-        "new": {**_corpus(learned, length), **key, **cleaned},
+        "new": {**_corpus(learned, length), **key},
         "old": {**_corpus(known, length), "role": "replay", **key},
         "own_text": {"role": "rehearsal", "sample": own, **key},
     }
@@ -192,7 +160,7 @@ def _schedule(learned: Texts, spec: DecoderSpec, cluster: Cluster) -> tuple[dict
 def _corpus(text: Texts, length: int) -> dict[str, Any]:
     """A corpus whose held-out share of the documents holds about 128 sequences, within limits."""
     heldout = float(f"{min(0.1, max(0.001, 128 * length / text.tokens)):.1g}")
-    return {"input": text.inputs, "heldout_fraction": heldout, "estimated_tokens": text.tokens}
+    return {"input": text.inputs, "heldout_fraction": heldout}
 
 
 def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[str, Any]]:
@@ -216,33 +184,22 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
 
 
 def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster) -> str:
+    """The settings with comments on where each section's values come from."""
     schedule, base, added = values["schedule"], asdict(spec.widths), values["method"]["expansion"]
     gated = "gate" in values
     names = {"hidden_size": "hidden", "intermediate_size": "FFN", "num_attention_heads": "attention heads"}
     growth = ", ".join(f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items())
     tokens = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
+    more = "the gate learns from it where to stay closed" if gated else "it keeps the model near the base"
     comments = {
         "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
         "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
-        "method": f"The base's widths grow: {growth}. The paper's grow by an\n"
-        f"eighth each, {'those under a gate by a quarter, ' * gated}a small base's by what servers can split.\n"
-        f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks. preserve in place of adapt "
-        "forgets and learns less.\n"
-        + (
-            "collaborative_modules: both learns more, and forgets more where no gate is closed "
-            "(docs/results/frontier.md)."
-            if gated
-            else "norm: base, so that the model can also leave as an ordinary one, for any server (docs/serving.md)."
-        ),
-        "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte). old: about "
-        f"{known.tokens:,}; only its held-out part is read,\nto measure what is forgotten. own_text is written by the "
-        + ("base: the gate learns from it where to stay closed" if gated else "base, and keeps the model near it")
-        + " (docs/rehearsal.md)."
-        + f"\nOf a sample of new {learned.copies:.0%} are copies and {learned.foreign:.0%} are in another script: "
-        "`clean` drops them (docs/data.md#cleaning),\nwhich needs pip install 'scale-cpt[clean]'; or remove it."
-        * learned.look_uncleaned
-        + _BYTES * (learned.tokens_per_byte > _MANY_TOKENS_PER_BYTE and "vocabulary" not in values)
-        + _LINES * any(".txt" in name for name in [*learned.inputs, *known.inputs]),
+        "method": f"The base's widths grow: {growth}. The paper's grow by an eighth each,\n"
+        "those under a gate by a quarter, a small base's by what servers can split.\n"
+        f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks.",
+        "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte; where it takes many, "
+        f"`scale-cpt vocabulary` adds pieces).\nold: about {known.tokens:,}; only its held-out part is read, to "
+        f"measure what is forgotten.\nown_text is written by the base: {more} (docs/rehearsal.md).",
         "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).\n"
         "For an ordinary model, which any server runs: scale-cpt config init --without-gate.",
         "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "

@@ -95,18 +95,8 @@ def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 
     Where gradients are off it is the forward pass. `kl_fraction` of the sequences also take what KL(base || model)
     costs.
     """
-    counts: dict[str, float] = defaultdict(float)
-    for kl_rows, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
-        if share:
-            for operation, flops in _count(meta_model, sequence_length, kl_rows=kl_rows).items():
-                counts[operation] += share * flops / sequence_length
-    matrix = sum(counts[operation] for operation in _MATRIX_PRODUCTS)
-    return FlopsPerToken(matrix, sum(counts.values()) - matrix)
-
-
-def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> Counter[str]:
-    """Counts a sequence that is rehearsed, or (kl_rows 0) is not, by operation."""
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    counts: dict[str, float] = defaultdict(float)
     every_chunk = meta_model.output.chunks
 
     def one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -114,16 +104,21 @@ def _count(meta_model: Decoder, sequence_length: int, *, kl_rows: int) -> Counte
         return (slice(*rows) for rows in ((0, kl_tokens), (kl_tokens, tokens)) if rows[0] < rows[1])
 
     meta_model.output.chunks = one_chunk_of_each_loss  # type: ignore[method-assign]
-    with _FlopCount() as count:
-        total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
-        if torch.is_grad_enabled():
-            total_loss.backward()
+    for kl_rows, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
+        if share:
+            with _FlopCount() as count:
+                total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
+                if torch.is_grad_enabled():
+                    total_loss.backward()
+            for operation, flops in count.flops.items():
+                counts[operation] += share * flops / sequence_length
     meta_model.output.chunks = every_chunk  # type: ignore[method-assign]
-    return count.flops
+    matrix = sum(counts[operation] for operation in _MATRIX_PRODUCTS)
+    return FlopsPerToken(matrix, sum(counts.values()) - matrix)
 
 
 # By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and fp16. Where they give
-# figures "with sparsity" (Hopper, Blackwell, L4), the dense figure is half.
+# figures "with sparsity" (Hopper, Blackwell), the dense figure is half.
 _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
     ("GB200",): 2500.0,
     ("B200",): 2250.0,
@@ -134,12 +129,8 @@ _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
     ("H100", "PCIe"): 756.5,
     ("H100",): 989.5,
     ("A100",): 312.0,
-    ("A40",): 149.7,
-    ("A30",): 165.0,
     ("A10",): 125.0,
     ("L40S",): 362.05,
-    ("L40",): 181.05,
-    ("L4",): 121.0,
 }
 
 

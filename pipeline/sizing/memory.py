@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from pipeline.config.run import RunConfig
+from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.parallel.experts import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts
-from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_size
+from pipeline.sizing.traffic import estimate_gathering, partition_size
 
 
 @dataclass(frozen=True)
@@ -91,48 +92,54 @@ class Memory:
 
 
 def estimate_memory(
-    costs: MicroBatchCosts, zero: ZeroSettings, dp_size: int, *, asynchronous: bool = False
+    costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int, *, asynchronous: bool = False
 ) -> tuple[Memory, int]:
     """A GPU's memory, and the bytes in the host's memory per GPU: what is offloaded, and copies of what trains.
 
     An `asynchronous` save holds a copy of the optimizer's state. At the start, ZeRO-1 and 2 gather the trained
     parameters on the host and join them there.
     """
-    trained = sum(costs.trained_sizes)
-    partition, by_muon = partition_size(trained, dp_size), partition_size(sum(costs.muon_sizes), dp_size)
+    stage, itemsize, sent = zero.zero_stage, zero.dtype.itemsize, zero.communication_dtype.itemsize
+
+    def held(sizes: list[int]) -> int:
+        """A rank's elements: of each parameter (ZeRO-3), or of all in a row."""
+        return sum(partition_size(size, dp_size) for size in (sizes if stage == 3 else [sum(sizes)]))
+
+    trained = sum(parameter.size for parameter in costs.trained)
+    partition = held([parameter.size for parameter in costs.trained])
+    by_muon = held([parameter.size for parameter in costs.parameters if parameter.muon_size])
     weights = costs.parameter_bytes
-    if zero.stage == 3:  # partitions each parameter; small ones are there whole as well
-        partition = sum(partition_size(size, dp_size) for size in costs.trained_sizes)
-        by_muon = sum(partition_size(size, dp_size) for size in costs.muon_sizes)
-        small = sum(size for size in costs.parameter_sizes if size <= zero.param_persistence_threshold)
-        weights = (sum(partition_size(size, dp_size) for size in costs.parameter_sizes) + small) * zero.dtype.itemsize
-    gradients = (trained if zero.stage == 1 else partition) * zero.accumulation_dtype.itemsize
+    if stage == 3:  # small ones are there whole as well
+        sizes, threshold = [one.size for one in costs.parameters], zero.elements("stage3_param_persistence_threshold")
+        weights = (held(sizes) + sum(size for size in sizes if size <= threshold)) * itemsize
+    gradients = (trained if stage == 1 else partition) * zero.accumulation_dtype.itemsize
     # The copies of the optimizer's update: ZeRO-1 may send all gradients at once, the others copy their own in fp32.
     update = partition * torch.float32.itemsize
-    if zero.stage == 1 and zero.dtype != zero.accumulation_dtype:  # DeepSpeed's BF16_Optimizer: both kinds are whole
-        gradients += trained * zero.dtype.itemsize
-        update = trained * zero.communication_dtype.itemsize
-    update += by_muon * _MOMENT + costs.largest_matrix * _PUT_TOGETHER
+    if stage == 1 and zero.dtype != zero.accumulation_dtype:  # DeepSpeed's BF16_Optimizer: both kinds are whole
+        gradients += trained * itemsize
+        update = trained * sent
+    largest_matrix = max((parameter.muon_size for parameter in costs.parameters), default=0)
+    update += by_muon * _MOMENT + largest_matrix * _PUT_TOGETHER
     optimizer = partition * _MASTER_AND_MOMENTS - by_muon * _MOMENT
     on_host = optimizer if asynchronous else 0
-    if zero.host_optimizer:
+    if zero.offloads("optimizer"):
         on_host += optimizer + gradients
         optimizer = gradients = update = 0
-    if zero.host_weights:
+    if zero.offloads("param"):
         on_host, weights = on_host + weights, 0
     # Gradients that wait to be sent: DeepSpeed allocates whole buckets, however small the gradients are.
-    waiting = {1: 0, 2: zero.dtype.itemsize * (2 if zero.overlaps else 1), 3: zero.communication_dtype.itemsize}
-    buckets = zero.bucket_elements * waiting[zero.stage]
+    waiting = {1: 0, 2: itemsize * (2 if zero.overlaps else 1), 3: sent}[stage]
+    buckets = zero.elements("reduce_bucket_size") * waiting
     memory = Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=costs.activation_bytes,
         loss=costs.loss_bytes,
-        gathered=estimate_gathering(costs, zero).most_at_once * zero.dtype.itemsize,
+        gathered=estimate_gathering(costs, zero).most_at_once * itemsize,
         temporary=max(costs.temporary_bytes + buckets, update - costs.activation_bytes - costs.loss_bytes),
     )
-    at_start = 2 * trained * zero.dtype.itemsize if zero.stage < 3 else 0
+    at_start = 2 * trained * itemsize if stage < 3 else 0
     return memory, max(on_host, at_start)
 
 
@@ -151,9 +158,8 @@ def most_checkpoints(config: RunConfig) -> int:
 
 
 def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
-    """The disk space that a run needs: the most checkpoints at once, plus the margin."""
-    most = checkpoint_bytes(parameters) * most_checkpoints(config)
-    return int(most * (1 + config.preflight.disk_margin_fraction))
+    """The disk space that a run needs: the most checkpoints at once, and a tenth more."""
+    return int(1.1 * checkpoint_bytes(parameters) * most_checkpoints(config))
 
 
 def held_bytes(folder: Path) -> int:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,22 @@ from pipeline.parallel.sharding import default_dtype, full_shape_of, named_train
 from pipeline.parallel.topology import TensorParallel
 
 
+class ParameterUse(NamedTuple):
+    """A parameter of one rank: the elements of its shard, and what a step does with it.
+
+    `read_again`: by the backward pass. `recomputed`: it is frozen, in a layer that the backward pass runs again.
+    `muon_size`: the elements of the whole matrix that Muon updates; 0 where it does not. `split`: over tensor-parallel
+    ranks, some of which may hold the same shard.
+    """
+
+    size: int
+    trained: bool
+    read_again: bool
+    recomputed: bool
+    muon_size: int
+    split: bool
+
+
 @dataclass(frozen=True)
 class MicroBatchCosts:
     """The costs of one rank's micro-batch.
@@ -41,12 +57,6 @@ class MicroBatchCosts:
             computes in the forward pass.
         temporary_bytes: the most that the backward pass holds in addition to both.
         payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input and output.
-        parameter_sizes, trained_sizes: the elements of this rank's shard of each parameter.
-        muon_sizes: the same of those that Muon updates.
-        muon_split: how many of these are of matrices that tensor parallelism splits.
-        largest_matrix: the elements of the largest whole matrix of Muon.
-        returning_sizes: the same of the parameters that the backward pass reads.
-        recomputed_sizes: the same of the frozen parameters of layers that the backward pass runs again.
         parameter_bytes: of all shards together.
     """
 
@@ -54,14 +64,13 @@ class MicroBatchCosts:
     loss_bytes: int
     temporary_bytes: int
     payload_bytes: Counter[tuple[int, str]]
-    parameter_sizes: tuple[int, ...]
-    trained_sizes: tuple[int, ...]
-    muon_sizes: tuple[int, ...]
-    muon_split: int
-    largest_matrix: int
-    returning_sizes: tuple[int, ...]
-    recomputed_sizes: tuple[int, ...]
+    parameters: tuple[ParameterUse, ...]
     parameter_bytes: int
+
+    @property
+    def trained(self) -> list[ParameterUse]:
+        """The parameters that train."""
+        return [parameter for parameter in self.parameters if parameter.trained]
 
 
 def measure_micro_batch(
@@ -73,7 +82,7 @@ def measure_micro_batch(
 ) -> MicroBatchCosts:
     """The costs of a micro-batch of `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks runs it.
 
-    Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
+    Where the run rehearses, it is a micro-batch with rehearsed sequences.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
@@ -82,9 +91,6 @@ def measure_micro_batch(
     tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
     with torch.device("meta"), default_dtype(dtype):
         model = build_model(config, spec, tp, activation_checkpointing)
-    parameters = list(model.parameters())
-    trained = named_trained_parameters(model) if config.schedule.optimizer == "muon" else ()
-    by_muon = [weight for name, weight in trained if is_layer_matrix(name, weight)]
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
@@ -93,31 +99,27 @@ def measure_micro_batch(
         return iter(chunks[:3] + chunks[3:][-2:])
 
     model.output.chunks = few_chunks  # type: ignore[method-assign]
-    rows = config.data.kl_fraction * config.schedule.micro_batch_size
-    held, returning, recomputed = _run(model, config, payload_bytes, kl_rows=math.ceil(rows))
-    sent = Counter(payload_bytes)
-    if share := math.ceil(rows) - rows:  # some micro-batches rehearse fewer sequences
-        _run(model, config, payload_bytes, kl_rows=0)
-        share /= math.ceil(rows)
-        sent = Counter({kind: round(share * payload_bytes[kind] + (1 - share) * sent[kind]) for kind in sent})
-    return MicroBatchCosts(
-        **held,
-        payload_bytes=sent,
-        parameter_sizes=tuple(parameter.numel() for parameter in parameters),
-        trained_sizes=tuple(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        muon_sizes=tuple(weight.numel() for weight in by_muon),
-        muon_split=sum(weight.numel() for weight in by_muon if tp_size > 1 and partition_of(weight).dim is not None),
-        largest_matrix=max((math.prod(full_shape_of(weight)) for weight in by_muon), default=0),
-        returning_sizes=tuple(parameter.numel() for parameter in parameters if parameter in returning),
-        recomputed_sizes=tuple(parameter.numel() for parameter in parameters if parameter in recomputed),
-        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
-    )
+    held, read_again, recomputed = _run(model, config)
+
+    def use_of(name: str, weight: nn.Parameter) -> ParameterUse:
+        by_muon = config.schedule.optimizer == "muon" and weight.requires_grad and is_layer_matrix(name, weight)
+        whole = math.prod(full_shape_of(weight)) if by_muon else 0
+        return ParameterUse(
+            size=weight.numel(),
+            trained=weight.requires_grad,
+            read_again=weight in read_again,
+            recomputed=weight in recomputed,
+            muon_size=whole,
+            split=tp_size > 1 and partition_of(weight).dim is not None,
+        )
+
+    uses = tuple(use_of(*named) for named in model.named_parameters())
+    held_bytes = sum(weight.nbytes for weight in model.parameters())
+    return MicroBatchCosts(**held, payload_bytes=payload_bytes, parameters=uses, parameter_bytes=held_bytes)
 
 
-def _run(
-    model: Decoder, config: RunConfig, payload_bytes: Counter[tuple[int, str]], *, kl_rows: int
-) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
-    """Runs a micro-batch of which `kl_rows` sequences are rehearsed; `payload_bytes` becomes what it sends.
+def _run(model: Decoder, config: RunConfig) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
+    """Runs a micro-batch.
 
     Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
     layers that run again for it.
@@ -126,12 +128,11 @@ def _run(
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")
     ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
     documents = Documents(torch.zeros_like(tokens), ends, (1,) * shape[0]) if config.data.document_mask else None
-    payload_bytes.clear()
+    kl_rows = math.ceil(config.data.kl_fraction * config.schedule.micro_batch_size)
     live = LiveMemory(*model.parameters())
     forward_peak = activations = 0
-    returning: set[nn.Parameter] = set()
+    read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
-    again = {layer for layer in model.layers if model.is_checkpointed(layer)}
 
     def before_loss(*_: object) -> None:
         nonlocal forward_peak, activations
@@ -140,28 +141,28 @@ def _run(
 
     def after(module: nn.Module, _: object, outputs: object) -> None:
         if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)):
-            returning.update(module.parameters(recurse=False))
+            read_again.update(module.parameters(recurse=False))
             if module in again:
                 recomputed.update(weight for weight in module.parameters() if not weight.requires_grad)
 
+    again = {layer for layer in model.layers if model.is_checkpointed(layer)}
     with ExitStack() as hooks:
         hooks.enter_context(model.output.register_forward_pre_hook(before_loss))
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(after))
             if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
                 module.rotary = RotaryEmbedding()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
-                free = parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-                hooks.enter_context(free)
+        for _, parameter in named_trained_parameters(model):
+            # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
+            free = parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            hooks.enter_context(free)
         with live:
             losses = model(tokens, tokens, tokens, documents, kl_rows, kl_rows)
             loss = live.peak - activations
             losses.total.backward()
     temporary = max(forward_peak, live.peak) - activations - loss
     held = {"activation_bytes": activations, "loss_bytes": loss, "temporary_bytes": temporary}
-    return held, returning, recomputed
+    return held, read_again, recomputed
 
 
 # --- Memory of tensors without data -----------------------------------------------------------------------------------
@@ -257,15 +258,12 @@ class RecordingGroup(dist.ProcessGroup):
         self._payload_bytes = payload_bytes
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Records the message."""
         self._record("all-reduce", *tensors)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Records the message."""
         self._record("all-gather", output)
 
     def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Records the message."""
         self._record("reduce-scatter", given)
 
     # Their names before torch 2.13.

@@ -35,13 +35,10 @@ def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice |
     fastest = min(estimate.step_s for estimate in fitting)
     best = min((estimate for estimate in fitting if estimate.step_s <= fastest * (1 + TOLERANCE)), key=_effort)
     reasons = [f"{_gib(best)} of {usable} usable GiB, {best.step_s:.2f} s a step"]
-    simpler = [estimate for estimate in estimates if _effort(estimate) < _effort(best)]
-    if too_large := [estimate for estimate in simpler if not estimate.fits(cluster)]:
+    too_large = [other for other in estimates if _effort(other) < _effort(best) and not other.fits(cluster)]
+    if too_large:
         nearest = min(too_large, key=lambda estimate: estimate.memory.total)
         reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
-    if slower := [estimate for estimate in simpler if estimate.fits(cluster)]:
-        nearest = min(slower, key=lambda estimate: estimate.step_s)
-        reasons.append(f"{nearest.choice} would take {nearest.step_s:.2f} s a step")
     for other in estimates:
         if best.choice.zero_stage < 3 and other.choice == best.choice._replace(zero_stage=3):
             more_gb = (other.inside_bytes + other.between_bytes - best.inside_bytes - best.between_bytes) / 1e9
@@ -65,9 +62,7 @@ def report(estimator: Estimator) -> tuple[str, Choice | None]:
     lines = [*_model_lines(estimator), "", *_table_lines(estimates, estimator.cluster)]
     lines += [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
     chosen = {estimator.own_choice: "this run's", recommended: "recommended"}
-    for estimate in estimates:
-        if estimate.choice in chosen:
-            lines += ["", f"{estimate.choice} ({chosen[estimate.choice]})", *_detail_lines(estimate, estimator)]
+    lines += ["", *(_detail(one, chosen[one.choice], estimator) for one in estimates if one.choice in chosen)]
     lines += ["", f"recommended: {recommended or 'no layout'}: {reason}"]
     return "\n".join(lines), recommended
 
@@ -105,12 +100,11 @@ def _table_lines(estimates: Sequence[Estimate], cluster: Cluster) -> Iterator[st
         )
 
 
-def _detail_lines(estimate: Estimate, estimator: Estimator) -> Iterator[str]:
+def _detail(estimate: Estimate, whose: str, estimator: Estimator) -> str:
     steps, step_s = estimator.config.schedule.steps, estimate.step_s
     per_gpu = estimator.tokens_per_step / step_s / estimator.cluster.gpus
-    if estimate.host_bytes:
-        yield f"  {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"
-    yield (
-        f"  {estimate.micro_batches} micro-batches a step, {step_s:.2f} s ({estimate.compute_s:.2f} computing), "
-        f"{per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h for {steps:,} steps"
+    on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory" if estimate.host_bytes else ""
+    return (
+        f"{estimate.choice} ({whose}): {estimate.micro_batches} micro-batches a step, {step_s:.2f} s "
+        f"({estimate.compute_s:.2f} computing), {per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h{on_host}"
     )

@@ -1,4 +1,4 @@
-"""What a GPU sends in a step, by purpose, and over which link.
+"""What a GPU sends in a step, by purpose, and over which link; what ZeRO partitions, and what ZeRO-3 gathers.
 
 Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a reduce-scatter, and
 twice that in an all-reduce. All n edges of a ring carry the same; with m members on each node, one edge in m leaves it.
@@ -6,15 +6,54 @@ twice that in an all-reduce. All n edges of a ring carry the same; with m member
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.micro_batch import MicroBatchCosts
-from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_size
+from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse
 
 GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
 MUON = "whole matrices for Muon"
+
+
+def partition_size(size: int, dp_size: int) -> int:
+    """A rank's part of `size` elements; that of the last rank is padded."""
+    return -(-size // dp_size)
+
+
+class Gathering(NamedTuple):
+    """What ZeRO-3 gathers in a micro-batch in total, and the most that is gathered at once. In elements."""
+
+    total: int
+    most_at_once: int
+
+
+def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gathering:
+    """What DeepSpeed gathers in a micro-batch; nothing below ZeRO-3.
+
+    It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay
+    for the backward pass, or those used last within `max_reuse_distance`; the others are gathered again if the backward
+    pass reads them. Frozen parameters of a layer that is recomputed are always released and gathered once more: see
+    `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most `param_persistence_threshold` elements
+    are never partitioned, so never gathered.
+    """
+    if zero.zero_stage < 3:
+        return Gathering(0, 0)
+    threshold = zero.elements("stage3_param_persistence_threshold")
+    partitioned = [parameter for parameter in costs.parameters if parameter.size > threshold]
+    whole = _elements(partitioned)
+    live = zero.elements("stage3_max_live_parameters") if zero.elements("stage3_prefetch_bucket_size") else 0
+    kept = min(whole, max(live, zero.elements("stage3_max_reuse_distance") // 2))  # a way up and down again
+    again = _elements(one for one in partitioned if one.read_again) * (1 - kept / whole) if whole else 0
+    total = whole + round(again) + _elements(one for one in partitioned if one.recomputed)
+    return Gathering(total, min(whole, kept + max((one.size for one in partitioned), default=0)))
+
+
+def _elements(parameters: Iterable[ParameterUse]) -> int:
+    return sum(parameter.size for parameter in parameters)
 
 
 @dataclass(frozen=True)
@@ -51,27 +90,29 @@ class Traffic:
 
 
 def estimate_traffic(
-    costs: MicroBatchCosts, zero: ZeroSettings, layout: Layout, micro_batches: int, cluster: Cluster
+    costs: MicroBatchCosts, zero: DeepSpeedConfig, layout: Layout, micro_batches: int, cluster: Cluster
 ) -> list[Traffic]:
     """The messages of a rank in an optimizer step of `micro_batches`."""
-    trained, dp_size = sum(costs.trained_sizes), layout.dp_size
+    trained, dp_size, tp_size = _elements(costs.trained), layout.dp_size, layout.tp_size
+    by_muon = [parameter for parameter in costs.parameters if parameter.muon_size]
     traffic = []
     if dp_size > 1:
         updated = trained
-        if zero.stage == 3:  # parameters that are never partitioned are gathered once, after the update
-            persistent = (size for size in costs.parameter_sizes if size <= zero.param_persistence_threshold)
+        if zero.zero_stage == 3:  # parameters that are never partitioned are gathered once, after the update
+            threshold = zero.elements("stage3_param_persistence_threshold")
+            sizes = (parameter.size for parameter in costs.parameters if parameter.size <= threshold)
             gathered = estimate_gathering(costs, zero).total
-            updated = gathered * micro_batches + sum(partition_size(size, dp_size) * dp_size for size in persistent)
-        reduced = trained * zero.communication_dtype.itemsize * (1 if zero.stage == 1 else micro_batches)
-        reduction = "reduce-scatter" if zero.stage == 3 else "all-reduce"
-        on_node = max(1, min(dp_size, cluster.gpus_per_node // layout.tp_size))
+            updated = gathered * micro_batches + sum(partition_size(size, dp_size) * dp_size for size in sizes)
+        reduced = trained * zero.communication_dtype.itemsize * (1 if zero.zero_stage == 1 else micro_batches)
+        reduction = "reduce-scatter" if zero.zero_stage == 3 else "all-reduce"
+        on_node = max(1, min(dp_size, cluster.gpus_per_node // tp_size))
         traffic.append(Traffic(GATHER, "all-gather", updated * zero.dtype.itemsize, dp_size, on_node))
         traffic.append(Traffic(REDUCE, reduction, reduced, dp_size, on_node))
-        if costs.muon_sizes:
-            traffic.append(Traffic(MUON, "all-reduce", 4 * sum(costs.muon_sizes), dp_size, on_node))
-    if costs.muon_split:
-        on_node = min(layout.tp_size, cluster.gpus_per_node)
-        traffic.append(Traffic(MUON, "all-gather", 4 * costs.muon_split * layout.tp_size, layout.tp_size, on_node))
+        if by_muon:
+            traffic.append(Traffic(MUON, "all-reduce", 4 * _elements(by_muon), dp_size, on_node))
+    if split := _elements(one for one in by_muon if one.split):
+        on_node = min(tp_size, cluster.gpus_per_node)
+        traffic.append(Traffic(MUON, "all-gather", 4 * split * tp_size, tp_size, on_node))
     for (size, collective), payload in sorted(costs.payload_bytes.items()):
         on_node = min(size, cluster.gpus_per_node)
         traffic.append(Traffic(TENSOR_PARALLEL, collective, payload * micro_batches, size, on_node))

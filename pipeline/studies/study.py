@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.method import Method
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked, flattened
-from pipeline.config.sources import combined, read_layers
+from pipeline.config.sources import read_settings
 from pipeline.errors import ConfigError
 
 RunSettings = dict[str, Any]
@@ -140,7 +140,7 @@ def load_study(path: Path, data: Path) -> Study:
     Raises:
         ConfigError: the file is missing or does not describe a study, or `data` is needed and missing.
     """
-    text = json.dumps(combined(read_layers(path)), default=str)
+    text = json.dumps(read_settings(path), default=str)
     if (place := "${data}") in text and not data.is_dir():
         raise ConfigError(
             f"--data {data}: no such folder; {path} reads its texts from there: give their folder as --data, or as "

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import begin
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
 from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
@@ -44,7 +44,7 @@ def run_training(
         def lock_and_read() -> Inputs:
             lock.enter_context(RunLock(config.folder))
             with _faults_on_record(config.folder, phases):
-                return read_inputs(config, dist.get_world_size())
+                return begin(config, dist.get_world_size(), "train")
 
         inputs = broadcast_from_rank0(lock_and_read)
         if not inputs.finished:

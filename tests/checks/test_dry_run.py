@@ -15,7 +15,7 @@ from pipeline.checkpoint.manifest import (
     Position,
     describe_run,
 )
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import begin
 from pipeline.checks.plan import dry_run, make_plan
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer import load_tokenizer
@@ -82,6 +82,10 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
         ({"data__corpora__korean__text_key": "body"}, "another text key"),
         ({"method__l_fp": 99}, "l_fp"),
         ({"upscaled": "none"}, "upscaled: none: holds no expansion"),
+        (
+            {"data__corpora": {"korean": {"input": [str(REVIEWS_HELDOUT)]}}, "data__replay_fraction": 0.0},
+            "none has held-out text to score",
+        ),
         ({"folder": str(REVIEWS_HELDOUT / "run")}, "is no folder"),
     ],
 )
@@ -97,7 +101,7 @@ def test_training_refuses_what_may_not_change_in_a_run_that_has_begun(begun):
     path = write_config(run, tokens)
     for changes in (["seed=7"], ["data.sequence_length=16"], ["method.name=lora", "method.rank=2"]):
         with pytest.raises(CheckpointError, match="step_00000001: was trained with another"):
-            read_inputs(load_config(path, changes), 2)
+            begin(load_config(path, changes), 2, "train")
 
 
 def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeypatch):
@@ -113,14 +117,6 @@ def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeyp
     code, faults = reported(config, capsys)
     assert code == 1
     assert "cannot be written to" in faults[0]
-
-
-def test_a_run_without_a_held_out_part_is_refused_before_tokenizing(tmp_path, capsys):
-    corpora = {"korean": {"input": [str(REVIEWS_HELDOUT)]}}
-    config = write_config(tmp_path, tmp_path / "none", data__corpora=corpora, data__replay_fraction=0.0)
-    code, (fault,) = reported(config, capsys)
-    assert code == 1
-    assert "none has held-out text to score" in fault
 
 
 @pytest.mark.parametrize(

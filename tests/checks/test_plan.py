@@ -54,10 +54,7 @@ def test_the_plan_is_what_the_run_does(tokens, tmp_path):
 
 def test_epochs_match_the_samples(tokens, tmp_path):
     plan = plan_of(make_run(tmp_path, tokens, schedule__steps=50))
-    for name, drawn in (
-        ("korean", 0.75 * 400),
-        ("english", 0.25 * 400),
-    ):  # of 50 steps of 8 samples; off by one at most
+    for name, drawn in {"korean": 0.75 * 400, "english": 0.25 * 400}.items():  # of 50 steps of 8 samples
         corpus_tokens, epochs = numbers(plan, f"corpus {name}")
         samples = -(-corpus_tokens // 32)
         assert epochs == pytest.approx(drawn / samples, abs=1.5 / samples + 0.005 * epochs)
@@ -73,14 +70,10 @@ def test_what_earlier_stages_make_is_not_a_fault(tmp_path):
     assert dict(plan.rows)["corpus korean"] == "new, not made yet"
 
 
-@pytest.mark.parametrize(
-    ("changes", "gib", "fault"),
-    [({"checkpoints__keep_last": 10**9}, 80, "GB more, found"), ({}, 0.001, "memory: a rank needs ")],
-)
-def test_what_the_machine_has_no_room_for(tokens, tmp_path, changes, gib, fault):
-    cluster = Cluster(gpus=2, gpus_per_node=2, gpu_memory_gib=gib)
-    (found,) = plan_of(write_config(tmp_path, tokens, **changes), cluster).faults
-    assert fault in found
+def test_what_the_machine_has_no_room_for(tokens, tmp_path):
+    (disk,) = plan_of(write_config(tmp_path, tokens, checkpoints__keep_last=10**9)).faults
+    (memory,) = plan_of(write_config(tmp_path, tokens), Cluster(2, 2, gpu_memory_gib=0.001)).faults
+    assert "GB more, found" in disk and "memory: a rank needs " in memory
 
 
 def test_on_a_machine_without_gpus_it_plans_processes_of_unknown_speed(tmp_path):

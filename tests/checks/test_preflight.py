@@ -18,11 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checks import allocation
 from pipeline.checks.door import check_allocation
-from pipeline.checks.inputs import Inputs, Opened
+from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
 from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
-from pipeline.methods import training_method
-from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import ProcessGroups
 from tests.bases import STORIES
 from tests.distributed import run_ranks
@@ -39,13 +37,11 @@ def on_rank(config_path: Path, prepare: Callable[..., None] = lambda: None, *arg
     logging.getLogger("pipeline.checks.door").setLevel(logging.INFO)
     prepare(*arguments)
     config = load_config(config_path)
-    run = Opened(config, dist.get_world_size())
-    samples = run.samples if config.data.folder.exists() else SimpleNamespace(corpora=[])
-    inputs = Inputs(
-        config, run.deepspeed_config, run.layout, open_base(config.base), "", samples, training_method(config)
-    )
+    inputs = Inputs(config, dist.get_world_size())
+    if not config.data.folder.exists():
+        inputs.samples = SimpleNamespace(corpora=[])
     try:
-        check_allocation(inputs, ProcessGroups(run.layout), torch.device("cpu"))
+        check_allocation(inputs, ProcessGroups(inputs.layout), torch.device("cpu"))
     except UserError as error:
         return f"error: {error}"
     except SystemExit as end:
@@ -90,12 +86,7 @@ def test_a_sound_allocation_is_described(tmp_path):
     assert "are the same on 2 node(s)" in text
     assert re.search(r"needs [\d.]+ of [\d.]+ GiB of host memory", text)
     assert re.search(r"[\d.e+]+ GB free, checkpoints need [\d.e+-]+ GB more", text)
-    assert (seconds := re.search(r"passed after ([\d.]+) s", text))
-    assert float(seconds[1]) < 120  # one or two seconds on an idle machine
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def test_it_can_be_disabled(tmp_path):
     assert run_ranks(on_rank, 1, configured(tmp_path, preflight__enabled=False)) == [[]]
 
 

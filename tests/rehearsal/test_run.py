@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.checkpoint.manifest import _PATHS
 from pipeline.checks.door import begin
-from pipeline.checks.inputs import Opened
+from pipeline.checks.inputs import Inputs
 from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_probe
@@ -60,7 +60,7 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     manifest = load_manifest(copied_tokens / "own")
     assert manifest.sampling is not None
     assert (manifest.sampling.max_tokens, manifest.sampling.seed) == (config.data.sequence_length, 0)
-    assert "own" in Opened(config, 1).samples.training.corpora
+    assert "own" in Inputs(config, 1).samples.training.corpora
     plan = make_plan(config, cluster)
     assert plan.faults == [] and len(plan.to_make) == 1
     assert f"{manifest.tokens:,} tokens" in dict(plan.rows)["corpus own"]

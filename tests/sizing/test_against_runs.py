@@ -26,7 +26,6 @@ CASES = [
     ("zero3", "adapt", Layout(2), {}),
     ("zero3 tight", "preserve", Layout(2), {}),
     ("zero3 tight", "llama_pro", Layout(2), {}),
-    ("zero3 tight", "lora", Layout(2), {}),
     ("zero3 tight", "adapt", Layout(2), {"activation_checkpointing": "all"}),
     ("zero3 fp32", "route", Layout(4, 2), {}),
     ("zero1", "adapt", Layout(4, 2), {"schedule__optimizer": "muon"}),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 import yaml
 import zstandard
 
-from pipeline import cli
 from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config, parse_config
 from pipeline.data.tokenizer import load_tokenizer
@@ -26,13 +23,13 @@ from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import _method, measure, propose
 from tests.bases import STORIES
-from tests.data.helpers import documents, stories, tokenize, write_jsonl
+from tests.data.helpers import documents, tokenize
+from tests.programs import scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
-ENGLISH, KOREAN = stories(60)[:30], stories(30)[30:]
 
 
 @pytest.mark.parametrize(
@@ -58,34 +55,11 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     assert 2e6 < schedule.steps * schedule.global_batch_size * data.sequence_length < 5e6
 
 
-@pytest.mark.parametrize(
-    ("texts", "found"),
-    [
-        (KOREAN, None),
-        ([*KOREAN, *KOREAN[:3]], "9% are copies and 0% are in another script"),
-        ([*KOREAN, *ENGLISH[:3]], "0% are copies and 9% are in another script"),
-        (["Слова на другом языке. " * 20] * 9, None),
-    ],
-    ids=["clean", "copies", "other scripts", "a language without thresholds"],
-)
-def test_cleaning_is_proposed_for_copies_and_other_scripts(tmp_path, texts, found):
-    source = write_jsonl(tmp_path / "new.jsonl", texts)
-    config, text = propose("first", STORIES, [str(source)], OLD, Cluster(1, on_cpu=True))
-    clean = config.data.corpora["new"].clean
-    assert (clean is None) == (found is None) == ("`clean` drops them" not in text)
-    assert found is None or (
-        found in text and clean.language == "ko" and parse_config(yaml.safe_load(text), source="") == config
-    )
-
-
-def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run(tmp_path):
-    def micro_batch(gib: float) -> int:
-        cluster = Cluster(1, gpu_memory_gib=gib, on_cpu=True)
-        return propose("first", STORIES, NEW, OLD, cluster)[0].schedule.micro_batch_size
-
-    assert micro_batch(4.0) > micro_batch(0.05) >= 1
+def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run():
+    runs = [propose("first", STORIES, NEW, OLD, Cluster(1, gpu_memory_gib=gib, on_cpu=True))[0] for gib in (4.0, 0.05)]
+    assert runs[0].schedule.micro_batch_size > runs[1].schedule.micro_batch_size
     with pytest.raises(LayoutError, match="does not fit on 1 GPUs"):
-        micro_batch(0.001)
+        propose("first", STORIES, NEW, OLD, Cluster(1, gpu_memory_gib=0.001, on_cpu=True))
 
 
 def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch):
@@ -100,28 +74,14 @@ def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch)
     assert make_plan(config, cluster).faults == []
 
 
-@pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """Runs a command in `tmp_path`, which must end with `code`; returns what it printed."""
+def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def called(*arguments: object, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["scale-cpt", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        printed = capsys.readouterr()
-        assert int(end.value.code or 0) == code, printed.err
-        return printed.err if code else printed.out
-
-    return called
-
-
-def test_the_command_writes_a_file_once_and_shows_the_dry_run(call, tmp_path):
     init = ("config", "init", "--base", STORIES, "--old", *OLD, "--gpus", 1)
-    assert "none found" in call(*init, "--new", *NEW)
+    assert "none found" in scale_cpt(*init, "--new", *NEW).stdout
     assert load_config(tmp_path / "stories260K.yaml").name == "stories260K"
-    assert "exists already" in call(*init, "--new", *NEW, code=ConfigError.exit_code)
-    call(*init, "--new", "none.jsonl", "--output", "b.yaml", code=DataError.exit_code)
+    again = scale_cpt(*init, "--new", *NEW)
+    assert again.returncode == ConfigError.exit_code and "exists already" in again.stderr
+    assert scale_cpt(*init, "--new", "none.jsonl", "--output", "b.yaml").returncode == DataError.exit_code
     assert not (tmp_path / "b.yaml").exists()
 
 
@@ -136,9 +96,8 @@ def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, add
     assert method == {"name": "scale", "variant": "adapt", "l_fp": 3, **own}
 
 
-def test_without_a_gate_the_base_is_rehearsed_and_the_model_may_leave_as_an_ordinary_one(call, tmp_path):
-    call("config", "init", "--base", STORIES, "--new", *NEW, "--old", *OLD, "--without-gate", "--output", "plain.yaml")
-    config = load_config(tmp_path / "plain.yaml")
+def test_without_a_gate_the_base_is_rehearsed_and_the_model_may_leave_as_an_ordinary_one():
+    config, _ = propose("plain", STORIES, NEW, OLD, Cluster(1, on_cpu=True), gated=False)
     assert config.gate is None and config.data.fractions["rehearsal"] > 0
     assert dict(make_plan(config, Cluster(1, on_cpu=True)).rows)["export"].startswith("stock")
 
@@ -158,27 +117,20 @@ def test_the_tokens_of_a_corpus_are_estimated_from_places_all_over_it(name, tmp_
     assert measure([str(path)], load_tokenizer(STORIES)).tokens == pytest.approx(tokens, rel=0.1)
 
 
-def test_text_under_another_key_and_an_extended_vocabulary(call, tmp_path):
-    """The command's options reach the file; tokenizing then says how far off the estimate was."""
+def test_text_under_another_key_and_an_extended_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for old, new in ((REVIEWS_HELDOUT, "new.jsonl"), (STORIES_HELDOUT, "old.jsonl")):
         content = zstandard.ZstdDecompressor().decompressobj().decompress(old.read_bytes())
         (tmp_path / new).write_bytes(content.replace(b'"text":', b'"body":'))
-    texts = ("--text-key", "body", "--new", "new.jsonl", "--old", "old.jsonl")
-
-    call("config", "init", "--base", STORIES, *texts, "--gpus", 1, "--output", "plain.yaml")
-    plain = load_config(tmp_path / "plain.yaml")
     learn = ("--corpus", "new.jsonl", "--old-texts", "old.jsonl", "--text-key", "body", "--add", 500)
-    call("vocabulary", "--base", STORIES, *learn, "--output", "vocabulary")
-    call(
-        *("config", "init", "--base", STORIES, *texts, "--gpus", 1, "--output", "run.yaml"),
-        *("--vocabulary", "vocabulary"),
-    )
-    config = load_config(tmp_path / "run.yaml")
+    assert scale_cpt("vocabulary", "--base", STORIES, *learn, "--output", "vocabulary").returncode == 0
+    texts = ("--text-key", "body", "--new", "new.jsonl", "--old", "old.jsonl")
+    read = []
+    for vocabulary in ((), ("--vocabulary", "vocabulary")):
+        output = ("--gpus", 1, "--output", f"run{len(read)}.yaml")
+        scale_cpt("config", "init", "--base", STORIES, *texts, *output, *vocabulary)
+        config = load_config(Path(f"run{len(read)}.yaml"))
+        read.append(config.schedule.steps * config.schedule.global_batch_size * config.data.sequence_length)
     assert config.tokenizer == Path("vocabulary") and config.gate is not None
-    new, before = config.data.corpora["new"], plain.data.corpora["new"]
-    assert new.text_key == "body"
-    assert 1000 < new.estimated_tokens < before.estimated_tokens / 2
-    printed = call("tokenize", "run.yaml", "--workers", 1)
-    found = re.search(r"data.corpora.new: ([\d,]+) tokens in all, ([+-][\d.]+)% of what was estimated", printed)
-    assert int(found[1].replace(",", "")) == pytest.approx(new.estimated_tokens, rel=0.03)
-    assert abs(float(found[2])) < 3
+    assert config.data.corpora["new"].text_key == "body"
+    assert 4000 < read[1] < read[0] / 2

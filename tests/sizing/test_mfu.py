@@ -16,20 +16,9 @@ from tests.training.runs import write_config
 PRESERVE = METHODS["preserve"]
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
-        ("NVIDIA A10G", None),
-    ],
-)
-def test_known_gpus_have_a_peak_and_others_have_none(name, tflops):
-    assert dense_tflops(name) == tflops
-
-
-def test_the_peak_of_a_cpu_is_the_setting_or_unknown(tmp_path):
+def test_the_peak_is_that_of_a_known_gpu_or_the_setting(tmp_path):
+    assert [dense_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB")] == [989.5, 312.0]
+    assert dense_tflops("NVIDIA A100-SXM4-40GB MIG 3g.20gb") is dense_tflops("NVIDIA A10G") is None
     cpu = torch.device("cpu")
     assert peak_flops(load_config(write_config(tmp_path, tmp_path)), torch.bfloat16, cpu) is None
     config = load_config(write_config(tmp_path, tmp_path, metrics__peak_tflops=0.5))

@@ -29,11 +29,6 @@ def estimated(config):
     return measure_micro_batch(config, read_spec(config.base), tp_size, checkpointing, DTYPE)
 
 
-def causal_batch(config):
-    """Without documents, which take a mask on the CPU."""
-    return real_batch(config)[:3]
-
-
 def saved_bytes(model, batch):
     """What autograd saves of a real forward pass, each storage once, parameters aside."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -66,7 +61,7 @@ def saved_bytes(model, batch):
 def test_weights_and_activations_are_those_of_a_real_pass(config_of, method, changes):
     config = config_of(method, **{"data__document_mask": False, **changes})
     model, costs = real_model(config, DTYPE), estimated(config)
-    saved = saved_bytes(model, causal_batch(config))
+    saved = saved_bytes(model, real_batch(config)[:3])  # without documents, which take a mask on the CPU
     assert saved > 0
     assert costs.activation_bytes == pytest.approx(saved, rel=0.05)
     assert costs.parameter_bytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -75,7 +70,7 @@ def test_weights_and_activations_are_those_of_a_real_pass(config_of, method, cha
 def saved_bytes_of_rank(config):
     layout = Layout(dist.get_world_size(), config.parallel.tp_size)
     groups = ProcessGroups(layout, sequence_parallel=config.parallel.sequence_parallel)
-    return saved_bytes(real_model(config, DTYPE, groups.tensor_parallel), causal_batch(config))
+    return saved_bytes(real_model(config, DTYPE, groups.tensor_parallel), real_batch(config)[:3])
 
 
 @pytest.mark.parametrize("method", ["preserve", "fft"])
@@ -114,7 +109,7 @@ def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
     method, _, precision = method.partition(" ")
     changes = {"activation_checkpointing": checkpointing, "base_precision": precision or "bf16"}
     config = config_of(method, data__document_mask=False, **changes)
-    model, batch = real_model(config, DTYPE), causal_batch(config)
+    model, batch = real_model(config, DTYPE), real_batch(config)[:3]
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))

@@ -198,13 +198,13 @@ def ended(trainer: Any) -> Any:
 def prepared(config: Path) -> Any:
     """The trainer of a run, which is about to start or to resume."""
     start_deepspeed()
-    from pipeline.checks.door import read_inputs
+    from pipeline.checks.door import begin
     from pipeline.health.liveness import Phases
     from pipeline.observers import make_observers
     from pipeline.training.trainer import Trainer
 
     cpu = torch.device("cpu")
-    inputs = read_inputs(load_config(config), int(os.environ["WORLD_SIZE"]))
+    inputs = begin(load_config(config), int(os.environ["WORLD_SIZE"]), "train")
     return Trainer(inputs, cpu, Phases(cpu), make_observers)
 
 

@@ -28,7 +28,7 @@ import yaml
 
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import begin
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
@@ -247,6 +247,16 @@ def test_it_is_exported_as_it_trained(run: Trained, journey: Journey, tmp_path: 
         assert torch.equal(rows[:512, :64], open_base(STORIES).read("embedding.base.weight"))
 
 
+@rows([journey for journey in QUICK if journey.optimizer == "muon"][:1])
+def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Path):
+    shutil.copytree(run.stopped, tmp_path / "run")
+    values = yaml.safe_load((run.stopped / "run.yaml").read_text())
+    values["schedule"]["optimizer"] = "adamw"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"folder": str(tmp_path / "run")}))
+    with pytest.raises(CheckpointError, match=r"another optimizer \(expected 'muon', found 'adamw'\)"):
+        begin(load_config(tmp_path / "run.yaml"), journey.layout.ranks, "train")
+
+
 # --- Extended vocabularies --------------------------------------------------------------------------------------------
 
 
@@ -334,7 +344,7 @@ def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, c
     if changes is not None:
         record.write_text(json.dumps(values | changes))
     with pytest.raises(DataError, match=message):
-        read_inputs(load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})), 1)
+        begin(load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})), 1, "train")
 
 
 def is_muons(journey: Journey, name: str, parameter: torch.Tensor) -> bool:

@@ -17,9 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config.run import load_config
 from pipeline.files import file_hash
-from pipeline.methods import training_method
 from pipeline.model.base_folder import INDEX_FILE
-from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import full_shape_of, held_values
 from pipeline.parallel.topology import ProcessGroups
 from tests.distributed import run_ranks
@@ -58,17 +56,16 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
     tensor; all in bytes."""
     start_deepspeed()
-    from pipeline.checks.inputs import Inputs, Opened
+    from pipeline.checks.inputs import Inputs
     from pipeline.training import trainer
 
     config = load_config(path)
-    opened = Opened(config, dist.get_world_size())
-    layout = opened.layout
+    inputs = Inputs(config, dist.get_world_size())
+    layout = inputs.layout
     groups = ProcessGroups(layout)
     hashed: list[str] = []
     trainer.file_hash = lambda path: hashed.append(path.name) or file_hash(path)
-    base, corpora = open_base(config.base), None  # there are none here
-    inputs = Inputs(config, opened.deepspeed_config, layout, base, "", corpora, training_method(config))
+    base = inputs.base
     trainer.hash_base(inputs)
     assert len(hashed) == 1, "each of the two ranks reads one of the two files"
     assert base.hashes == {file.name: file_hash(file) for file in base.files}
@@ -93,11 +90,11 @@ def devices(config):
     """The devices of a model that was made, and loaded, for a device whose memory is not the host's."""
     start_deepspeed()
     from pipeline import methods
-    from pipeline.checks.door import read_inputs
+    from pipeline.checks.door import begin
     from pipeline.parallel.topology import ProcessGroups
     from pipeline.training.engine import build_model
 
-    inputs = read_inputs(load_config(config), 1)
+    inputs = begin(load_config(config), 1, "train")
     groups = ProcessGroups(inputs.layout)
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, torch.device("meta"))
     methods.training_method(inputs.config).load(model, inputs.base, groups.tensor_parallel)

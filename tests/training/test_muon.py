@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.checks.door import read_inputs
+from pipeline.checks.door import begin
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import is_layer_matrix
@@ -53,4 +53,4 @@ def test_what_cannot_be_put_together_is_refused_by_name(tokens, tmp_path, settin
     values = json.loads(file.read_text())
     file.write_text(json.dumps({"zero_optimization": values["zero_optimization"] | setting}))
     with pytest.raises(ConfigError, match=r"schedule\.optimizer: expected adamw, found muon with .*" + min(setting)):
-        read_inputs(load_config(config), 2)
+        begin(load_config(config), 2, "train")

@@ -178,7 +178,7 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
 
     It builds the model without memory or communication.
     """
-    longest, parallel = spec.longest_text, config.parallel
+    longest, parallel = spec.max_position_embeddings, config.parallel
     if config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
@@ -197,14 +197,14 @@ def encoded_prompts(config: RunConfig, tokenizer: Tokenizer, spec: DecoderSpec) 
         ConfigError: one is empty, or leaves no room in the base's context for what the model is to write.
     """
     settings = config.validation
-    room = spec.longest_text - settings.prompt_tokens
+    room = spec.max_position_embeddings - settings.prompt_tokens
     prompts = []
     for text in settings.prompts:
         ids = [*tokenizer.before_document, *tokenizer.reference.encode([text]).ids.tolist()]
         if not 0 < len(ids) <= room:
             raise ConfigError(
                 f"validation.prompts: {text[:60]!r} has {len(ids)} tokens; expected 1 to {room}, the base's context of "
-                f"{spec.longest_text} less prompt_tokens {settings.prompt_tokens}"
+                f"{spec.max_position_embeddings} less prompt_tokens {settings.prompt_tokens}"
             )
         prompts.append(ids)
     return prompts

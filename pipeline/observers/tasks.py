@@ -28,7 +28,7 @@ class TaskScores(Observer):
         self.model = ScoringModel(
             self.scores,
             load_tokenizer(config.tokenizer),
-            context=trainer.inputs.base.spec.longest_text,
+            context=trainer.inputs.base.spec.max_position_embeddings,
             batch_size=config.schedule.micro_batch_size * trainer.inputs.layout.dp_size,
         )
 

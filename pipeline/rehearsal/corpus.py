@@ -104,10 +104,10 @@ def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, sp
     Raises:
         ConfigError: its context is too short, or an opening leaves no room.
     """
-    if max_tokens > spec.longest_text:
+    if max_tokens > spec.max_position_embeddings:
         raise ConfigError(
-            f"max_tokens: {max_tokens} is beyond the base's context of {spec.longest_text} tokens; use at "
-            f"most {spec.longest_text}"
+            f"max_tokens: {max_tokens} is beyond the base's context of {spec.max_position_embeddings} tokens; use at "
+            f"most {spec.max_position_embeddings}"
         )
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least = frame + (sampling.opening_tokens or 0) + 1

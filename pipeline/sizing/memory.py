@@ -14,7 +14,7 @@ import torch
 from pipeline.config.run import RunConfig
 from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder, is_layer_matrix
-from pipeline.parallel.experts import ExpertLinear
+from pipeline.parallel.layers import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts
 from pipeline.sizing.zero import ZeroSettings, estimate_gathering, partition_size

@@ -102,7 +102,7 @@ def test_a_model_in_training_answers_as_lm_eval_does(has_start, files, tmp_path)
         losses = decoder(tokens, targets)
         return losses.nll, losses.is_greedy_choice
 
-    ours = ScoringModel(scores, tokenizer, context=decoder.spec.longest_text, batch_size=5)
+    ours = ScoringModel(scores, tokenizer, context=decoder.spec.max_position_embeddings, batch_size=5)
     theirs = _hf_model(base, 2, "document", trust_remote_code=False)
     assert theirs.tok_encode("a")[:-1] == ours.tok_encode("a")[:-1] == list(tokenizer.before_document)
     assert theirs.tok_batch_encode(["a"])[0][0, 0] == tokenizer.before_document[0]

@@ -57,7 +57,7 @@ setup(
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.6,<3",
+        "torch>=2.13,<3",
         "deepspeed>=0.19.4,<0.20",
         "transformers>=5.4,<6",
         "datasets>=4,<6",  # from 4 on they run no scripts

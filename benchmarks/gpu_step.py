@@ -121,8 +121,8 @@ def set_randomly(parameter: Tensor) -> None:
     """Sets a matrix, quantised or not, to small random values, and a norm's gain to 1."""
     quantization = quantization_of(parameter)
     if quantization is not None:
-        columns, device = quantization.columns, parameter.device
-        quantization.write(parameter, lambda rows: 0.02 * torch.randn(rows[1] - rows[0], columns, device=device))
+        shape = quantization.rows, quantization.columns
+        quantization.write(parameter, 0.02 * torch.randn(shape, device=parameter.device))
     elif parameter.dim() == 1:
         parameter.fill_(1.0)
     else:

@@ -71,7 +71,6 @@ _YARN_ROPE = {
     "beta_fast": 4.0,
     "original_max_position_embeddings": 32,
 }
-_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -112,7 +111,6 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_LLAMA, head_dim=16),
     "qwen3 tied": Qwen3Config(**{**_LLAMA, "tie_word_embeddings": True}, head_dim=8, attention_bias=True),
     "llama yarn": LlamaConfig(**_LLAMA, rope_parameters=_YARN_ROPE),
-    "llama dynamic": LlamaConfig(**{**_LLAMA, "max_position_embeddings": 32}, rope_parameters=_DYNAMIC_ROPE),
     "llama partial": LlamaConfig(**_LLAMA, rope_parameters={**_WHOLE_ROPE, "partial_rotary_factor": 0.5}),
     "smollm3": SmolLM3Config(**_LLAMA, pad_token_id=None, no_rope_layer_interval=2),
     "phi3": Phi3Config(**_PHI3, rope_parameters=_LONGROPE),
@@ -166,8 +164,8 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
         **_QWEN2_MOE, mlp_only_layers=[0], use_sliding_window=True, sliding_window=7, qkv_bias=False
     ),
     "glm4_moe": Glm4MoeConfig(**_SIGMOID_MOE, first_k_dense_replace=1, attention_bias=True),
-    "glm4_moe groups": Glm4MoeConfig(
-        **_SIGMOID_MOE, first_k_dense_replace=0, use_qk_norm=True, n_group=3, topk_group=2, norm_topk_prob=False
+    "glm4_moe normed heads": Glm4MoeConfig(
+        **_SIGMOID_MOE, first_k_dense_replace=0, use_qk_norm=True, norm_topk_prob=False
     ),
     "solar_open": SolarOpenConfig(**_SOLAR, n_shared_experts=2),
     "exaone_moe": ExaoneMoeConfig(**_EXAONE_MOE, first_k_dense_replace=1, sliding_window=7, sliding_window_pattern=2),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.config.method import Method, ScaleMethod
+from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.methods import method_for, quantize_base
 from pipeline.methods.scale import Scale
 from pipeline.model.attention import Documents
@@ -35,6 +35,18 @@ def scale_settings(variant: str, **changes: Any) -> ScaleMethod:
     l_fp = {} if variant == "preserve" else {"l_fp": 1}
     widths = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}
     return ScaleMethod.model_validate({"name": "scale", "variant": variant, "expansion": widths, **l_fp, **changes})
+
+
+METHODS: dict[str, Method] = {
+    "preserve": scale_settings("preserve"),
+    "adapt": scale_settings("adapt", collaborative_modules="both"),
+    "route": scale_settings("route", collaborative_modules="both"),
+    "fft": FullFineTuning(name="fft"),
+    "freeze": Freeze(name="freeze", frozen_layers=1),
+    "lora": Lora(name="lora", rank=2, alpha=4),
+    "llama_pro": LlamaPro(name="llama_pro", added_layers=1),
+}
+"""One setting of every method and variant."""
 
 
 @torch.no_grad()

@@ -32,11 +32,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None if nothing was saved yet.
-
-    Raises:
-        CheckpointError: the named one does not exist, or is not complete.
-    """
+    """The checkpoint that `latest` names; None if nothing was saved yet. Raises CheckpointError if it is incomplete."""
     named = named_checkpoint(folder)
     if named is not None and not (named / MANIFEST_FILE).exists():
         others = ", ".join(path.name for path in all_checkpoints(folder) if path != named) or "none"
@@ -47,11 +43,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The checkpoints to resume from, best first: the one that `latest` names, then older ones.
-
-    Raises:
-        CheckpointError: as `named_checkpoint`.
-    """
+    """The checkpoints to resume from, best first: the one that `latest` names, then older ones."""
     named, found = named_checkpoint(folder), all_checkpoints(folder)[::-1]
     return found if named is None else [path for path in found if step_of(path) <= step_of(named)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.config.data import Data
 from pipeline.config.method import Method
@@ -30,10 +30,7 @@ _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file 
 SAME_MODEL = ("method", "base_precision")
 SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "optimizer", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
 _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"openings"}}
-_PATHS: Any = {
-    "folder": True,
-    "corpora": {"__all__": _CORPUS},
-}
+_PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
 
 class _Record(BaseModel):
@@ -133,6 +130,10 @@ class FileRecord(_Record):
     sha256: str
 
 
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
+
+
 class Manifest(_Record):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
@@ -140,7 +141,7 @@ class Manifest(_Record):
     run: RunRecord
     position: Position
     layout: LayoutRecord
-    versions: dict[str, str]
+    versions: dict[str, str] = Field(default_factory=_versions)
     files: dict[str, FileRecord]
 
     def save(self, folder: Path) -> None:
@@ -177,18 +178,10 @@ def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> Layo
     )
 
 
-def versions() -> dict[str, str]:
-    """The versions of the software that writes checkpoints."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
-
-
 def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the checkpoint in `folder`.
 
-    Raises:
-        DamagedCheckpointError: it is missing or damaged.
-        CheckpointStorageError: it cannot be read now.
-        CheckpointError: it is of another version, malicious, or no file that this user can read.
+    Raises DamagedCheckpointError if it is missing or damaged, CheckpointError if it is of another version or malicious.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -198,8 +191,6 @@ def load_manifest(folder: Path) -> Manifest:
             f"{path}: no such file; expected a run's folder or one of its checkpoints, such as "
             "checkpoints/step_00000500"
         ) from None
-    except OSError as error:
-        raise _unreadable(path, error) from None
     except ValidationError as error:
         of_another_version = error.errors()[0]["loc"] == ("format",)
         kind = CheckpointError if of_another_version else DamagedCheckpointError
@@ -212,27 +203,25 @@ def load_manifest(folder: Path) -> Manifest:
 def check_file(manifest: Manifest, folder: Path, name: str) -> None:
     """Checks that the file `name` of a checkpoint is, byte for byte, what was written.
 
-    Raises:
-        DamagedCheckpointError: it is not.
-        CheckpointStorageError: it cannot be read now, or the whole checkpoint is not visible from this node.
+    Raises DamagedCheckpointError if it is not, CheckpointStorageError if this node does not see the whole checkpoint.
     """
     path, record = folder / name, manifest.files[name]
     try:
         if path.stat().st_size == record.bytes and file_hash(path) == record.sha256:
             return
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError) or not (folder / MANIFEST_FILE).exists():
-            raise _unreadable(path, error) from None
+    except FileNotFoundError:
+        if not (folder / MANIFEST_FILE).exists():
+            raise CheckpointStorageError(
+                f"{folder}: not visible on {socket.gethostname()}; check the file system there, then start again"
+            ) from None
     raise DamagedCheckpointError(f"{path}: missing, or not what was written; {_USE_ANOTHER}")
 
 
 def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN) -> None:
     """Checks that a run can resume from a checkpoint: that `names` of it and the base are the same.
 
-    The layout may differ. Settings that did not exist when the checkpoint was saved have their defaults.
-
-    Raises:
-        CheckpointError: they are not; each is named.
+    Otherwise raises CheckpointError. The layout may differ. Settings that did not exist when the checkpoint was saved
+    have their defaults.
     """
     if manifest.run.base.hashes != run.base.hashes:
         raise CheckpointError(
@@ -254,10 +243,3 @@ def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
     data["corpora"] = {name: corpus | {"source": None} for name, corpus in data["corpora"].items()}
     record = run.model_dump() | {"data": data, "method": with_defaults(Method, run.method)}
     return dict(flattened({name: record[name] for name in names}))
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointStorageError:
-    return CheckpointStorageError(
-        f"{path}: cannot be read on {socket.gethostname()}: {error.strerror}; check the file system there, then start "
-        "again"
-    )

@@ -11,6 +11,7 @@ import json
 import os
 from array import array
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -20,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, faults_of_library
 from pipeline.parallel.sharding import full_shape_of, local_shape, merge, partition_of, split
 
 Kind = Literal["fp32", "exp_avg", "exp_avg_sq"]
@@ -34,14 +35,12 @@ _LAYOUT = "layout"
 _RANDOM = "random_state/"
 _STEP = "adam_step"
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
-_MALFORMED = (SafetensorError, OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
 class RankState(NamedTuple):
     """What a rank saves.
 
     Attributes:
-        tp_rank, tp_size: its tensor-parallel rank, of how many.
         first: of each parameter that it holds a part of, the first element of that part in the flattened shard.
         values: the parts [n], by `<parameter>/<kind>`.
         adam_step: how many steps Adam has counted, of the type that it counts in.
@@ -65,9 +64,6 @@ def write_rank_file(path: Path, state: RankState) -> None:
     """Writes a rank's state, and syncs the file to disk.
 
     Tensor by tensor: `safetensors.torch.save_file` would copy all of them from the GPU first.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
     """
     tensors = state.values | {_STEP: state.adam_step}
     tensors |= {_RANDOM + device: value for device, value in state.random_state.items()}
@@ -90,12 +86,9 @@ def write_rank_file(path: Path, state: RankState) -> None:
 def read_random_state(folder: Path, rank: int) -> dict[str, Tensor]:
     """The random state of each device that `rank` saved."""
     path = rank_file(folder, rank)
-    try:
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(_RANDOM)]  # noqa: SIM118  # no mapping
-            return {name.removeprefix(_RANDOM): file.get_tensor(name) for name in names}
-    except _MALFORMED as error:
-        raise _damaged(path, error) from None
+    with _faults_of(path), safe_open(path, "pt") as file:
+        names = [name for name in file.keys() if name.startswith(_RANDOM)]  # noqa: SIM118  # no mapping
+        return {name.removeprefix(_RANDOM): file.get_tensor(name) for name in names}
 
 
 class Index(NamedTuple):
@@ -105,7 +98,6 @@ class Index(NamedTuple):
         parts: by parameter and tensor-parallel rank, the parts of the flattened shard in their order. Of each: its
             first element, its length, the number of its file, and where its values begin there: int64 [parts, 4].
         tp_size: the tensor-parallel size at which it was saved.
-        adam_step: how many steps Adam had counted: a scalar, of the type that it counts in.
     """
 
     folder: Path
@@ -116,36 +108,23 @@ class Index(NamedTuple):
 
 
 def read_index(folder: Path) -> Index:
-    """Reads the headers of all files of a checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """Reads the headers of all files of a checkpoint. Raises CheckpointError if one is damaged, or there is none."""
     files = sorted(folder.glob("rank_*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint")
     found: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
-    path = files[0]
-    try:
-        with safe_open(path, "pt") as first_file:
-            adam_step = first_file.get_tensor(_STEP)
-        for number, path in enumerate(files):
-            with path.open("rb") as file:
-                end = os.fstat(file.fileno()).st_size
-                data = 8 + int.from_bytes(file.read(8), "little")
-                header = orjson.loads(file.read(min(data, end) - 8))
+    with _faults_of(files[0]), safe_open(files[0], "pt") as first_file:
+        adam_step = first_file.get_tensor(_STEP)
+    for number, path in enumerate(files):
+        with _faults_of(path), path.open("rb") as file:
+            data = 8 + int.from_bytes(file.read(8), "little")
+            header = orjson.loads(file.read(min(data, path.stat().st_size) - 8))
             layout = orjson.loads(header["__metadata__"][_LAYOUT])
             tp_rank, tp_size = int(layout["tp_rank"]), int(layout["tp_size"])
             for name, first in layout["first"].items():
-                kinds = [header[f"{name}/{kind}"] for kind in get_args(Kind) if f"{name}/{kind}" in header]
-                [length], [begin, _] = kinds[0]["shape"], kinds[0]["data_offsets"]
-                spans = [[begin + at * 4 * length, begin + (at + 1) * 4 * length] for at in range(len(kinds))]
-                written = [{"dtype": "F32", "shape": [length], "data_offsets": span} for span in spans]
-                if kinds != written or not 0 <= begin <= end - data - 4 * len(kinds) * length:
-                    raise ValueError(f"{name} is not as it was written")
+                written = header[f"{name}/fp32"]
+                [length], [begin, _] = written["shape"], written["data_offsets"]
                 found[name, tp_rank].extend((first, length, number, data + begin))
-    except _MALFORMED as error:
-        raise _damaged(path, error) from None
     tables = {key: np.frombuffer(own, dtype=np.int64).reshape(-1, 4) for key, own in found.items()}
     parts = {key: table[table[:, 0].argsort()] for key, table in tables.items()}
     return Index(folder, files, parts, tp_size, adam_step)
@@ -155,13 +134,8 @@ class CheckpointReader:
     """The trained parameters and their Adam moments in a checkpoint, merged over all ranks.
 
     `model` gives each parameter's whole shape and how it is split (it may be on the meta device, and of any
-    tensor-parallel size). A file is opened when a part of it is read.
-
-    Attributes:
-        names: the parameters that trained.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or does not fit `model`.
+    tensor-parallel size). A file is opened when a part of it is read. `names` are the parameters that trained. Raises
+    CheckpointError where the checkpoint is damaged, lacks something, or does not fit `model`.
     """
 
     def __init__(self, index: Index, model: nn.Module) -> None:
@@ -177,18 +151,9 @@ class CheckpointReader:
                 "use the checkpoint with the method and base it was trained with"
             )
         self.names = [name for name in self._parameters if name in found]
-        try:
-            for name in self.names:
-                self._check_complete(name)
-        except ArithmeticError as error:  # a number of ranks that no model can be split over
-            raise _damaged(self.folder, error) from None
 
     def read(self, name: str, kind: Kind = "fp32") -> Tensor:
-        """The whole trained parameter `name`, or a moment of it, in fp32.
-
-        Raises:
-            CheckpointError: the checkpoint does not hold it, or is damaged.
-        """
+        """The whole trained parameter `name`, or a moment of it, in fp32."""
         parameter = self._trained(name)
         partition, shape = partition_of(parameter), full_shape_of(parameter)
         shard = local_shape(shape, partition, self.tp_size)
@@ -200,7 +165,7 @@ class CheckpointReader:
     def read_span(self, name: str, kind: Kind, tp_rank: int, tp_size: int, span: Span) -> Tensor:
         """Elements `span` of the flattened shard that `tp_rank` of `tp_size` holds of a parameter, or of its moment.
 
-        Reads nothing else if the checkpoint has the same tensor-parallel size. Raises as `read` does.
+        Reads nothing else if the checkpoint has the same tensor-parallel size.
         """
         partition = partition_of(self._trained(name))
         if tp_size == self.tp_size:
@@ -212,34 +177,26 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: does not hold {name}; it was trained with another method or base")
         return self._parameters[name]
 
-    def _check_complete(self, name: str) -> None:
-        """Checks that the parts of a parameter make up its shard on every tensor-parallel rank."""
-        parameter = self._parameters[name]
-        owed = prod(local_shape(full_shape_of(parameter), partition_of(parameter), self.tp_size))
-        for tp_rank in range(self.tp_size):
-            first, length, _, _ = self._index.parts.get((name, tp_rank), np.zeros((0, 4), np.int64)).T
-            if [*first, owed] != [0, *np.cumsum(length)]:
-                raise CheckpointError(
-                    f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up {name}, of {owed} "
-                    "elements; copy the whole folder, from every node, and use it with the method and base it was "
-                    "trained with"
-                )
-
     def _read(self, name: str, kind: Kind, tp_rank: int, span: Span) -> Tensor:
         values = np.empty(span[1] - span[0], np.float32)
-        parts = self._index.parts[name, tp_rank]
-        try:
-            for first, length, number, place in parts[np.searchsorted(parts[:, 0], span[0], "right") - 1 :].tolist():
-                begin, end = max(span[0], first), min(span[1], first + length)
-                if begin >= end:
+        parts, at = self._index.parts.get((name, tp_rank), np.zeros((0, 4), np.int64)), span[0]
+        with _faults_of(self.folder):
+            for first, length, number, place in parts[np.searchsorted(parts[:, 0], at, "right") - 1 :].tolist():
+                end = min(span[1], first + length)
+                if not first <= at < end:
                     break
-                start = place + 4 * (get_args(Kind).index(kind) * length + begin - first)
-                stored = self._file(number)[start : start + 4 * (end - begin)]
-                values[begin - span[0] : end - span[0]] = stored.view(np.float32)
-        except _MALFORMED as error:
-            raise _damaged(self.folder, error) from None
+                # A moment follows the weights, and the second one the first.
+                start = place + 4 * (get_args(Kind).index(kind) * length + at - first)
+                stored = self._file(number)[start : start + 4 * (end - at)]
+                values[at - span[0] : end - span[0]] = stored.view(np.float32)
+                at = end
+        if at < span[1]:
+            raise CheckpointError(
+                f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up {name}; copy the whole "
+                "folder, from every node, and use it with the method and base it was trained with"
+            )
         return torch.from_numpy(values)
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: missing or damaged ({' '.join(str(error).split())}); use another checkpoint")
+def _faults_of(path: Path) -> AbstractContextManager[None]:
+    return faults_of_library(f"{path}: missing or damaged; use another checkpoint", CheckpointError)

@@ -57,7 +57,7 @@ def _sampling(run: Inputs) -> None:
     for corpus in run.config.data.corpora.values():
         if corpus.sample is not None:
             # A sequence length beyond the context is a fault of its own.
-            longest = min(run.config.data.sequence_length, run.spec.longest_text)
+            longest = min(run.config.data.sequence_length, run.spec.max_position_embeddings)
             check_sampling(corpus.sample, corpus.sample.max_tokens or longest, run.tokenizer, run.spec)
 
 

@@ -167,7 +167,7 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
 
     It builds the model without memory or communication.
     """
-    longest, parallel = spec.longest_text, config.parallel
+    longest, parallel = spec.max_position_embeddings, config.parallel
     if config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "

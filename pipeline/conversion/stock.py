@@ -37,8 +37,7 @@ from torch import Tensor
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.model.decoder import Decoder
-from pipeline.model.families import family_of, hf_tensor
-from pipeline.model.family import FusedPart, HfTensor, fuse
+from pipeline.model.families import FusedPart, HfTensor, family_of, fuse, hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
 from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_in
 from pipeline.model.stock_model import stock_widths

@@ -13,13 +13,13 @@ from pipeline.errors import ConfigError
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder
-from pipeline.model.family import EXPERTS
+from pipeline.model.families import EXPERTS
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.mixture import Mixture
-from pipeline.model.new_rows import is_new_row, rows_of
+from pipeline.model.new_rows import is_new_row
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.layers import LowRankAdapter
-from pipeline.parallel.sharding import fill, full_shape_of, held_values, partition_of, split
+from pipeline.parallel.sharding import fill_whole, full_shape_of, held_values
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.expansion import seeded
 from pipeline.scale.layers import WidenedLinear
@@ -106,8 +106,7 @@ class LoraMethod(TrainingMethod):
                 whole = torch.zeros(full_shape_of(parameter))
                 if name.endswith(".a"):
                     whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(whole.shape[1] ** -0.5)
-                shard = split(whole, partition_of(parameter), tp.rank, tp.size)
-                fill(parameter, tp, partial(rows_of, shard))
+                fill_whole(parameter, tp, whole)
 
 
 _ZEROED = ("attention.output.base.", "ffn.down.base.", f"{EXPERTS}down.", "ffn.base.shared.down.base.")
@@ -127,11 +126,8 @@ class LlamaProMethod(TrainingMethod):
         """Every how many layers of the deeper model one is added."""
         count = self.settings.added_layers
         if spec.num_layers % count:
-            fits = [size for size in range(1, spec.num_layers + 1) if spec.num_layers % size == 0]
-            nearest = sorted(sorted(fits, key=lambda fit: abs(fit - count))[:2])
             raise ConfigError(
-                f"method.added_layers: the base's {spec.num_layers} layers cannot be cut into {count} equal groups; "
-                f"nearest that fit: {', '.join(map(str, nearest))}"
+                f"method.added_layers: expected a divisor of the base's {spec.num_layers} layers, found {count}"
             )
         return spec.num_layers // count + 1
 

@@ -87,9 +87,7 @@ def check_named_expansion(folder: Path | None) -> None:
 def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
     """The initial expansion of a run of method scale; None if it is yet to be made.
 
-    Raises:
-        ConfigError: the one that the run is to continue from does not exist.
-        BaseModelError, CheckpointError: it is damaged, or of another base or other settings.
+    Raises UserError if it is damaged, of another base or other settings, or missing where a run is to continue from it.
     """
     check_named_expansion(config.upscaled)
     if not isinstance(config.method, ScaleMethod) or not (config.upscaled_folder / MANIFEST).exists():

@@ -1,13 +1,12 @@
 """Causal attention within documents, and within a sliding window, by the kernel that suits the device.
 
 All kernels compute the same. On CUDA none makes a tensor of S x S elements: packed documents are attended to with
-torch's variable-length flash attention, or with FlexAttention where that cannot (fp32, soft-capping, older versions of
-torch); rows of one document by the fused kernels of `scaled_dot_product_attention`.
+torch's variable-length flash attention, or with FlexAttention where that cannot (fp32, soft-capping); rows of one
+document by the fused kernels of `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -79,14 +78,14 @@ def attention_kernel(
     On the CPU, rows of a single document get a mask too: the same sample must give the same bits whatever else is in
     its batch.
     """
-    flash = dtype in _HALF and head_dim <= _LARGEST_FLASH_HEAD and _is_ampere(device)
+    flash = dtype in _HALF and head_dim <= _LARGEST_FLASH_HEAD
     if documents is None:
         # Of the kernels without S x S scores only flash attention takes grouped heads.
         return CausalAttention(scale, grouped=flash or device.type != "cuda")
     if device.type not in ("cuda", "meta"):
         return MaskedAttention(document_mask(documents.ids, dtype, window), scale, softcap)
     # The meta device stands for a GPU, but FlexAttention refuses it.
-    if device.type == "meta" or (flash and head_dim % 8 == 0 and softcap is None and _has_varlen()):
+    if device.type == "meta" or (flash and head_dim % 8 == 0 and softcap is None):
         return VarlenAttention(documents.starts, window, scale)
     return FlexAttention(_block_mask(documents.ids, window), scale, softcap)
 
@@ -168,7 +167,9 @@ class FlexAttention:
     softcap: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attend = _compiled(_flex()) if query.is_cuda else _flex()
+        from torch.nn.attention.flex_attention import flex_attention
+
+        attend = _compiled(flex_attention) if query.is_cuda else flex_attention
         heads = attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -211,22 +212,6 @@ def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
     return heads.transpose(1, 2)
 
 
-@cache
-def _is_ampere(device: torch.device) -> bool:
-    """Whether the GPU has flash attention; also true of a device that stands for one."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@cache
-def _has_varlen() -> bool:
-    """Whether this torch has variable-length attention with grouped heads."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 def _block_mask(ids: Tensor, window: int | None = None) -> Any:  # noqa: ANN401
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -244,12 +229,6 @@ def _block_mask(ids: Tensor, window: int | None = None) -> Any:  # noqa: ANN401
 def _soft_capping(cap: float) -> Callable[..., Tensor]:
     """The change of a score as FlexAttention takes it; the same function for all layers, which then share a kernel."""
     return lambda score, *_: cap * torch.tanh(score / cap)
-
-
-def _flex() -> Any:  # noqa: ANN401
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention
 
 
 @cache

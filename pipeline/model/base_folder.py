@@ -20,11 +20,10 @@ from torch import Tensor
 
 from pipeline.errors import BaseModelError
 from pipeline.files import file_hash, in_threads, is_plain_name, read_object
-from pipeline.model.families import hf_tensor
-from pipeline.model.family import FusedPart, HfTensor
+from pipeline.model.families import HfTensor, hf_tensor
 from pipeline.model.new_rows import NewRows
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard
+from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard, split
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,21 +50,19 @@ class BaseFolder:
         """The file of each of the folder's tensors. Raises BaseModelError if a file is missing or damaged."""
         index = self.path / INDEX_FILE
         try:
-            entries = read_object(index, BaseModelError, "copy the folder again").get("weight_map")
+            names = read_object(index, BaseModelError, "copy the folder again").get("weight_map")
         except FileNotFoundError:
             only = self.path / SINGLE_FILE
-            return dict.fromkeys(_names_in(only), only)
-        if not isinstance(entries, dict):
-            raise BaseModelError(f"{index}: not an index of safetensors files; copy the folder again")
-        if not all(isinstance(name, str) and is_plain_name(name) for name in entries.values()):
-            raise BaseModelError(f"{index}: names files outside its folder; do not use this model")
-        held = {name: set(_names_in(self.path / name)) for name in sorted(set(entries.values()))}
-        for tensor, name in entries.items():
-            if tensor not in held[name]:
-                raise BaseModelError(
-                    f"{self.path / name}: lacks {tensor}, which the index lists; copy the folder again"
-                )
-        return {tensor: self.path / name for tensor, name in entries.items()}
+            with _opened(only) as tensors:
+                return dict.fromkeys(tensors.keys(), only)
+        if not isinstance(names, dict) or not all(
+            isinstance(name, str) and is_plain_name(name) for name in names.values()
+        ):
+            raise BaseModelError(f"{index}: not an index of files in its folder; do not use this model")
+        for name in sorted(set(names.values())):
+            with _opened(self.path / name):
+                pass
+        return {tensor: self.path / name for tensor, name in names.items()}
 
     @property
     def files(self) -> list[Path]:
@@ -92,22 +89,17 @@ class BaseFolder:
         Raises BaseModelError if it is missing, its file damaged, or the experts that it is of are not of one size.
         """
         source = self._source(name)
-        shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
-        for tensor, shape in zip(source.names(), shapes, strict=True):
-            if shape != shapes[0]:
-                raise BaseModelError(
-                    f"{self.file_of[tensor]}: {tensor} has shape {shape}, that of the first expert {shapes[0]}; "
-                    "expected experts of one size: use the original model"
-                )
+        first, *others = shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
+        if any(shape != first for shape in others):
+            raise BaseModelError(f"{self.path}: the experts of {source.name} differ in size; use the original model")
         if source.experts is not None:
-            return (len(shapes), *shapes[0])
-        rows, *others = shapes[0]
+            return (len(shapes), *first)
         if source.in_three:
-            return (3, rows)
+            return (3, *first)
         part = source.part
-        if part is not None and rows == part.groups * part.group_rows:
-            rows = part.groups * part.rows  # `load_base` refuses fused tensors of other sizes
-        return (rows, *others)
+        if part is not None and first[:1] == (part.groups * part.group_rows,):
+            return (part.groups * part.rows, *first[1:])
+        return first  # `check_weights` refuses fused tensors of other sizes
 
     def read(
         self,
@@ -117,26 +109,23 @@ class BaseFolder:
         tp_size: int = 1,
         rows: Rows | None = None,
     ) -> Tensor:
-        """The shard of the base parameter `name` (ours) that `tp_rank` holds, or `rows` of it; reads nothing else.
+        """The shard of the base parameter `name` (ours) that `tp_rank` holds, or `rows` of it.
 
-        The rows of a parameter of all experts are the experts. Raises BaseModelError if it is missing, or its file
-        damaged.
+        Reads nothing else, unless the tensor holds several linear maps. The rows of a parameter of all experts are the
+        experts. Raises BaseModelError if it is missing, or its file damaged.
         """
-        source = self._source(name)
-        part, first_row = source.part, rows[0] if rows else 0
-        if source.in_three:
-            (values,) = self._of_each(source.names(), lambda view: view[0 : view.get_shape()[0]])
-            return in_three(values)[slice(*rows or (None,))]
+        source, taken, first_row = self._source(name), slice(*rows or (None,)), rows[0] if rows else 0
         if source.experts is not None:
             of_one = REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
-            experts = source.names()[slice(*rows or (None,))]
+            experts = source.names()[taken]
             stored = torch.stack(self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size)))
             first_row = 0
+        elif source.part is not None or source.in_three:
+            (whole,) = self._of_each(source.names(), lambda view: view[:])
+            whole = in_three(whole) if source.part is None else source.part.of(whole)
+            stored = split(whole, partition, tp_rank, tp_size)[taken]
         else:
-            (stored,) = self._of_each(
-                source.names(),
-                lambda view: read_shard(_Part(view, part) if part else view, partition, tp_rank, tp_size, rows),
-            )
+            (stored,) = self._of_each(source.names(), lambda view: read_shard(view, partition, tp_rank, tp_size, rows))
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
         return self.spec.residual.restore(name, stored, first_row) if self.spec.residual else stored
 
@@ -145,17 +134,14 @@ class BaseFolder:
 
         transformers then uses what the files hold.
         """
-        target = hf_tensor("output.base", self.spec).name
-        if not self.spec.tie_word_embeddings or target not in self.file_of:
+        stored = hf_tensor("output.base", self.spec).name
+        if not self.spec.tie_word_embeddings or stored not in self.file_of:
             return
-        rows, *_ = self.shape("output.base")
-        same = self.shape("embedding.base.weight") == self.shape("output.base") and all(
-            torch.equal(*(self.read(name, rows=(first, min(first + _ROWS, rows))) for name in _TIED))
-            for first in range(0, rows, _ROWS)
-        )
-        if not same:
+        size = self.spec.vocab_size
+        pieces = ((first, min(first + _ROWS, size)) for first in range(0, size, _ROWS))
+        if not all(torch.equal(*(self.read(name, rows=rows) for name in _TIED)) for rows in pieces):
             raise BaseModelError(
-                f"{self.file_of[target]}: config.json ties the output to the embedding, but {target} is another "
+                f"{self.file_of[stored]}: config.json ties the output to the embedding, but {stored} is another "
                 "matrix, which transformers uses: set tie_word_embeddings to false in config.json"
             )
 
@@ -191,16 +177,15 @@ def _opened(file: Path) -> Iterator[Any]:  # safetensors has no types
         raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
 
-def _names_in(file: Path) -> list[str]:
-    with _opened(file) as tensors:
-        return list(tensors.keys())
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and is_plain_name(name)
 
 
 def _checked(view: StoredTensor, file: Path, tensor: str) -> StoredTensor:
-    if not view.get_shape() or view.get_dtype() not in _TYPES:
+    if view.get_dtype() not in _TYPES:
         raise BaseModelError(
-            f"{file}: {tensor} has shape {view.get_shape()} and type {view.get_dtype()}; expected a weight "
-            f"in one of {', '.join(_TYPES)}: use the original model"
+            f"{file}: {tensor} is of type {view.get_dtype()}, expected one of {', '.join(_TYPES)}; "
+            "use the original model"
         )
     return view
 
@@ -212,22 +197,3 @@ def in_three(values: Tensor) -> Tensor:
         rows.append(rest.bfloat16().float())
         rest = rest - rows[-1]
     return torch.stack(rows)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One linear map in a fused tensor, as a tensor of its own to `read_shard`."""
-
-    view: StoredTensor
-    part: FusedPart
-
-    def get_shape(self) -> list[int]:
-        return [self.part.groups * self.part.rows, *self.view.get_shape()[1:]]
-
-    def get_dtype(self) -> str:
-        return self.view.get_dtype()
-
-    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
-        rows, *columns = key if isinstance(key, tuple) else (key,)
-        held = self.part.read(self.view, rows.start, rows.stop)
-        return held[:, columns[0]] if columns else held

@@ -1,27 +1,144 @@
-"""The architectures that can be a base, and how each family's config differs from a Llama's. docs/architectures.md says
-how to add one."""
+"""The architectures that can be a base: in what each family differs from Llama, and how its tensors are named.
+
+docs/architectures.md says how to add one.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.errors import BaseModelError
-from pipeline.model.family import (
-    EXPERTS,
-    ROUTER,
-    Config,
-    Family,
-    HfTensor,
-    alike,
-    check_number,
-    check_size,
-    typed_layers,
-)
-from pipeline.model.spec import DecoderSpec, LayerKind, MixtureSpec
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING
 
-_MOST_EXPERTS, _WIDEST_EXPERT = 2**12, 2**16
-"""Above every mixture that there is; all experts are one tensor."""
+from pipeline.errors import BaseModelError
+from pipeline.model.spec import DecoderSpec, MixtureSpec
+
+Config = Any
+"""A configuration of transformers; which attributes it has depends on its class."""
+ROUTER = "ffn.base.router"
+EXPERTS = "ffn.base.experts."
+"""How the names of the modules begin that hold a linear map of every expert of a layer."""
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear maps.
+
+    With `experts` it is as many tensors, one for each expert, whose number takes the place of {} in `name`. `in_three`:
+    our parameter has three rows in 16 bits, of which it is the sum.
+    """
+
+    name: str
+    part: FusedPart | None = None
+    experts: int | None = None
+    in_three: bool = False
+
+    def names(self) -> list[str]:
+        """The name of every expert's tensor, in order, or the one name."""
+        return [self.name] if self.experts is None else [self.name.format(index) for index in range(self.experts)]
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """The rows of one linear map in a fused tensor.
+
+    The tensor has `groups` groups of `group_rows` rows, and in each the map has `rows` rows from the row `first` on.
+    `index` is its place among the maps.
+    """
+
+    index: int
+    groups: int
+    group_rows: int
+    first: int
+    rows: int
+
+    def of(self, fused: Tensor) -> Tensor:
+        """The rows of the map in the fused tensor."""
+        grouped = fused.unflatten(0, (self.groups, self.group_rows))
+        return grouped[:, self.first : self.first + self.rows].flatten(0, 1)
+
+
+def fuse(parts: Iterable[Tensor], groups: int) -> Tensor:
+    """The fused tensor of maps [rows, ...]; the inverse of `FusedPart.of`."""
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The architectures of a `model_type` of transformers.
+
+    Attributes:
+        names: the folder's name of each of our modules; "layers" is the prefix of a layer's, with its index as {}.
+        features: the fields of DecoderSpec in which they differ from a Llama.
+        fused: the parts of each tensor that holds several of our linear maps, in order. The rows of the parts follow
+            each other, or with `fused_by_head` they alternate head by head.
+        unrotated, dense: the layers without position embedding, and without experts where the others have them.
+        unsupported: the config's entries that must be null or false.
+        derives_head_dim: whether transformers or a server takes the size of a head to be hidden_size / heads.
+        shared_experts: the config's entry with the width of an expert that every token takes, in widths of one expert.
+        why_not_stock: why a widened model is not expressible as an ordinary one; None if it is.
+    """
+
+    model_type: str
+    names: Mapping[str, str]
+    features: Callable[[Config], dict[str, Any]] = lambda config: {}
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_by_head: bool = False
+    unrotated: Callable[[Config], Collection[int]] = lambda config: ()
+    dense: Callable[[Config], Collection[int]] = lambda config: ()
+    unsupported: tuple[str, ...] = ()
+    derives_head_dim: bool = False
+    shared_experts: str | None = None
+    why_not_stock: str | None = None
+
+    def layer_entries(self, spec: DecoderSpec) -> dict[str, Any]:
+        """The config's entries that list layers, for a spec with more layers than the folder."""
+        dense = [index for index, layer in enumerate(spec.layers) if not layer.has_experts]
+        entries = {
+            "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
+            "no_rope_layers": [int(layer.rotary is not None) for layer in spec.layers],
+            "mlp_layer_types": ["sparse" if layer.has_experts else "dense" for layer in spec.layers],
+            "mlp_only_layers": dense,
+            "decoder_sparse_step": 1,
+            "first_k_dense_replace": len(dense),
+        }
+        declared = CONFIG_MAPPING[self.model_type]
+        return {name: listed for name, listed in entries.items() if hasattr(declared, name)}
+
+    def tensor(self, name: str, spec: DecoderSpec) -> HfTensor:
+        """The tensor of a folder that holds the base parameter `name` (ours)."""
+        if name == "output.base":
+            return HfTensor(f"{self.names['output']}.weight")
+        stem, kind = name.rsplit(".", 1)
+        stem = stem.removesuffix(".base")
+        if not stem.startswith("layers."):
+            return HfTensor(f"{self.names[stem]}.{kind}")
+        _, index, module = stem.split(".", 2)
+        prefix = self.names["layers"].format(index)
+        if module == ROUTER and kind == "bias":
+            return HfTensor(f"{prefix}.{self.names[f'{ROUTER}.bias']}", in_three=True)
+        theirs = self.names[module]
+        if module.startswith(EXPERTS) and spec.mixture is not None:
+            return HfTensor(f"{prefix}.{theirs}.{kind}", experts=spec.mixture.experts)
+        parts = self.fused.get(theirs)
+        return HfTensor(f"{prefix}.{theirs}.{kind}", None if parts is None else self._part(parts, module, spec))
+
+    def _part(self, parts: Sequence[str], module: str, spec: DecoderSpec) -> FusedPart:
+        groups = spec.widths.num_attention_heads if self.fused_by_head else 1
+        widths, kv_rows = spec.widths, spec.widths.num_key_value_heads * spec.head_dim
+        rows_of = {
+            "attention.query": widths.num_attention_heads * spec.head_dim,
+            "attention.key": kv_rows,
+            "attention.value": kv_rows,
+            "ffn.gate": widths.intermediate_size,
+            "ffn.up": widths.intermediate_size,
+        }
+        rows = [rows_of[part] // groups for part in parts]
+        index = parts.index(module)
+        return FusedPart(index, groups, sum(rows), sum(rows[:index]), rows[index])
 
 
 def _attention_biases(config: Config) -> dict[str, Any]:
@@ -37,36 +154,11 @@ def _qwen3(config: Config) -> dict[str, Any]:
     return {"query_key_norm": "head", **_attention_biases(config)}
 
 
-def _ministral_layers(config: Config) -> list[LayerKind]:
-    if config.head_dim is None:
-        raise BaseModelError("head_dim: transformers runs no ministral without it, nor a mistral with layer_types")
-    return typed_layers(config)
-
-
-def _smollm3_layers(config: Config) -> list[LayerKind]:
-    rotated = config.no_rope_layers
-    if not isinstance(rotated, list) or len(rotated) < config.num_hidden_layers:
-        raise BaseModelError(f"no_rope_layers: expected an entry for each layer, found {rotated!r:.80}")
-    layers = typed_layers(config)
-    if not config.use_sliding_window and any(layer.window for layer in layers):
-        raise BaseModelError("use_sliding_window: false, but layer_types names layers with a window")
-    return [layer if has else LayerKind(None, layer.window) for has, layer in zip(rotated, layers, strict=False)]
-
-
 def _olmo(config: Config) -> dict[str, Any]:
     return {"norm_placement": "after", "query_key_norm": "all", **_attention_biases(config)}
 
 
-def _exaone_layers(config: Config) -> list[LayerKind]:
-    layers = typed_layers(config)
-    if config.sliding_window is not None:  # where some layers have a window, the global ones have no position embedding
-        layers = [layer if layer.window else LayerKind(None) for layer in layers]
-    return layers
-
-
 def _gemma2(config: Config) -> dict[str, Any]:
-    if config.use_bidirectional_attention:
-        raise BaseModelError("use_bidirectional_attention: expected null or false; a decoder reads what came before")
     return {
         "activation": config.hidden_activation,
         "norm_placement": "both",
@@ -77,12 +169,6 @@ def _gemma2(config: Config) -> dict[str, Any]:
         "output_softcap": config.final_logit_softcapping,
         **_attention_biases(config),
     }
-
-
-def _gemma3(config: Config) -> dict[str, Any]:
-    if config.attn_logit_softcapping:
-        raise BaseModelError("attn_logit_softcapping: transformers does not apply it in a Gemma 3; expected null")
-    return {**_gemma2(config), "query_key_norm": "head"}
 
 
 def _gpt_neox(config: Config) -> dict[str, Any]:
@@ -97,61 +183,31 @@ def _gpt_neox(config: Config) -> dict[str, Any]:
 
 
 def _mixture(config: Config, experts: int, intermediate_size: int, **features: Any) -> MixtureSpec:  # noqa: ANN401
-    """The mixture of a config."""
     normalised = bool(getattr(config, "norm_topk_prob", True))
     if not features.get("sigmoid"):  # a bias balances those, and transformers has no loss for them
-        features |= {"balance_coefficient": getattr(config, "router_aux_loss_coef", None)}
-    mixture = MixtureSpec(experts, config.num_experts_per_tok, intermediate_size, normalised, **features)
-    check_size("num_experts", experts, _MOST_EXPERTS)
-    check_size("n_group", mixture.groups, experts)
-    check_size("topk_group", mixture.top_groups, mixture.groups)
-    check_size("num_experts_per_tok", mixture.top_k, experts)
-    check_size("moe_intermediate_size", intermediate_size, _WIDEST_EXPERT)
-    check_size("shared_expert_intermediate_size", mixture.shared_size or 1)
-    check_number("routed_scaling_factor", mixture.scale)
-    check_number("router_aux_loss_coef", mixture.balance_coefficient or 0.0, may_be_zero=True)
-    of_group, rest = divmod(experts, mixture.groups)
-    if mixture.groups > 1 and (rest or of_group < 2 or mixture.top_k > of_group * mixture.top_groups):
-        raise BaseModelError(
-            f"n_group: {experts} experts in {mixture.groups} groups, of which {mixture.top_groups} are taken, leave no "
-            f"{mixture.top_k} for a token"
-        )
-    return mixture
+        features |= {"balance_coefficient": config.router_aux_loss_coef}
+    if not 1 <= config.num_experts_per_tok <= experts:
+        raise BaseModelError(f"num_experts_per_tok: expected 1 to {experts}, found {config.num_experts_per_tok}")
+    return MixtureSpec(experts, config.num_experts_per_tok, intermediate_size, normalised, **features)
 
 
 def _sigmoid_mixture(config: Config, experts: int, shared_experts: int) -> MixtureSpec:
     """The mixture that DeepSeek-V3 introduced: a bias for each expert balances their load, and one is shared."""
+    if config.n_group != 1:
+        raise BaseModelError(f"n_group: expected 1: experts are chosen among all, found {config.n_group}")
     return _mixture(
         config,
         experts,
         config.moe_intermediate_size,
         scale=config.routed_scaling_factor,
         sigmoid=True,
-        groups=config.n_group,
-        top_groups=config.topk_group,
         shared_size=shared_experts * config.moe_intermediate_size,
     )
 
 
-def _sparse_layers_of_qwen(config: Config) -> list[int]:
-    layers = range(config.decoder_sparse_step - 1, config.num_hidden_layers, config.decoder_sparse_step)
-    return [layer for layer in layers if layer not in config.mlp_only_layers]
-
-
-def _mixtral(config: Config) -> dict[str, Any]:
-    return {"mixture": _mixture(config, config.num_local_experts, config.intermediate_size)}
-
-
 def _olmoe(config: Config) -> dict[str, Any]:
-    if config.clip_qkv is not None:
-        raise BaseModelError(f"clip_qkv: expected null, found {config.clip_qkv!r:.80}")
     mixture = _mixture(config, config.num_experts, config.intermediate_size)
     return {"query_key_norm": "all", "mixture": mixture, **_attention_biases(config)}
-
-
-def _qwen2_moe_layers(config: Config) -> list[LayerKind]:
-    config.sliding_window = config.sliding_window or None
-    return typed_layers(config)
 
 
 def _qwen2_moe(config: Config) -> dict[str, Any]:
@@ -182,6 +238,18 @@ def _solar_open(config: Config) -> dict[str, Any]:
 def _exaone_moe(config: Config) -> dict[str, Any]:
     mixture = _sigmoid_mixture(config, config.num_experts, config.num_shared_experts)
     return {"mixture": mixture, "query_key_norm": "head"}
+
+
+def _global_layers_of_exaone(config: Config) -> list[int]:
+    """Where some layers have a window, the global ones have no position embedding."""
+    if config.sliding_window is None:
+        return []
+    return [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
+
+
+def _dense_layers_of_qwen(config: Config) -> list[int]:
+    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
+    return [layer for layer in layers if (layer + 1) % step or layer in config.mlp_only_layers]
 
 
 _LLAMA_NAMES = {
@@ -246,88 +314,89 @@ _PHI3_NAMES = _LLAMA_NAMES | {part: fused for fused, parts in _PHI3_FUSED.items(
 _WHOLE_HEADS = "its query and key norms take one mean square over all heads, the added ones too"
 _GEMMA = "its servers take the embedding for the output too, and widened the two differ"
 _NO_SHARED_EXPERT = "it has no shared expert that the expansion's FFN could widen"
-_TYPES, _QWEN_LISTS = ("layer_types",), ("mlp_only_layers", "decoder_sparse_step")
-_windowed = partial(alike, windowed=True)
-_partly_rotated = partial(alike, partly_rotated=True)
-_rotary_by_type = partial(typed_layers, rotary_by_type=True)
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", _LLAMA_NAMES, alike, _all_biases),
-        Family("mistral", _LLAMA_NAMES, _windowed),
-        Family("ministral", _LLAMA_NAMES, _ministral_layers, layer_lists=_TYPES),
+        Family("llama", _LLAMA_NAMES, _all_biases),
+        Family("mistral", _LLAMA_NAMES),
+        Family("ministral", _LLAMA_NAMES),
         Family(
             "qwen2",
             _LLAMA_NAMES,
-            typed_layers,
             lambda config: {"query_key_value_bias": True},
-            layer_lists=_TYPES,
             derives_head_dim=True,  # vLLM does not read it from a Qwen2 config
         ),
-        Family("qwen3", _LLAMA_NAMES, typed_layers, _qwen3, layer_lists=_TYPES),
-        Family("smollm3", _LLAMA_NAMES, _smollm3_layers, _all_biases, layer_lists=(*_TYPES, "no_rope_layers")),
+        Family("qwen3", _LLAMA_NAMES, _qwen3),
         Family(
-            "phi3",
-            _PHI3_NAMES,
-            partial(alike, windowed=True, partly_rotated=True),
-            fused=_PHI3_FUSED,
-            derives_head_dim=True,
+            "smollm3",
+            _LLAMA_NAMES,
+            _all_biases,
+            unrotated=lambda config: [layer for layer, rotated in enumerate(config.no_rope_layers) if not rotated],
         ),
-        Family("olmo2", _POST_NORM_NAMES, alike, _olmo, why_not_stock=_WHOLE_HEADS),
-        Family("olmo3", _POST_NORM_NAMES, _rotary_by_type, _olmo, layer_lists=_TYPES, why_not_stock=_WHOLE_HEADS),
+        Family("phi3", _PHI3_NAMES, fused=_PHI3_FUSED, derives_head_dim=True),
+        Family("olmo2", _POST_NORM_NAMES, _olmo, why_not_stock=_WHOLE_HEADS),
+        Family("olmo3", _POST_NORM_NAMES, _olmo, why_not_stock=_WHOLE_HEADS),
         Family(
             "exaone4",
             _POST_NORM_NAMES,
-            _exaone_layers,
             lambda config: {"norm_placement": "after", "query_key_norm": "head"},
-            layer_lists=_TYPES,
+            unrotated=_global_layers_of_exaone,
         ),
-        Family("gemma2", _GEMMA_NAMES, typed_layers, _gemma2, layer_lists=_TYPES, why_not_stock=_GEMMA),
-        Family("gemma3_text", _GEMMA_NAMES, _rotary_by_type, _gemma3, layer_lists=_TYPES, why_not_stock=_GEMMA),
+        Family(
+            "gemma2",
+            _GEMMA_NAMES,
+            _gemma2,
+            unsupported=("use_bidirectional_attention",),
+            why_not_stock=_GEMMA,
+        ),
+        Family(
+            "gemma3_text",
+            _GEMMA_NAMES,
+            lambda config: {**_gemma2(config), "query_key_norm": "head"},
+            unsupported=("use_bidirectional_attention", "attn_logit_softcapping"),  # transformers does not apply it
+            why_not_stock=_GEMMA,
+        ),
         Family(
             "qwen2_moe",
             _QWEN2_MOE_NAMES,
-            _qwen2_moe_layers,
             _qwen2_moe,
-            sparse_layers=_sparse_layers_of_qwen,
-            layer_lists=(*_TYPES, *_QWEN_LISTS),
+            dense=_dense_layers_of_qwen,
             why_not_stock="a sigmoid of its own weights the shared expert",
         ),
         Family(
             "glm4_moe",
             _MIXTURE_NAMES,
-            _partly_rotated,
             _glm4_moe,
-            sparse_layers=lambda config: range(config.first_k_dense_replace, config.num_hidden_layers),
-            layer_lists=("first_k_dense_replace",),
+            dense=lambda config: range(config.first_k_dense_replace),
             shared_experts="n_shared_experts",
         ),
-        Family("solar_open", _MIXTURE_NAMES, _partly_rotated, _solar_open, shared_experts="n_shared_experts"),
+        Family("solar_open", _MIXTURE_NAMES, _solar_open, shared_experts="n_shared_experts"),
         Family(
             "exaone_moe",
             _MIXTURE_NAMES | {f"{ROUTER}.bias": "mlp.e_score_correction_bias"},
-            _exaone_layers,
             _exaone_moe,
-            sparse_layers=lambda config: [at for at, kind in enumerate(config.mlp_layer_types) if kind == "sparse"],
-            layer_lists=(*_TYPES, "mlp_layer_types"),
+            unrotated=_global_layers_of_exaone,
+            dense=lambda config: [layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "dense"],
             shared_experts="num_shared_experts",
         ),
-        Family("mixtral", _MIXTRAL_NAMES, _windowed, _mixtral, why_not_stock=_NO_SHARED_EXPERT),
-        Family("olmoe", _MIXTURE_NAMES, alike, _olmoe, why_not_stock=_WHOLE_HEADS),
+        Family(
+            "mixtral",
+            _MIXTRAL_NAMES,
+            lambda config: {"mixture": _mixture(config, config.num_local_experts, config.intermediate_size)},
+            why_not_stock=_NO_SHARED_EXPERT,
+        ),
+        Family("olmoe", _MIXTURE_NAMES, _olmoe, unsupported=("clip_qkv",), why_not_stock=_WHOLE_HEADS),
         Family(
             "qwen3_moe",
             _MIXTURE_NAMES,
-            _windowed,
             _qwen3_moe,
-            sparse_layers=_sparse_layers_of_qwen,
-            layer_lists=_QWEN_LISTS,
+            dense=_dense_layers_of_qwen,
             why_not_stock=_NO_SHARED_EXPERT,
         ),
         Family(
             "gpt_neox",
             _GPT_NEOX_NAMES,
-            _partly_rotated,
             _gpt_neox,
             fused={"attention.query_key_value": ("attention.query", "attention.key", "attention.value")},
             fused_by_head=True,

@@ -1,34 +1,42 @@
-"""Reads a Hugging Face folder into our decoder: the architecture, and this rank's shard of the weights."""
+"""Reads a Hugging Face folder into our decoder: the architecture, and this rank's shard of the weights.
+
+A config is read as transformers reads it: an entry that its class does not declare means nothing. What it asks for and
+our decoder cannot do is a BaseModelError that names the entry.
+"""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import TypeAdapter
 from torch import nn
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import BaseModelError, faults_of_library
 from pipeline.files import read_object
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.families import FAMILIES, hf_tensor
-from pipeline.model.family import check_number, check_size, head_dim_of
-from pipeline.model.spec import ACTIVATIONS, DecoderSpec, StoredResidual
+from pipeline.model.families import FAMILIES, Config, hf_tensor
+from pipeline.model.spec import ACTIVATIONS, DecoderSpec, LayerKind, RotarySpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.scale.plan import Widths
 
 _BASE_NAME = re.compile(r"^output\.base$|\.base\.([a-z.]+\.)?(weight|bias)$")
 RESIDUAL_KEY = "widened_residual"
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Above every model there is, and far below what Python, torch or a meta device cannot count.
 _LARGEST = {
-    **{"num_hidden_layers": 4096, "num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16},
+    **dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"), 2**12),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "moe_intermediate_size"), 2**16),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 2**31),
 }
 
@@ -55,7 +63,7 @@ def read_spec(path: Path) -> DecoderSpec:
     try:
         _check_type(values)
         with faults_of_library(f"not a {values['model_type']} config", BaseModelError):
-            return _spec_of(values)
+            return _spec_of(hf_config(values))
     except BaseModelError as error:
         raise BaseModelError(f"{file}: {error}") from None
 
@@ -64,10 +72,9 @@ def _check_type(values: Mapping[str, Any]) -> None:
     model_type = values.get("model_type")
     if model_type == "scale":
         raise BaseModelError(
-            "model_type 'scale': a widened model in its own format cannot be a base. To train its expansion "
-            "further, convert its checkpoint with --format expansion and name that folder in `upscaled`; to add "
-            "another, train it on the same base, and put both beside each other (scale-cpt combine); to widen it, "
-            "train it with norm: base, variant preserve or adapt, and convert it with --format stock"
+            "model_type 'scale': a widened model in its own format cannot be a base; convert its checkpoint with "
+            "--format expansion and name that folder in `upscaled` to train it further, or with --format stock to "
+            "widen it again"
         )
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
         raise BaseModelError(f"model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")
@@ -75,35 +82,82 @@ def _check_type(values: Mapping[str, Any]) -> None:
         raise BaseModelError("quantization_config: quantized weights are not supported; use the original model")
 
 
-def _spec_of(values: Mapping[str, Any]) -> DecoderSpec:
+def _spec_of(config: Config) -> DecoderSpec:
     """The architecture of a config of a supported type; raises also what transformers and torch raise."""
-    config = hf_config(values)
     for name, largest in _LARGEST.items():
         size = getattr(config, name, None)
-        if size is not None or (hasattr(config, name) and name not in ("head_dim", "num_key_value_heads")):
-            check_size(name, size, largest)
-    if head_dim_of(config) > _LARGEST["head_dim"]:
-        raise BaseModelError(
-            f"hidden_size: {config.hidden_size} makes heads of {head_dim_of(config)} channels, expected "
-            f"at most {_LARGEST['head_dim']}"
-        )
-    spec = FAMILIES[config.model_type].read(config)
+        if size is not None and not 1 <= size <= largest:
+            raise BaseModelError(f"{name}: expected a whole number from 1 to {largest}, found {size}")
+    family = FAMILIES[config.model_type]
+    for name in family.unsupported:
+        if getattr(config, name, None):
+            raise BaseModelError(f"{name}: expected null or false, found {getattr(config, name)!r:.80}")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
+        raise BaseModelError(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+    features = family.features(config)
+    dense = family.dense(config) if "mixture" in features else range(config.num_hidden_layers)
+    residual = getattr(config, RESIDUAL_KEY, None)
+    spec = DecoderSpec(
+        **{
+            "family": config.model_type,
+            "vocab_size": config.vocab_size,
+            "layers": tuple(_layers(config, family.unrotated(config), dense)),
+            "widths": Widths(config.hidden_size, config.intermediate_size, heads, kv_heads),
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "norm": "rmsnorm",
+            "norm_eps": getattr(config, "rms_norm_eps", None),
+            "activation": getattr(config, "hidden_act", None),
+            "max_position_embeddings": config.max_position_embeddings,
+            "tie_word_embeddings": bool(config.tie_word_embeddings),
+            "residual": None if residual is None else TypeAdapter(StoredResidual).validate_python(residual),
+            **features,
+        }
+    )
     if spec.activation not in ACTIVATIONS:
         raise BaseModelError(f"hidden_act {spec.activation!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}")
-    if spec.widths.num_attention_heads % spec.widths.num_key_value_heads:
-        raise BaseModelError(
-            f"num_key_value_heads: {spec.widths.num_key_value_heads} does not divide num_attention_heads "
-            f"{spec.widths.num_attention_heads}"
+    return spec
+
+
+def _layers(config: Config, unrotated: Collection[int], dense: Collection[int]) -> Iterator[LayerKind]:
+    window = getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    alike = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    types = config.layer_types if hasattr(type(config), "layer_types") else alike
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise BaseModelError(f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention")
+    rotary = {kind: _rotary(config, kind if kind in config.rope_parameters else None) for kind in set(types)}
+    for layer, kind in enumerate(types):
+        yield LayerKind(
+            rotary=None if layer in unrotated else rotary[kind],
+            window=(window or None) if kind == "sliding_attention" else None,
+            has_experts=layer not in dense,
         )
-    numbers = [(name, getattr(spec, name)) for name in ("attention_scale", "attention_softcap", "output_softcap")]
-    for rotary in {layer.rotary for layer in spec.layers if layer.rotary is not None}:
-        numbers += [(name, getattr(rotary, name)) for name in ("attention_factor", "theta", "factor")]
-    for name, number in numbers:
-        if number is not None:
-            check_number(name, number)
-    check_number("norm_eps", spec.norm_eps)
-    check_number("embedding_scale", spec.embedding_scale)
-    return replace(spec, residual=_residual(getattr(config, RESIDUAL_KEY, None), spec.widths.hidden_size))
+
+
+def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
+    """The rotary embedding that transformers makes of `config`, from its own module for the architecture.
+
+    `layer_type` is given where layers of several types have several.
+    """
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    if kind not in _ROPE_TYPES:
+        raise BaseModelError(f"rope_type {kind!r:.80} is not among {', '.join(_ROPE_TYPES)}")
+    module = sys.modules[MODEL_MAPPING[type(config)].__module__]
+    make = next(made for name, made in vars(module).items() if name.endswith("RotaryEmbedding"))
+    with torch.device("cpu"):
+        rotary = make(config)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequencies = tuple(getattr(rotary, f"{prefix}inv_freq").tolist())
+    factor = float(getattr(rotary, f"{prefix}attention_scaling"))
+    if kind != "longrope":
+        return RotarySpec(frequencies, factor)
+    context = parameters["original_max_position_embeddings"]
+    longer, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=context + 1, layer_type=layer_type)
+    return RotarySpec(frequencies, factor, context, tuple(longer.tolist()))
 
 
 def model_type_of(values: Mapping[str, Any]) -> Any:  # noqa: ANN401  # whatever config.json holds
@@ -140,19 +194,6 @@ def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
     return config
 
 
-def _residual(values: Any, hidden_size: int) -> StoredResidual | None:  # noqa: ANN401  # whatever config.json holds
-    if values is None:
-        return None
-    with faults_of_library(RESIDUAL_KEY, BaseModelError):
-        residual = StoredResidual(**values)
-        check_size(f"{RESIDUAL_KEY}.normed_size", residual.normed_size, hidden_size)
-        if type(residual.read_unnormed) is bool and math.frexp(residual.scale)[0] == 0.5:
-            return residual
-    raise BaseModelError(
-        f"{RESIDUAL_KEY}: expected a scale that is a power of two, found {values!r:.80}; convert the model again"
-    )
-
-
 def load_base(
     model: nn.Module,
     base: BaseFolder,
@@ -161,8 +202,8 @@ def load_base(
 ) -> None:
     """Fills the base parameters of `model` with this rank's shards of the folder's weights, tensor by tensor.
 
-    `source` maps the name of a model's parameter to that of the base's, where the two differ. Raises BaseModelError if
-    a weight is missing, or its shape is not the one that config.json implies.
+    `source` maps the name of a model's parameter to that of the base's, where the two differ. Raises BaseModelError as
+    `check_weights`.
     """
     check_weights(model, base, source)
     for name, parameter in model.named_parameters():

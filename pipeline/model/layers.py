@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline.model.attention import Attend, Documents
 from pipeline.model.mixture import MixtureFeedForward
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec, RotarySpec
-from pipeline.parallel.collectives import enter_region, leave_region, sum_in_region
+from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import (
@@ -105,7 +105,6 @@ class Attention(nn.Module):
         self.query = column(hidden, heads)
         self.key = column(hidden, kv_heads)
         self.value = column(hidden, kv_heads)
-        self.norms_all_heads = spec.query_key_norm == "all"
         self.query_norm = self._head_norm(spec, plan, heads)
         self.key_norm = self._head_norm(spec, plan, kv_heads)
         self.output = WidenedRowLinear(heads, hidden, bias=spec.output_bias, collaborative=collaborative, tp=tp)
@@ -124,14 +123,13 @@ class Attention(nn.Module):
         expansion_size = None if added is None else added.size if of_all else self.head_dim
         if plan is not None and plan.norm == "base" and not of_all:
             expansion_size = None
-        units = (heads[0].units, added.units if added else 1) if of_all else None
         eps, offset = spec.norm_eps, spec.gain_offset
-        return WidenedHeadNorm(size, expansion_size, eps=eps, gain_offset=offset, tp=self.tp, heads=units)
+        return WidenedHeadNorm(size, expansion_size, eps=eps, gain_offset=offset, tp=self.tp)
 
     def forward(self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
-        queries, keys = self.query(x, x_up, masked=masked), self.key(x, x_up, masked=masked)
-        (query, query_up), (key, key_up) = self._normed(queries, keys)
+        query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked))
+        key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked))
         value, value_up = self.value(x, x_up, masked=masked)
         heads = self._attend(query, key, value, context)
         heads_up = None
@@ -140,15 +138,6 @@ class Attention(nn.Module):
             if self.share_of_expansion_heads != 1.0:
                 heads_up = heads_up * self.share_of_expansion_heads
         return leave_region(self.tp, *self.output(heads, heads_up, masked=masked))
-
-    def _normed(self, queries: Streams, keys: Streams) -> tuple[Streams, Streams]:
-        if self.tp.size == 1 or not self.norms_all_heads or self.query_norm is None or self.key_norm is None:
-            return _normed(self.query_norm, queries), _normed(self.key_norm, keys)
-        # The heads that are normalised together lie on all ranks: one message has the sums of queries and keys.
-        of_queries, of_keys = self.query_norm.squares(*queries), self.key_norm.squares(*keys)
-        sums = sum_in_region(self.tp, *of_queries, *of_keys)
-        own = len(of_queries)
-        return self.query_norm.over_all_ranks(*queries, sums[:own]), self.key_norm.over_all_ranks(*keys, sums[own:])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """query: [B, S, H·K], key and value: [B, S, H_kv·K] -> [B, S, H·K]."""
@@ -217,13 +206,9 @@ class RotaryEmbedding:
     ) -> RotaryTable:
         """The table in `dtype` for positions: [B, S] or [S]."""
         frequencies = self._on_device(spec.frequencies, positions.device)
-        if spec.context is not None:
-            longer = _lengths(positions, documents).unsqueeze(-1)
-            if spec.long_frequencies is not None:
-                others = self._on_device(spec.long_frequencies, positions.device)
-            else:
-                others = _grown(spec, longer, 2 * len(frequencies))
-            frequencies = torch.where(longer > spec.context, others, frequencies)
+        if spec.context is not None and spec.long_frequencies is not None:
+            is_longer = _lengths(positions, documents).unsqueeze(-1) > spec.context
+            frequencies = torch.where(is_longer, self._on_device(spec.long_frequencies, positions.device), frequencies)
         return RotaryTable(frequencies, positions, spec.attention_factor, dtype)
 
     def _on_device(self, numbers: tuple[float, ...], device: torch.device) -> Tensor:
@@ -240,17 +225,6 @@ def _lengths(positions: Tensor, documents: Documents | None) -> Tensor:
     ids = documents.ids
     last = positions.expand_as(ids).flatten()[documents.starts[1:].long() - 1] + 1
     return last.repeat_interleave(documents.starts.diff().long(), output_size=ids.numel()).view_as(ids)
-
-
-def _grown(spec: RotarySpec, length: Tensor, width: int) -> Tensor:
-    """`dynamic`: the frequencies in a text of `length` [..., 1] -> [..., width / 2], in the steps of transformers."""
-    if spec.theta is None or spec.factor is None or spec.context is None:
-        raise ValueError("a rotary embedding with a context needs other frequencies beyond it")
-    stretched = spec.factor * length.clamp(min=spec.context) / spec.context - (spec.factor - 1)
-    theta = spec.theta * stretched ** (width / (width - 2))
-    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=length.device).float() / width
-    frequencies: Tensor = 1.0 / theta**exponents
-    return frequencies
 
 
 class RotaryTable:

@@ -5,7 +5,6 @@ The router reads the base stream alone. So where that is exact, so is the choice
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
-from pipeline.parallel.experts import ExpertLinear
+from pipeline.parallel.layers import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.layers import Part, Streams, WidenedColumnLinear, WidenedRowLinear
@@ -132,21 +131,11 @@ class Router(nn.Module):
             weights, chosen = scores.topk(mixture.top_k, dim=-1)
         else:
             scores = F.linear(x.float(), weight.float()).sigmoid()
-            chosen = self._in_best_groups(scores + self.bias.float().sum(0)).topk(mixture.top_k, dim=-1).indices
+            chosen = (scores + self.bias.float().sum(0)).topk(mixture.top_k, dim=-1).indices
             weights = scores.gather(1, chosen)
         if mixture.normalised:
             weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
         return (weights * mixture.scale).to(x.dtype), chosen, scores
-
-    def _in_best_groups(self, scores: Tensor) -> Tensor:
-        """scores: [N, E] -> the same, with those of the other groups at minus infinity."""
-        groups, best = self.mixture.groups, self.mixture.top_groups
-        if best == groups:
-            return scores
-        by_group = scores.unflatten(1, (groups, -1))
-        taken = by_group.topk(2, dim=-1).values.sum(-1).topk(best, dim=-1).indices
-        left = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, taken, False)
-        return by_group.masked_fill(left.unsqueeze(-1), -math.inf).flatten(1)
 
 
 class SharedExpert(nn.Module):

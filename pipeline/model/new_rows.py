@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.parallel.sharding import Rows, fill, full_shape_of, partition_of, split
+from pipeline.parallel.sharding import fill_whole, full_shape_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.expansion import ExpansionFolder
 
@@ -88,9 +87,4 @@ def load_new_rows(model: nn.Module, base: BaseFolder, tp: TensorParallel, expans
                     shape = (base.spec.vocab_size, added)
                     up = base.new_rows.of(expansion.read("embedding.expansion.weight", shape))
                 whole = torch.cat([whole, up], dim=1)
-        fill(parameter, tp, partial(rows_of, split(whole, partition_of(parameter), tp.rank, tp.size)))
-
-
-def rows_of(shard: Tensor, rows: Rows) -> Tensor:
-    """Some rows of a shard [rows, ...], as `fill` asks for them."""
-    return shard[slice(*rows)]
+        fill_whole(parameter, tp, whole)

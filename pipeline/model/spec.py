@@ -34,15 +34,12 @@ class RotarySpec:
         attention_factor: cos and sin are multiplied by it.
         context: the longest text with these frequencies; None: all texts have them.
         long_frequencies: those of longer texts (longrope).
-        theta, factor: in longer texts theta grows with the text (dynamic).
     """
 
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
     context: int | None = None
     long_frequencies: tuple[float, ...] | None = None
-    theta: float | None = None
-    factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,6 @@ class MixtureSpec:
         normalised: the scores of those that a token takes are divided by their sum.
         scale: then they are multiplied by it.
         sigmoid: scores are sigmoids, and a bias for each expert counts for the choice alone; else they are a softmax.
-        groups, top_groups: experts are chosen from the `top_groups` of `groups` whose two highest sum to the most.
         shared_size: the inner width of an expert that every token takes beside the others; 0: there is none.
         gated: the shared expert is weighted by a sigmoid of its own.
         balance_coefficient: the factor of the loss that balances the experts where the router trains; None: the family
@@ -80,8 +76,6 @@ class MixtureSpec:
     normalised: bool
     scale: float = 1.0
     sigmoid: bool = False
-    groups: int = 1
-    top_groups: int = 1
     shared_size: int = 0
     gated: bool = False
     balance_coefficient: float | None = None
@@ -136,34 +130,23 @@ class DecoderSpec:
         """How many layers there are."""
         return len(self.layers)
 
-    @property
-    def longest_text(self) -> int:
-        """How many tokens a text may have: rope_type dynamic stretches the context that the config names."""
-        factors = (layer.rotary.factor or 1.0 for layer in self.layers if layer.rotary is not None)
-        return int(self.max_position_embeddings * max(1.0, 1.0, *factors))
-
 
 def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
-    """Raises LayoutError where a base cannot be split over `tp_size` ranks; names the sizes that fit.
-
-    `tp_size` must divide the query heads and each FFN's inner width, and divide the key/value heads or be a multiple.
-    """
-    widths = spec.widths
-    inner = {widths.intermediate_size for layer in spec.layers if not layer.has_experts}
+    """Raises LayoutError where a base cannot be split over `tp_size` ranks."""
+    if tp_size > 1 and spec.query_key_norm == "all":
+        raise LayoutError(
+            f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all heads together, found "
+            f"{tp_size}; use ZeRO-3"
+        )
+    heads, kv_heads = spec.widths.num_attention_heads, spec.widths.num_key_value_heads
+    inner = {spec.widths.intermediate_size for layer in spec.layers if not layer.has_experts}
     if spec.mixture is not None:
         inner |= {spec.mixture.intermediate_size, spec.mixture.shared_size} - {0}
-
-    def fits(size: int) -> bool:
-        kv_heads = widths.num_key_value_heads
-        divides = all(width % size == 0 for width in (widths.num_attention_heads, *inner))
-        return divides and (kv_heads % size == 0 or size % kv_heads == 0)
-
-    if not fits(tp_size):
-        sizes = [size for size in range(1, widths.num_attention_heads + 1) if fits(size)]
+    if any(width % tp_size for width in (heads, *inner)) or (kv_heads % tp_size and tp_size % kv_heads):
         raise LayoutError(
-            f"parallel.tp_size: the base's {widths.num_attention_heads} query heads, {widths.num_key_value_heads} "
-            f"key/value heads and intermediate_size {' and '.join(map(str, sorted(inner)))} do not divide over "
-            f"{tp_size} ranks; sizes that fit: {', '.join(map(str, sizes))}"
+            f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its intermediate_size "
+            f"{' and '.join(map(str, sorted(inner)))}, and a divisor or multiple of its {kv_heads} key/value heads, "
+            f"found {tp_size}"
         )
 
 

@@ -11,7 +11,6 @@ all-reduce is a reduce-scatter and an all-gather:
     | leave                    | all-reduce     |                |
     | enter, sequence-parallel | all-gather     | reduce-scatter |
     | leave, sequence-parallel | reduce-scatter | all-gather     |
-    | inside, a sum for all    | all-reduce     | all-reduce     |
 
 Several tensors travel in one message: a layer with two streams needs no more collectives than a layer with one. A
 stream that needs no gradient takes part in the forward pass only and gets no graph.
@@ -28,31 +27,22 @@ from torch import Tensor
 
 from pipeline.parallel.topology import TensorParallel
 
-# Since torch 2.13 by the first names; before, by the second.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 _Exchange = Callable[[Sequence[Tensor], TensorParallel], list[Tensor]]
 
 
 def enter_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
     """Before column-parallel products: each stream over all positions, [B, S, ...]; None stays None."""
     if tp.sequence_parallel:
-        return _exchange(tp, gather_together, scatter_sums_together, streams, [True] * len(streams))
-    wanted = [stream is not None and stream.requires_grad for stream in streams]
-    return _exchange(tp, _as_they_are, sum_together, streams, wanted)
+        return _exchange(tp, gather_together, scatter_sums_together, streams)
+    return _exchange(tp, _as_they_are, sum_together, streams)
 
 
 def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
     """After row-parallel products: the sums over the ranks, [B, S, ...], or this rank's positions of them; None stays
     None."""
-    there, back = (scatter_sums_together, gather_together) if tp.sequence_parallel else (sum_together, _as_they_are)
-    return _exchange(tp, there, back, streams, [True] * len(streams))
-
-
-def sum_in_region(tp: TensorParallel, *parts: Tensor) -> tuple[Any, ...]:
-    """Inside a region: sums over the ranks of `parts`, of any shapes, each of which every rank goes on to use."""
-    return _exchange(tp, sum_together, sum_together, parts, [True] * len(parts))
+    if tp.sequence_parallel:
+        return _exchange(tp, scatter_sums_together, gather_together, streams)
+    return _exchange(tp, sum_together, _as_they_are, streams)
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -84,7 +74,7 @@ def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tenso
     """Each rank's positions of `tensors`, [B, S / tp_size, ...], joined to [B, S, ...] in one all-gather."""
     own = torch.cat([tensor.reshape(-1) for tensor in tensors])
     gathered = own.new_empty(tp.size * len(own))
-    _all_gather(gathered, own, group=tp.group)
+    dist.all_gather_single(gathered, own, group=tp.group)
     parts = gathered.view(tp.size, -1).split([tensor.numel() for tensor in tensors], dim=1)
     return [
         part.unflatten(1, tensor.shape).movedim(0, 1).flatten(1, 2) for part, tensor in zip(parts, tensors, strict=True)
@@ -97,7 +87,7 @@ def scatter_sums_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list
     runs = [tensor.unflatten(1, (tp.size, -1)).movedim(1, 0) for tensor in tensors]
     flat = torch.cat([run.flatten(1) for run in runs], dim=1)
     own = flat.new_empty(flat.shape[1])
-    _reduce_scatter(own, flat.flatten(), group=tp.group)
+    dist.reduce_scatter_single(own, flat.flatten(), group=tp.group)
     parts = own.split([run[0].numel() for run in runs])
     return [part.view(run.shape[1:]) for part, run in zip(parts, runs, strict=True)]
 
@@ -107,19 +97,15 @@ def _as_they_are(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
 
 
 def _exchange(
-    tp: TensorParallel,
-    there: _Exchange,
-    back: _Exchange,
-    streams: tuple[Tensor | None, ...],
-    wanted: Sequence[bool],
+    tp: TensorParallel, there: _Exchange, back: _Exchange, streams: tuple[Tensor | None, ...]
 ) -> tuple[Any, ...]:
-    """Sends the `wanted` streams `there`, and their gradients `back`, in one call each; the others stay."""
-    chosen = [stream is not None and taken for stream, taken in zip(streams, wanted, strict=True)]
-    if tp.size == 1 or not any(chosen):
+    """Sends streams `there`, and their gradients `back`, in one call each. Some need to travel in neither direction."""
+    travels = [stream is not None and (stream.requires_grad or there is not _as_they_are) for stream in streams]
+    if tp.size == 1 or not any(travels):
         return streams
-    sent = (stream for stream, taken in zip(streams, chosen, strict=True) if taken)
+    sent = (stream for stream, travelling in zip(streams, travels, strict=True) if travelling)
     results = iter(_Exchanged.apply(tp, there, back, *sent))
-    return tuple(next(results) if taken else stream for stream, taken in zip(streams, chosen, strict=True))
+    return tuple(next(results) if travelling else stream for stream, travelling in zip(streams, travels, strict=True))
 
 
 class _Exchanged(torch.autograd.Function):

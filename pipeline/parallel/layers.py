@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import counted_once
+from pipeline.parallel.experts import grouped_product
 from pipeline.parallel.quantized import frozen_product, quantization_of
 from pipeline.parallel.sharding import (
     REPLICATED,
@@ -69,6 +70,25 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, used_between_regions(self.weight, self.tp))
+
+
+class ExpertLinear(nn.Module):
+    """`Y = W_e X` for the rows of each expert e, with W: [experts, out, in].
+
+    Rows and columns of each expert's matrix are split over the ranks as `dim` says: 1 `out`, 2 `in`; with 2 results are
+    partial sums. x: [N, in], sorted by expert; ends: int32 [experts], where the rows of each end; y: [N, out].
+    """
+
+    def __init__(self, experts: int, in_features: int, out_features: int, *, dim: int, tp: TensorParallel) -> None:
+        super().__init__()
+        shape = (experts, out_features, in_features)
+        self.weight = sharded_parameter(shape, Partition(dim=dim, units=shape[dim]), tp)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        quantization = quantization_of(self.weight)
+        if quantization is None:
+            return grouped_product(x, self.weight, ends)
+        return frozen_product(x, self.weight, quantization, ends=ends)
 
 
 def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorParallel) -> Tensor:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.parallel.experts import grouped_product
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, local_shape, partition_of
 from pipeline.parallel.topology import TensorParallel
 
@@ -34,8 +35,8 @@ _NF4 = (
 _TABLE_BYTES = 256 * 2 * 4
 _ALIGNED = 16
 """Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it, too."""
-_READ, _ENCODED = 2**24, 2**20
-"""Elements that are read, and encoded, at a time: the latter's copies in fp32 stay in a processor's cache."""
+_ENCODED = 2**20
+"""Elements that are encoded at a time: their copies in fp32 stay in a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,13 @@ class Quantization:
         """A view of `stored`: fp32 [256, 2], the two values of each byte."""
         return stored[self._table_at :].view(torch.float32).view(256, 2)
 
-    def write(self, stored: Tensor, read: Callable[[Rows], Tensor], left: int = 0) -> None:
-        """Encodes the rows that `read` returns, and stores their codes from byte `left` on."""
-        codes, scales = self.codes(stored), self.scales(stored)
-        at_once, step = (max(1, elements // self.columns) for elements in (_READ, _ENCODED))
-        for first in range(0, self.rows, at_once):
-            pieces = read((first, min(self.rows, first + at_once))).split(step)
-            for row, piece in zip(range(first, self.rows, step), pieces, strict=False):
-                own_codes, own_scales = encode(piece, self.precision)
-                codes[row : row + len(piece)] = own_codes[:, left : left + self.row_bytes]
-                scales[row : row + len(piece)] = own_scales
+    def write(self, stored: Tensor, matrix: Tensor, left: int = 0) -> None:
+        """Encodes whole rows, `matrix` [rows, ...], and stores their codes from byte `left` on."""
+        codes, scales, first = self.codes(stored), self.scales(stored), 0
+        for piece in matrix.split(max(1, _ENCODED // self.columns)):
+            rows = slice(first, first := first + len(piece))
+            own_codes, scales[rows] = encode(piece, self.precision)
+            codes[rows] = own_codes[:, left : left + self.row_bytes]
         if self.precision == "nf4":
             values = torch.tensor(_NF4)
             self._table(stored).copy_(torch.cartesian_prod(values, values))
@@ -142,7 +140,7 @@ def rounded(matrix: Tensor, precision: QuantizedPrecision) -> Tensor:
     flat = matrix.flatten(0, -2)
     quantization = Quantization(precision, *flat.shape)
     stored = torch.empty(quantization.size, dtype=torch.uint8)
-    quantization.write(stored, lambda rows: flat[slice(*rows)])
+    quantization.write(stored, flat)
     return quantization.decode(stored, torch.float32).view(matrix.shape)
 
 
@@ -155,7 +153,7 @@ def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, nam
     """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called `name` in messages.
 
     Those of all experts [experts, out, in] are stored as one, with experts · out rows. Raises ConfigError if
-    `parameter` trains, or the split over the ranks cuts blocks; names the sizes that do not.
+    `parameter` trains, or the split over the ranks cuts blocks.
     """
     if parameter.requires_grad:
         raise ConfigError(
@@ -163,14 +161,12 @@ def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, nam
             "method scale or lora"
         )
     shape, partition = full_shape_of(parameter), partition_of(parameter)
-    cut = partition if splits_columns(parameter) else REPLICATED
-    if precision == "nf4" and not _keeps_blocks(shape[-1], cut, tp_size):
-        fits = [str(size) for size in range(1, tp_size) if _keeps_blocks(shape[-1], cut, size)]
+    *rows_of, columns = local_shape(shape, partition, tp_size)
+    if precision == "nf4" and columns < shape[-1] and columns % BLOCK:
         raise ConfigError(
             f"base_precision: nf4 has blocks of {BLOCK} columns, which parallel.tp_size {tp_size} would cut in {name} "
-            f"with {shape[-1]} columns; smaller sizes that fit: {', '.join(fits)}; or use fp8"
+            f"with {shape[-1]} columns; take a smaller parallel.tp_size, or fp8"
         )
-    *rows_of, columns = local_shape(shape, partition, tp_size)
     rows = prod(rows_of)
     aligned = precision == "fp8" and len(shape) == 2 and rows % _ALIGNED == columns % _ALIGNED == 0
     fp8_device = "cuda" if aligned and not parameter.is_meta and _gpu_computes_in_fp8() else None
@@ -195,7 +191,7 @@ def computes_in_fp8(device: str) -> bool:
     quantization = Quantization("fp8", _ALIGNED, _ALIGNED)
     stored = torch.empty(quantization.size, dtype=torch.uint8, device=device)
     ones = torch.ones(_ALIGNED, _ALIGNED, dtype=torch.bfloat16, device=device)
-    quantization.write(stored, lambda rows: ones[slice(*rows)])
+    quantization.write(stored, ones)
     try:
         product = product_in_fp8(ones, stored, quantization, None)
     except (RuntimeError, ValueError):  # what torch raises depends on its version
@@ -203,27 +199,12 @@ def computes_in_fp8(device: str) -> bool:
     return torch.equal(product, _ALIGNED * ones)
 
 
-def _keeps_blocks(columns: int, partition: Partition, tp_size: int) -> bool:
-    """Whether shards of a matrix with that many columns consist of whole blocks, and ranks divide what is split.
-
-    `partition`: how the columns are split.
-    """
-    if partition.dim is None or tp_size == 1:
-        return True
-    divides = partition.units % tp_size == 0 or tp_size % partition.units == 0
-    return divides and partition.local_size(columns, tp_size) % BLOCK == 0
-
-
-def splits_columns(parameter: Tensor) -> bool:
-    """Whether the ranks' shards of `parameter`, [..., in], have parts of its rows."""
-    return partition_of(parameter).dim == len(full_shape_of(parameter)) - 1
-
-
 def read_partition(parameter: Tensor) -> Partition:
     """How the matrix is split of which a rank reads its part to quantise it: with all that its scales depend on."""
-    quantization = quantization_of(parameter)
-    cut = quantization is not None and quantization.precision == "fp8" and splits_columns(parameter)
-    return REPLICATED if cut else partition_of(parameter)
+    quantization, partition = quantization_of(parameter), partition_of(parameter)
+    assert quantization is not None
+    splits_columns = partition.dim == len(full_shape_of(parameter)) - 1
+    return REPLICATED if splits_columns and quantization.precision == "fp8" else partition
 
 
 @torch.no_grad()
@@ -231,41 +212,53 @@ def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows],
     """Sets this rank's shard of a quantised `parameter`; `read` returns rows of what `read_partition` says."""
     quantization, partition, shape = quantization_of(parameter), partition_of(parameter), full_shape_of(parameter)
     assert quantization is not None
-    cut = read_partition(parameter) != partition
-    left = partition.bounds(shape[-1], tp.rank, tp.size)[0] if cut else 0
-    of_one = quantization.rows // shape[0]
-
-    def read_of_experts(rows: Rows) -> Tensor:
-        first, stop = rows[0] // of_one, -(-rows[1] // of_one)
-        return read((first, stop)).flatten(0, 1)[rows[0] - first * of_one : rows[1] - first * of_one]
-
-    quantization.write(parameter, read if len(shape) == 2 else read_of_experts, left)
+    matrix = read((0, local_shape(shape, read_partition(parameter), tp.size)[0])).flatten(0, -2)
+    left = 0 if matrix.shape[1] == quantization.columns else partition.bounds(shape[-1], tp.rank, tp.size)[0]
+    quantization.write(parameter, matrix, left)
 
 
-def frozen_product(x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None) -> Tensor:
+def frozen_product(
+    x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
     """`W x + b` with a stored W: [out, in] and a frozen b: [out]. x: [..., in] -> [..., out].
 
-    On GPUs from Hopper on for which torch has the kernel, a product with fp8 in bf16 is computed in fp8, with a scale
-    for each row of x; elsewhere W is decoded. The backward pass decodes it again, so that only its bytes are held
-    between the two.
+    With `ends` W holds the maps of all experts, as in `grouped_product`. On GPUs from Hopper on for which torch has the
+    kernel, a product with fp8 in bf16 is computed in fp8, with a scale for each row of x; elsewhere W is decoded. The
+    backward pass decodes it again, so that only its bytes are held between the two.
     """
-    product: Tensor = _FrozenProduct.apply(x, stored, bias, quantization)
+    product: Tensor = _FrozenProduct.apply(x, stored, bias, ends, quantization)
     return product
 
 
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, quantization: Quantization) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(stored)
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        stored: Tensor,
+        bias: Tensor | None,
+        ends: Tensor | None,
+        quantization: Quantization,
+    ) -> Tensor:
+        ctx.save_for_backward(stored, ends)
         ctx.quantization = quantization
         if x.device.type == quantization.fp8_device and x.dtype == torch.bfloat16:
             return product_in_fp8(x, stored, quantization, bias)
-        return F.linear(x, quantization.decode(stored, x.dtype), bias)
+        weights = quantization.decode(stored, x.dtype)
+        return F.linear(x, weights, bias) if ends is None else grouped_product(x, _of_each(weights, ends), ends)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        (stored,) = ctx.saved_tensors
-        return gradient @ ctx.quantization.decode(stored, gradient.dtype), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        stored, ends = ctx.saved_tensors
+        weights = ctx.quantization.decode(stored, gradient.dtype)
+        if ends is None:
+            return gradient @ weights, None, None, None, None
+        return grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends), None, None, None, None
+
+
+def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
+    """[experts · out, in] -> [experts, out, in]."""
+    return weights.unflatten(0, (len(ends), -1))
 
 
 def product_in_fp8(x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None) -> Tensor:

@@ -47,17 +47,9 @@ class Partition:
         if self.padded:
             length = -(-size // tp_size)
             return tp_rank * length, (tp_rank + 1) * length
-        unit = size // self.units
-        if self.units % tp_size == 0:
-            per_rank = self.units // tp_size
-            return tp_rank * per_rank * unit, (tp_rank + 1) * per_rank * unit
-        first = tp_rank // (tp_size // self.units)
-        return first * unit, (first + 1) * unit
-
-    def local_size(self, size: int, tp_size: int) -> int:
-        """The length of a shard of a dimension of `size`."""
-        start, stop = self.bounds(size, 0, tp_size)
-        return stop - start
+        length = size // self.units * max(1, self.units // tp_size)
+        first = tp_rank // self.replicas(tp_size) * length
+        return first, first + length
 
 
 REPLICATED = Partition()
@@ -67,12 +59,12 @@ def local_shape(shape: Sequence[int], partition: Partition, tp_size: int) -> tup
     """The shape of one rank's shard of a tensor of `shape`."""
     local = list(shape)
     if partition.dim is not None:
-        local[partition.dim] = partition.local_size(local[partition.dim], tp_size)
+        _, local[partition.dim] = partition.bounds(local[partition.dim], 0, tp_size)
     return tuple(local)
 
 
 def split(full: Tensor, partition: Partition, tp_rank: int, tp_size: int) -> Tensor:
-    """The shard of `full` that `tp_rank` holds; padding is zero."""
+    """The shard of `full` that `tp_rank` holds."""
     if partition.dim is None or tp_size == 1:
         return full
     size = full.shape[partition.dim]
@@ -98,7 +90,7 @@ Rows = tuple[int, int]
 
 
 class StoredTensor(Protocol):
-    """The type of `safe_open(...).get_slice(name)`: the shape without reading the data, and any slice."""
+    """The type of `safe_open(...).get_slice(name)`."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -145,7 +137,6 @@ def partition_of(parameter: Tensor) -> Partition:
 
 
 def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole tensor that `parameter` is a shard of."""
     return tuple(getattr(parameter, "full_shape", parameter.shape))
 
 
@@ -171,7 +162,6 @@ def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of `module` that train, by name."""
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
@@ -241,6 +231,12 @@ def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) 
         rows = held.first // row, -(-stop // row)
         read_values = read(rows).flatten()
         held.values[: held.length].copy_(read_values[held.first - rows[0] * row : stop - rows[0] * row])
+
+
+def fill_whole(parameter: Tensor, tp: TensorParallel, whole: Tensor) -> None:
+    """Sets what this rank holds of `parameter` to its part of the unsharded values `whole`."""
+    shard = split(whole, partition_of(parameter), tp.rank, tp.size)
+    fill(parameter, tp, lambda rows: shard[slice(*rows)])
 
 
 @contextmanager

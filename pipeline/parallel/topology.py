@@ -22,10 +22,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.world_size % self.tp_size:
-            fits = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
             raise LayoutError(
-                f"parallel.tp_size {self.tp_size} does not divide the world of {self.world_size} ranks; "
-                f"sizes that do: {', '.join(map(str, fits))}"
+                f"parallel.tp_size: expected a divisor of the number of ranks, {self.world_size}, found {self.tp_size}"
             )
 
     @property
@@ -76,13 +74,11 @@ SINGLE = TensorParallel()
 
 
 def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
-    """Raises LayoutError if a sequence cannot be split evenly over the ranks; names the nearest lengths."""
+    """Raises LayoutError if a sequence cannot be split evenly over the ranks."""
     if tp.sequence_parallel and sequence_length % tp.size:
-        below = sequence_length // tp.size * tp.size
-        nearest = [length for length in (below, below + tp.size) if length]
         raise LayoutError(
-            f"data.sequence_length: {sequence_length} does not divide by parallel.tp_size {tp.size}, as "
-            f"parallel.sequence_parallel requires; nearest that do: {', '.join(map(str, nearest))}"
+            f"data.sequence_length: parallel.sequence_parallel needs a multiple of parallel.tp_size {tp.size}, found "
+            f"{sequence_length}"
         )
 
 

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.config.method import Initialiser, Initialisers
-from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.errors import BaseModelError, CheckpointError, faults_of_library
 from pipeline.files import FolderKind, file_hash, is_plain_name, published_folder, read_record, write_json
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, read_shard
 from pipeline.scale.layers import WidenedEmbedding, WidenedHeadNorm, WidenedLinear, WidenedNorm
@@ -79,7 +79,8 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
         eigenvalues, directions = torch.linalg.eigh(wide.T @ wide)
         scales = eigenvalues.flip(0)[:count].clamp_min(0).sqrt()
         leading = scales.unsqueeze(1) * directions.flip(1)[:, :count].T
-    return _with_fixed_signs(leading).float().cpu()
+    largest = leading.gather(1, leading.abs().argmax(dim=1, keepdim=True))
+    return (leading * torch.where(largest < 0, -1.0, 1.0)).float().cpu()
 
 
 def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
@@ -87,21 +88,10 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
 
     This is the initial value of the embedding's new columns. Columns beyond D are He-random.
     """
-    wide = weight.to(_decomposing_device(), torch.float64)
-    count = min(columns, wide.shape[1])
-    _, directions = torch.linalg.eigh(wide.T @ wide)
-    leading = directions.flip(1)[:, :count]
-    projection = (wide @ _with_fixed_signs(leading.T).T).float().cpu()
-    if count == columns:
-        return projection
-    rest = he_random(weight.shape[0], columns - count, seed=seed, name=name)
-    return torch.cat([projection, rest], dim=1)
-
-
-def _with_fixed_signs(rows: Tensor) -> Tensor:
-    """`rows` [n, columns], each with the sign that makes its largest entry positive."""
-    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
-    return rows * torch.where(largest < 0, -1.0, 1.0)
+    leading = leading_rows(weight.T, columns).T
+    if (missing := columns - leading.shape[1]) == 0:
+        return leading
+    return torch.cat([leading, he_random(len(weight), missing, seed=seed, name=name)], dim=1)
 
 
 def _decomposing_device() -> torch.device:
@@ -230,15 +220,12 @@ class ExpansionFolder:
         if name not in self.names:
             raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; {_AGAIN}")
         file = self.path / self.manifest.tensors[name]
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                stored = tensors.get_slice(name)
-                found = tuple(stored.get_shape())
-                if found == shape:
-                    return read_shard(stored, partition, tp_rank, tp_size, rows)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: damaged or missing ({error}); {_AGAIN}") from None
-        raise CheckpointError(f"{file}: {name} has shape {found}, expected {shape}; {_AGAIN}")
+        damaged = faults_of_library(f"{file}: damaged or missing; {_AGAIN}", CheckpointError)
+        with damaged, safe_open(file, framework="pt") as tensors:
+            stored = tensors.get_slice(name)
+            if tuple(stored.get_shape()) != shape:
+                raise CheckpointError(f"{file}: {name} has shape {stored.get_shape()}, expected {shape}; {_AGAIN}")
+            return read_shard(stored, partition, tp_rank, tp_size, rows)
 
     def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
         """Raises if the folder was made from another base (BaseModelError) or with other settings (CheckpointError)."""
@@ -273,11 +260,8 @@ def open_expansion(path: Path) -> ExpansionFolder:
         manifest = read_record(path / MANIFEST, ExpansionManifest, CheckpointError, _AGAIN)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: holds no expansion; make one with scale-cpt upscale") from None
-    files = set(manifest.tensors.values())
-    if not all(map(is_plain_name, files | manifest.hashes.keys())):
+    if not all(map(is_plain_name, {*manifest.tensors.values(), *manifest.hashes})):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
-    if not files <= manifest.hashes.keys():
-        raise CheckpointError(f"{path / MANIFEST}: damaged (a file without its hash); {_AGAIN}")
     return ExpansionFolder(path, manifest)
 
 
@@ -289,20 +273,21 @@ def write_expansion(
     Raises OutputError if `path` is something else.
     """
     with published_folder(path, EXPANSION, overwrite=overwrite) as folder:
-        file_of: dict[str, str] = {}
-        pending: dict[str, Tensor] = {}
-
-        def write_pending() -> None:
-            file = f"expansion-{len(set(file_of.values())) + 1:05d}.safetensors"
-            save_file(pending, folder / file)
-            file_of.update(dict.fromkeys(pending, file))
-            pending.clear()
-
-        for name, tensor in tensors:
-            pending[name] = tensor.contiguous()
-            if sum(held.nbytes for held in pending.values()) >= FILE_BYTES:
-                write_pending()
-        if pending:
-            write_pending()
-        hashes = {file: file_hash(folder / file) for file in sorted(set(file_of.values()))}
+        file_of, hashes = {}, {}
+        for number, held in enumerate(_batches(tensors), start=1):
+            file = f"expansion-{number:05d}.safetensors"
+            save_file(held, folder / file)
+            file_of |= dict.fromkeys(held, file)
+            hashes[file] = file_hash(folder / file)
         write_json(folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes})
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        held[name] = tensor.contiguous()
+        if sum(one.nbytes for one in held.values()) >= FILE_BYTES:
+            yield held
+            held = {}
+    if held:
+        yield held

@@ -10,7 +10,6 @@ and the new blocks separately. A new block is split over the ranks like the base
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,16 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.parallel.collectives import leave_region
-from pipeline.parallel.experts import ExpertLinear
 from pipeline.parallel.layers import (
     ColumnParallelLinear,
+    ExpertLinear,
     LowRankAdapter,
     RowParallelLinear,
     VocabularyParallelEmbedding,
 )
 from pipeline.parallel.sharding import (
     REPLICATED,
-    Partition,
     sharded_parameter,
     shared_by_neighbours,
     used_between_regions,
@@ -177,19 +175,11 @@ class NormedChannels:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions. Where these are a
-    `partition` of what is normalised, the caller has its `mean_square`.
+    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
     """
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        tp: TensorParallel,
-        *,
-        gain_offset: bool = False,
-        in_region: bool = False,
-        partition: Partition = REPLICATED,
+        self, size: int, eps: float, tp: TensorParallel, *, gain_offset: bool = False, in_region: bool = False
     ) -> None:
         super().__init__()
         self.size = size
@@ -197,7 +187,7 @@ class RMSNorm(nn.Module):
         self.gain_offset = gain_offset
         self.tp = tp
         self.shared = shared_by_neighbours if in_region else used_between_regions
-        self.weight = sharded_parameter((size,), partition, tp)
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None) -> Tensor:
         """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the caller has it: a second
@@ -297,41 +287,16 @@ class WidenedHeadNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        size: int,
-        expansion_size: int | None,
-        *,
-        eps: float,
-        gain_offset: bool,
-        tp: TensorParallel,
-        heads: tuple[int, int] | None = None,
+        self, size: int, expansion_size: int | None, *, eps: float, gain_offset: bool, tp: TensorParallel
     ) -> None:
-        """`heads`: how many of the base and added ones are normalised together."""
         super().__init__()
-        partitions = [Partition(dim=0, units=units) for units in heads] if heads else [REPLICATED, REPLICATED]
-        self.shares = [1 / partition.replicas(tp.size) for partition in partitions]
-
-        def norm(size: int, partition: Partition) -> RMSNorm:
-            return RMSNorm(size, eps, tp, gain_offset=gain_offset, in_region=True, partition=partition)
-
-        self.base = norm(size, partitions[0])
-        self.expansion = None if expansion_size is None else norm(expansion_size, partitions[1])
-
-    def squares(self, heads: Tensor, heads_up: Tensor | None) -> list[Tensor]:
-        """This rank's part of the sums of squares over all base heads and over all added ones, [..., 1] in fp32."""
-        pairs = zip((heads, heads_up), self.shares, strict=True)
-        return [share * one.float().square().sum(-1, keepdim=True) for one, share in pairs if one is not None]
+        norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset, in_region=True)
+        self.base = norm(size)
+        self.expansion = None if expansion_size is None else norm(expansion_size)
 
     def forward(self, heads: Tensor, heads_up: Tensor | None) -> Streams:
         up = self.base if self.expansion is None else self.expansion
         return self._normed(self.base, heads), None if heads_up is None else self._normed(up, heads_up)
-
-    def over_all_ranks(self, heads: Tensor, heads_up: Tensor | None, squares: Sequence[Tensor]) -> Streams:
-        """The same where the heads that are normalised together lie on several ranks, with the sums of `squares`."""
-        base = self.base(heads, squares[0] / self.base.size)
-        if heads_up is None or self.expansion is None:
-            return base, None
-        return base, self.expansion(heads_up, squares[1] / self.expansion.size)
 
     @staticmethod
     def _normed(norm: RMSNorm, flat: Tensor) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Literal
 
 from pipeline.config.method import Initialisers, ScaleMethod
@@ -48,15 +46,14 @@ class ExpansionPlan:
 def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> ExpansionPlan:
     """The plan for widening a base.
 
-    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp leaves no collaborative layer; names
-    the nearest valid values.
+    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp leaves no collaborative layer.
     """
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads
     if heads % ratio:
         raise ConfigError(
-            f"method.expansion.num_attention_heads: {heads} does not keep the base's {ratio} query heads "
-            f"per key/value head; nearest that do: {_nearest(heads, lambda size: size % ratio == 0)}"
+            f"method.expansion.num_attention_heads: expected a multiple of {ratio}, the base's query heads per "
+            f"key/value head, found {heads}"
         )
     l_fp = num_layers if method.l_fp is None else method.l_fp
     if method.variant != "preserve" and l_fp >= num_layers:
@@ -86,37 +83,16 @@ def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> Expans
 
 
 def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
-    """Raises ConfigError if an added width cannot be split over `tp_size` ranks; names the nearest that can.
-
-    `tp_size` must divide the new FFN width, and divide the new heads or be a multiple of them.
-    """
+    """Raises ConfigError if an added width cannot be split over `tp_size` ranks."""
     added = plan.expansion
     if added.intermediate_size % tp_size:
-        nearest = _nearest(added.intermediate_size, lambda size: size % tp_size == 0)
         raise ConfigError(
-            f"method.expansion.intermediate_size: {added.intermediate_size} does not divide by "
-            f"parallel.tp_size {tp_size}; nearest that do: {nearest}"
+            f"method.expansion.intermediate_size: expected a multiple of parallel.tp_size {tp_size}, found "
+            f"{added.intermediate_size}"
         )
-    ratio = added.num_attention_heads // added.num_key_value_heads
-    if not heads_fit(added.num_attention_heads, ratio, tp_size):
+    heads, kv_heads = added.num_attention_heads, added.num_key_value_heads
+    if any(count % tp_size and tp_size % count for count in (heads, kv_heads)):
         raise ConfigError(
-            f"method.expansion.num_attention_heads: {added.num_attention_heads}, with {added.num_key_value_heads} "
-            f"key/value heads, cannot be split evenly over parallel.tp_size {tp_size}; "
-            f"nearest that can: {_nearest(added.num_attention_heads, lambda heads: heads_fit(heads, ratio, tp_size))}"
+            f"method.expansion.num_attention_heads: {heads}, with {kv_heads} key/value heads: expected both numbers to "
+            f"be multiples or divisors of parallel.tp_size {tp_size}"
         )
-
-
-def heads_fit(heads: int, ratio: int, tp_size: int) -> bool:
-    """Whether `heads` query heads, `ratio` per key/value head, can be split evenly over `tp_size` ranks."""
-
-    def divides(count: int) -> bool:
-        return count % tp_size == 0 or tp_size % count == 0
-
-    return heads % ratio == 0 and divides(heads) and divides(heads // ratio)
-
-
-def _nearest(size: int, fits: Callable[[int], bool]) -> str:
-    """The nearest sizes below and above that fit."""
-    below = next((smaller for smaller in range(size - 1, 0, -1) if fits(smaller)), None)
-    above = next(larger for larger in count(size + 1) if fits(larger))
-    return str(above) if below is None else f"{below}, {above}"

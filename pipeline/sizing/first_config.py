@@ -142,7 +142,7 @@ def _read(learned: Texts) -> int:
 def _schedule(learned: Texts, spec: DecoderSpec, cluster: Cluster) -> tuple[dict[str, Any], int]:
     """The section `schedule`, and the length of a sequence."""
     read = _read(learned)
-    length = min(_LONGEST, 2 ** int(math.log2(spec.longest_text)))
+    length = min(_LONGEST, 2 ** int(math.log2(spec.max_position_embeddings)))
     while read < _SEQUENCES * length and length > _SHORTEST:
         length //= 2
     batch = 2 ** round(math.log2(max(1.0, min(_LARGEST_STEP, read / _STEPS) / length)))

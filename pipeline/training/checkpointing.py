@@ -129,10 +129,8 @@ class Checkpoints:
         def publish() -> None:
             written = {name: record for part in all_gathered(files, self._group) for name, record in part.items()}
             if self.rank == 0:
-                versions = manifests.versions()
-                Manifest(run=self.run, position=position, layout=self.layout, versions=versions, files=written).save(
-                    unfinished
-                )
+                manifest = Manifest(run=self.run, position=position, layout=self.layout, files=written)
+                manifest.save(unfinished)
                 folders.publish(unfinished, final)
                 self._remove_superseded()
                 _logger.info("saved %s", final)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from pipeline.checkpoint.rank_files import CheckpointReader, RankState, write_rank_file
 from pipeline.conversion.trained_model import open_trained
@@ -117,23 +116,13 @@ class Bomb:
         return os.system, (f"touch {self.mark}",)
 
 
-def without_moments(file: Path) -> None:
-    with safe_open(file, "pt") as opened:
-        layout = opened.metadata()
-    save_file({name: value for name, value in load_file(file).items() if "exp_avg" not in name}, file, layout)
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "empty": lambda file: file.write_bytes(b""),
     "cut short": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "a pickle": lambda file: torch.save(Bomb(file.parent / "mark"), file),
     "without layout": lambda file: save_file({"weights": torch.zeros(1)}, file),
-    "an odd layout": lambda file: save_file(
-        {"weights": torch.zeros(1)}, file, {"layout": '{"tp_rank": 0, "tp_size": 3, "first": 3}'}
-    ),
     "another place": lambda file: shutil.copy(file.with_name("rank_00000.safetensors"), file),
-    "without moments": without_moments,
 }
 
 
@@ -151,8 +140,9 @@ def test_a_copy_without_the_files_of_a_node_is_refused(saved, base, tmp_path):
     folder, _ = saved["ZeRO-1, tp 4, shared key/value heads", "fft"]
     copy = shutil.copytree(checkpoint_in(folder), tmp_path / "copy")
     (copy / "rank_00003.safetensors").unlink()
+    reader = open_trained(copy, base("llama").path).reader
     with pytest.raises(CheckpointError, match=r"the files of tensor-parallel rank 3 do not make up .* from every node"):
-        open_trained(copy, base("llama").path)
+        [reader.read(name) for name in reader.names]
 
 
 def test_a_full_disk_is_an_oserror(small_disk):
@@ -172,9 +162,4 @@ def test_a_checkpoint_of_another_method_is_refused(copied):
     assert '"collaborative_modules": "attention"' in text
     manifest.write_text(text.replace('"collaborative_modules": "attention"', '"collaborative_modules": "both"'))
     with pytest.raises(CheckpointError, match=r"lacks layers\.1\.ffn\.down\.expansion_to_base\.weight"):
-        open_trained(copied, STORIES)
-    manifest.write_text(
-        text.replace('"variant": "adapt"', '"variant": "preserve"').replace('"l_fp": 1', '"l_fp": null')
-    )
-    with pytest.raises(CheckpointError, match="unknown to the model"):
         open_trained(copied, STORIES)

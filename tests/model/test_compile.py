@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from pipeline.parallel.quantized import Quantization, frozen_product
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
-from tests.model.test_new_rows import extended, model_of
 from tests.model.test_tensor_parallel import Case
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import packed, scale_settings, some_batch, some_tokens, trained_gradients, widened
@@ -40,7 +39,7 @@ def test_a_product_in_fp8_is_compiled_whole():
     """As on Hopper GPUs; torch computes it on a CPU, too."""
     quantization = Quantization("fp8", 32, 64, fp8_device="cpu")
     stored = torch.empty(quantization.size, dtype=torch.uint8)
-    quantization.write(stored, lambda rows: torch.randn(32, 64)[slice(*rows)])
+    quantization.write(stored, torch.randn(32, 64))
     compiled = torch.compile(frozen_product, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 5, 64, dtype=torch.bfloat16, requires_grad=True)
     results = []
@@ -75,7 +74,7 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
 
 
 FEATURES = [
-    Case("llama", "fft", rehearses=True),
+    Case("llama", "freeze", {"frozen_layers": 1}, new_rows=True, rehearses=True),
     Case("llama", "llama_pro", {"added_layers": 1}),
     Case("llama", "lora", {"rank": 4}, precision="fp8"),
     Case("llama", "adapt", {"norm": "base"}, "all"),
@@ -99,10 +98,6 @@ def assert_compiles(case, plain, compiled):
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_every_feature_compiles(base, case):
     assert_compiles(case, *(case.build(base(case.base).path, SINGLE) for _ in range(2)))
-
-
-def test_frozen_layers_and_new_pieces_compile(base, tmp_path):
-    assert_compiles(Case("llama", "freeze"), *(model_of(extended(base("llama")), "freeze", tmp_path) for _ in range(2)))
 
 
 def compiled_on_a_rank(path, cases):

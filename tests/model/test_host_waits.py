@@ -9,22 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.config.method import FullFineTuning, LlamaPro, Lora
 from pipeline.methods import method_for
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE
 from pipeline.training.trainer import StepSums
-from tests.widened import SEED, Watched, scale_settings
+from tests.widened import METHODS, SEED, Watched
 
 META = torch.device("meta")
-METHODS = {
-    "fft": FullFineTuning(name="fft"),
-    "lora": Lora(name="lora", rank=2),
-    "llama_pro": LlamaPro(name="llama_pro", added_layers=1),
-    "preserve": scale_settings("preserve"),
-    "adapt": scale_settings("adapt"),
-    "route": scale_settings("route", norm="base"),
-}
 
 
 @pytest.fixture
@@ -57,7 +48,7 @@ def test_a_copy_is_seen(crossings):
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [*((method, "llama") for method in METHODS), *(("adapt", name) for name in ("neox", "llama dynamic", "gemma3"))],
+    [*((method, "llama") for method in METHODS), *(("adapt", name) for name in ("neox", "phi3", "gemma3"))],
 )
 def test_only_the_first_micro_batch_sends_anything(base, tmp_path, crossings, method, name):
     spec, (watch, seen) = base(name).spec, crossings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pipeline.model.output as output
-from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora
 from pipeline.methods import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.base_folder import BaseFolder
@@ -25,10 +23,10 @@ from pipeline.model.output import OutputProjection
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
+    METHODS,
     SEED,
     balance_router,
     plain_logits,
-    scale_settings,
     shake,
     some_batch,
     some_tokens,
@@ -36,15 +34,6 @@ from tests.widened import (
 )
 
 NEW = NewRows([[3], [5, 7], [5, 7, 96], [0, 1, 2, 3], [8, 8]])  # 5: divides over no number of ranks here
-METHODS: dict[str, Any] = {
-    "preserve": scale_settings("preserve"),
-    "adapt": scale_settings("adapt", collaborative_modules="both"),
-    "route": scale_settings("route", collaborative_modules="both"),
-    "fft": FullFineTuning(name="fft"),
-    "freeze": Freeze(name="freeze", frozen_layers=1),
-    "lora": Lora(name="lora", rank=2, alpha=4),
-    "llama_pro": LlamaPro(name="llama_pro", added_layers=1),
-}
 
 
 def extended(base: BaseFolder, new_rows: NewRows = NEW) -> BaseFolder:

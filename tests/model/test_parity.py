@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from pipeline.model.from_hf import open_base
-from tests.bases import CONFIGS, STORIES, reference, save_base
+from tests.bases import CONFIGS, STORIES, reference
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import packed, scale_settings, some_tokens, unwidened, widened
 
@@ -45,37 +43,6 @@ def test_sixteen_bits_equal_transformers_within_their_precision(base, name):
     epsilon = torch.finfo(torch.bfloat16).eps
     found = unwidened(base(name)).bfloat16().logits(tokens)
     torch.testing.assert_close(found, expected, rtol=0, atol=epsilon * float(expected.abs().max()))
-
-
-def test_a_text_may_be_as_long_as_the_rotary_embedding_allows(base):
-    assert base("llama dynamic").spec.longest_text == 2 * 32
-    assert base("llama yarn").spec.longest_text == base("smollm3").spec.longest_text == 128
-
-
-LEGACY_CONFIGS = {
-    "Pythia's names": ("neox", {"rotary_pct": 0.25, "rotary_emb_base": 10000, "rope_scaling": None}),
-    "Llama 3.2's names": (
-        "llama3 rope",
-        {"rope_theta": 500000.0, "rope_scaling": {**CONFIGS["llama3 rope"].rope_parameters}},
-    ),
-    "Llama 2's names": (
-        "llama linear rope",
-        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    ),
-}
-
-
-@pytest.mark.parametrize("style", LEGACY_CONFIGS)
-def test_configs_written_by_older_libraries_mean_the_same(tmp_path, style):
-    name, entries = LEGACY_CONFIGS[style]
-    save_base(name, tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    del config["rope_parameters"]
-    file.write_text(json.dumps({**config, **entries}))
-    base = open_base(tmp_path)
-    assert base.spec == open_base(save_base(name, tmp_path / "new")).spec
-    assert_parity(base, some_tokens(base.spec, 2, 37))
 
 
 LENGTHS = (5, 16, 9)

@@ -7,20 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter
 
-from pipeline.config.method import Method
 from pipeline.methods import method_for
 from pipeline.model.decoder import REFERENCE
-from pipeline.parallel.layers import kl_and_logit_gradient_
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
-from tests.tolerances import assert_near, rounding, rounding_of
+from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
+    METHODS,
     SEED,
     balance_router,
     plain_logits,
-    scale_settings,
     shake,
     some_batch,
     some_tokens,
@@ -30,26 +27,18 @@ from tests.widened import (
     widened,
 )
 
-METHODS = {
-    "preserve": None,
-    "adapt": None,
-    "route": None,
-    "lora": {"name": "lora", "rank": 4},
-    "llama_pro": {"name": "llama_pro", "added_layers": 3},
-    "fft": {"name": "fft"},
-    "freeze": {"name": "freeze", "frozen_layers": 2},
-}
 COEFFICIENT = 0.7
 
 
 def rehearsing(base, method, noise=0.1):
     """A model of any method away from its base, with a frozen copy of the base where it needs one."""
-    if METHODS[method] is None:
-        model = widened(base, scale_settings(method), noise=noise)
+    settings = METHODS[method]
+    if settings.name == "scale":
+        model = widened(base, settings, noise=noise)
         if method == "route" and noise:
             balance_router(model, some_tokens(base.spec, 4, 24))
     else:
-        baseline = method_for(TypeAdapter(Method).validate_python(METHODS[method]), Path("unread"), SEED)
+        baseline = method_for(settings, Path("unread"), SEED)
         model = baseline.build(base.spec, SINGLE, "none")
         if not model.keeps_base:
             model.add_reference()
@@ -129,16 +118,3 @@ def test_the_frozen_copy_of_the_base_does_not_train(base):
     optimizer.step()
     assert torch.equal(model.reference.logits(some_tokens(model.spec, 1, 8)), before)
     assert not torch.equal(model.logits(some_tokens(model.spec, 1, 8)), before)
-
-
-def test_padding_columns_have_no_gradient():
-    """A vocabulary of 5 in 8 columns."""
-    generator = torch.Generator().manual_seed(3)
-    logits, reference = (torch.randn(6, 8, generator=generator) for _ in range(2))
-    ignored = torch.tensor([False, True, False, False, False, False])
-    q, p = logits[:, :5].log_softmax(-1), reference[:, :5].log_softmax(-1)
-    kl, gradient = kl_and_logit_gradient_(logits.clone(), reference.clone(), ignored, first=0, vocab_size=5, tp=SINGLE)
-    expected = (p.exp() * (p - q)).sum(-1).masked_fill(ignored, 0)
-    assert_near(kl, expected, rounding(5, 3), scale=p)
-    assert_near(gradient[:, :5], (q.exp() - p.exp()) * ~ignored.unsqueeze(1), rounding(5, 3))
-    assert not gradient[:, 5:].any()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import BaseModelError
-from pipeline.model.from_hf import RESIDUAL_KEY, open_base
 from pipeline.model.spec import StoredResidual
-from tests.bases import save_base
 
 SIZE = 12
 NAMES = {
@@ -57,12 +52,3 @@ def test_any_rows_are_restored(name, first, stop, normed_size):
     residual = StoredResidual(normed_size, 2.0**-20)
     stored = residual.store(name, values(name))
     assert torch.equal(residual.restore(name, stored[first:stop].clone(), first), values(name)[first:stop])
-
-
-@pytest.mark.parametrize("entry", [{"normed_size": 99, "scale": 0.5}, {"normed_size": 8, "scale": 0.3}, 7])
-def test_a_record_that_cannot_be_is_refused(entry, tmp_path):
-    path = save_base("llama", tmp_path / "base")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, RESIDUAL_KEY: entry}))
-    with pytest.raises(BaseModelError, match=RESIDUAL_KEY):
-        open_base(path)

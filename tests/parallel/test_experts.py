@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.parallel.experts import ExpertLinear, grouped_product, has_grouped_product, product_of_each
+from pipeline.parallel.experts import grouped_product, has_grouped_product, product_of_each
+from pipeline.parallel.layers import ExpertLinear
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition, rounded, stored_parameter
 from pipeline.parallel.sharding import split
 from pipeline.parallel.topology import SINGLE, TensorParallel

@@ -6,19 +6,7 @@ import pytest
 import torch
 
 from pipeline.parallel.collectives import enter_region, leave_region
-from pipeline.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
-from pipeline.parallel.sharding import (
-    REPLICATED,
-    full_shape_of,
-    merge,
-    partition_of,
-    sharded_parameter,
-    split,
-    used_between_regions,
-)
-from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
-from tests.tolerances import assert_near, rounding
 
 
 def leaf(*values):
@@ -94,58 +82,3 @@ def test_positions_are_gathered_on_entry_and_their_sums_scattered_on_leaving(siz
         assert torch.equal(seen["left gradient"], some_streams(20)[0])
         assert seen["constants get no graph"]
         assert seen["None stays None"]
-
-
-def fill(module, tp):
-    """The same whole weights on every rank, each keeping its shard."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            full = torch.randn(full_shape_of(parameter), generator=generator)
-            parameter.copy_(split(full, partition_of(parameter), tp.rank, tp.size))
-    return module
-
-
-class Gain(torch.nn.Module):
-    """Stands for a norm: replicated, and used between regions."""
-
-    def __init__(self, size, tp):
-        super().__init__()
-        self.tp = tp
-        self.weight = sharded_parameter((size,), REPLICATED, tp)
-
-    def forward(self, x):
-        return x * used_between_regions(self.weight, self.tp)
-
-
-def two_layers(tp):
-    """An embedding and a gain, then a column- and a row-parallel map around a non-linearity, between the regions."""
-    embedding = fill(VocabularyParallelEmbedding(7, 6, tp=tp), tp)
-    gain = fill(Gain(6, tp), tp)
-    column = fill(ColumnParallelLinear(6, 8, bias=True, units=4, tp=tp), tp)
-    row = fill(RowParallelLinear(8, 6, bias=True, units=4, tp=tp), tp)
-    (x,) = leave_region(tp, embedding(torch.tensor([[0, 3, 6, 6], [5, 2, 2, 1]])))
-    (entered,) = enter_region(tp, gain(x))
-    (y,) = leave_region(tp, row(torch.tanh(column(entered))))
-    y.square().sum().backward()
-    modules = {"embedding": embedding, "gain": gain, "column": column, "row": row}
-    named = [(f"{name}.{part}", p) for name, module in modules.items() for part, p in module.named_parameters()]
-    (whole,) = enter_region(tp, y.detach())
-    return whole, {name: (p.grad, partition_of(p), full_shape_of(p)) for name, p in named}
-
-
-def two_layers_of_rank(sequence_parallel):
-    return two_layers(all_ranks(sequence_parallel))
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_parallel_layers_equal_whole_ones(tp_size, sequence_parallel):
-    expected, expected_gradients = two_layers(SINGLE)
-    ranks = run_ranks(two_layers_of_rank, tp_size, sequence_parallel)
-    for found, _ in ranks:
-        assert_near(found, expected, rounding(8, 4))
-    for name, (gradient, partition, full_shape) in expected_gradients.items():
-        shards = [gradients[name][0] for _, gradients in ranks]
-        size = 0 if partition.dim is None else full_shape[partition.dim]
-        assert_near(merge(shards, partition, size), gradient, rounding(8, 8), name)

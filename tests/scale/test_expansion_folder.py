@@ -67,7 +67,6 @@ def test_a_router_and_norm_may_change_after_the_expansion_is_made(base, folder):
 
 REFUSED_SETTINGS = {
     "variant": (scale_settings("route", collaborative_modules="both"), SEED, "made with another method"),
-    "l_fp": (scale_settings("adapt", collaborative_modules="both", l_fp=0), SEED, "made with another method"),
     "seed": (ADAPT, SEED + 1, "made with another seed"),
 }
 
@@ -102,10 +101,6 @@ def lead_outside(folder):
     )
 
 
-def change_entries(folder, **entries):
-    change_manifest(folder, lambda values: values | entries)
-
-
 def forget_a_tensor(folder):
     change_manifest(folder, lambda values: values | {"tensors": dict(list(values["tensors"].items())[1:])})
 
@@ -113,11 +108,12 @@ def forget_a_tensor(folder):
 DAMAGE = {
     "no folder": (shutil.rmtree, "holds no expansion; make one with scale-cpt upscale"),
     "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: not JSON"),
-    "another format": (partial(change_entries, format="2"), "manifest.json: format: "),
-    "tensors not named": (partial(change_entries, tensors=["a"]), "manifest.json: tensors: "),
+    "another format": (
+        partial(change_manifest, change=lambda values: values | {"format": "2"}),
+        "manifest.json: format: ",
+    ),
     "a tensor not listed": (forget_a_tensor, "manifest.json: lists no"),
     "a tensor of another shape": (misshape, "output.expansion has shape"),
-    "weights missing": (lambda folder: weights_file(folder).unlink(), "damaged or missing"),
     "a pickle in their place": (lambda folder: torch.save([], weights_file(folder)), "damaged or missing"),
     "files outside": (lead_outside, "names files outside its folder; do not use it"),
 }

@@ -22,9 +22,9 @@ from tests.widened import (
 NAMES = ("llama tied", "neox", "olmo2", "gemma2")
 
 
-def three_models(base, modules="both"):
+def three_models(base):
     """Route, and the Preserve and Adapt models that it is made of, at the same values."""
-    changes = {"collaborative_modules": modules}
+    changes = {"collaborative_modules": "both"}
     route, adapt = (widened(base, scale_settings(variant, **changes), noise=0.1) for variant in ("route", "adapt"))
     preserve = widened(base, scale_settings("preserve"), noise=0.1)
     balance_router(route, some_tokens(base.spec, 2, 24))
@@ -79,14 +79,3 @@ def test_layers_up_to_l_fp_run_once_and_the_others_twice(base, l_fp):
         layer.register_forward_hook(lambda *_, index=index: calls.update([index]))
     model(*some_batch(model.spec, 1, 8))
     assert calls == {index: 1 if index < l_fp else 2 for index in range(3)}
-
-
-def test_extreme_thresholds_send_all_tokens_on_one_path(base):
-    route, preserve, adapt = three_models(base("llama"), modules="attention")
-    tokens = some_tokens(route.spec, 2, 24)
-    route.output.threshold = 1.0
-    assert torch.equal(route.logits(tokens), adapt.logits(tokens))
-    route.output.threshold = -1.0
-    logits, sides = equation_5(preserve, adapt, tokens, -1.0)
-    assert sides.all()
-    assert_near(route.logits(tokens).flatten(0, 1), logits, rounding_of(route.spec))

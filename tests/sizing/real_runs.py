@@ -87,7 +87,7 @@ def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGL
             nn.init.normal_(parameter, std=0.02)
         else:
             shape = quantization.rows, quantization.columns
-            quantization.write(parameter, lambda rows, shape=shape: 0.02 * torch.randn(shape)[slice(*rows)])
+            quantization.write(parameter, 0.02 * torch.randn(shape))
     return model
 
 

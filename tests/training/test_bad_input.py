@@ -17,7 +17,7 @@ FAULTS: dict[int, list[tuple[dict[str, object], str, str]]] = {
         ({"deepspeed": "none.json"}, "ConfigError", "none.json: no such file"),
         ({"data__folder": "none"}, "DataError", "none/english/manifest.json"),
         ({}, "CheckpointError", "make one with scale-cpt upscale"),
-        ({"parallel__tp_size": 3}, "LayoutError", "sizes that do: 1"),
+        ({"parallel__tp_size": 3}, "LayoutError", "expected a divisor of the number of ranks"),
         ({"data__corpora__korean__token_budget": 320}, "DataError", "use at most 1 steps"),
     ],
     2: [

@@ -65,11 +65,6 @@ class ScaleRotary(nn.Module):
         )
         if spec["context"] is not None:
             length = positions.amax(-1)[:, None, None] + 1
-            if longer is None:  # dynamic: theta grows with the text
-                width = 2 * len(frequencies)
-                stretched = spec["factor"] * length.clamp(min=spec["context"]) / spec["context"] - (spec["factor"] - 1)
-                exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
-                longer = 1.0 / (spec["theta"] * stretched ** (width / (width - 2))) ** exponents
             frequencies = torch.where(length > spec["context"], longer, frequencies)
         angles = positions.float().unsqueeze(-1) * frequencies
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)

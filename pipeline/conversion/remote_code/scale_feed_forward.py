@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -127,11 +126,6 @@ class ScaleMixture(nn.Module):
         if mixture["sigmoid"]:
             scores = F.linear(x.float(), router.weight.float()).sigmoid()
             choice = scores + router.bias.float().sum(0)
-            if mixture["top_groups"] < mixture["groups"]:
-                by_group = choice.unflatten(1, (mixture["groups"], -1))
-                best = by_group.topk(2, dim=-1).values.sum(-1).topk(mixture["top_groups"], dim=-1).indices
-                left = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
-                choice = by_group.masked_fill(left.unsqueeze(-1), -math.inf).flatten(1)
             chosen = choice.topk(self.top_k, dim=-1).indices
             weights = scores.gather(1, chosen)
         else:

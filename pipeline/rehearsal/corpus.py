@@ -173,7 +173,8 @@ def sample_corpus(
             write_openings(job.openings, job.sampling, job.text_key, job.messages_key, base=job.base, longest=longest)
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
-        units = [_Unit(f"00000-{number:06d}", tokens, number, count) for number in range(count)]
+        names = [f"00000-{number:06d}" for number in range(count)]
+        units = [_Unit(name, tokens, str(job.output / name), at, count) for at, name in enumerate(names)]
         write = partial(_write_unit, job, plan, device_kind(device))
         found = jobs.run_units(state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens")
         inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]

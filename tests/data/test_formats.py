@@ -9,7 +9,6 @@ import lzma
 import shutil
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,7 @@ from pipeline.data.readers import lines
 from pipeline.data.records import Keys
 from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.token_corpus import load_manifest
-from pipeline.data.units import input_files, split_file
+from pipeline.data.units import split_file
 from pipeline.errors import DataError
 from tests.data.helpers import (
     COMPRESS,
@@ -65,21 +64,6 @@ def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type
     pq.write_table(pa.table(columns), path, row_group_size=7)
     assert len(split_file(path, 0, Keys(), unit_bytes)) == units
     assert texts_of(path, unit_bytes=unit_bytes) == TEXTS
-
-
-@pytest.mark.parametrize(("unit_bytes", "units"), [(1, 60), (1000, 7), (10**9, 1)])
-def test_folders_saved_by_datasets(tmp_path: Path, unit_bytes: int, units: int):
-    whole = datasets.Dataset.from_dict({"n": list(range(60)), "content": TEXTS})
-    whole.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"a": whole.select(range(20)), "b": whole.select(range(20, 60))}).save_to_disk(
-        tmp_path / "two", num_shards={"a": 1, "b": 2}
-    )
-    assert len(input_files([str(tmp_path / "two")])) == 3
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        files = input_files([str(folder)])
-        assert texts_of(*files, keys=Keys("content"), unit_bytes=unit_bytes) == TEXTS
-    (file,) = input_files([str(tmp_path / "one")])
-    assert len(split_file(file, 0, Keys("content"), unit_bytes)) == units
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
@@ -165,16 +149,6 @@ def test_a_document_that_is_too_large_is_left_out(tmp_path, monkeypatch):
     assert texts_of(path, keys=AS_A_WHOLE) == ["too_large"]
 
 
-def test_a_truncated_file_loses_its_last_document_only(tmp_path):
-    path = tmp_path / "x.txt.gz"
-    whole = COMPRESS[".gz"]("".join(f"document {number}\n" for number in range(5000)).encode())
-    path.write_bytes(whole[: len(whole) // 2])
-    *found, last = texts_of(path, unit_bytes=1000)
-    assert found == [f"document {number}" for number in range(len(found))] and len(found) > 100
-    assert last == "truncated_file"
-    assert texts_of(path, keys=AS_A_WHOLE) == ["truncated_file"]
-
-
 # --- Tables of text and other encodings, through the tool ------------------------------------------------------------
 
 ROWS = 'id,question,text\r\n1,"왜?","하나, ""둘""\r\n셋"\r\n\r\n2,누가?,넷\r\n'
@@ -209,6 +183,8 @@ def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):
     assert made.rejected == {"malformed_csv": 3, "invalid_utf8": 1, "empty_text": 1}
     whole = COMPRESS[".gz"](b"text\n" + b"".join(b"%d\n" % number for number in range(50_000)))
     (tmp_path / "x.csv.gz").write_bytes(whole[: len(whole) // 2])
+    shutil.copy(tmp_path / "x.csv.gz", tmp_path / "x.txt.gz")
+    assert texts_of(tmp_path / "x.txt.gz", keys=AS_A_WHOLE) == ["truncated_file"]
     *kept, last = texts_of(tmp_path / "x.csv.gz")
     assert last == "truncated_file" and len(kept) > 1000
     assert kept == [str(number) for number in range(len(kept))]
@@ -216,7 +192,7 @@ def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "encoding"),
-    [("x.jsonl", "cp949"), ("x.txt.gz", "euc-kr"), ("x.csv", "utf-16"), ("x.jsonl", "utf-16-le")],
+    [("x.jsonl", "cp949"), ("x.txt.gz", "euc-kr"), ("x.csv", "utf-16")],
 )
 def test_another_encoding_is_named_and_read(tmp_path: Path, name: str, encoding: str):
     lines = {"x.jsonl": jsonl(DOCUMENTS).decode(), "x.txt.gz": "\n".join(DOCUMENTS)}

@@ -70,9 +70,8 @@ class Running:
     def __init__(self, output: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
         command = [*launcher, *TOOL, *map(str, ARGUMENTS), "--output", str(output), *arguments]
         self.output = output
-        self.process = subprocess.Popen(
-            command, cwd=PROJECT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=PROJECT, start_new_session=True, **piped)
 
     def wait_for_units(self, more: int) -> None:
         """Waits until `more` units are done."""

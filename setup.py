@@ -32,8 +32,7 @@ class BuildWithShippedFiles(build_py):
 
 
 # What one tool needs and training does not.
-# The last three read web archives; justext, which trafilatura needs, does not ask for lxml_html_clean by itself.
-CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7", "warcio>=1.7,<2", "trafilatura>=2,<3", "lxml_html_clean>=0.4,<1"]
+CLEAN = ["datatrove>=0.10,<0.11", "ftfy>=6.3,<7"]
 FASTTEXT = ["fasttext-numpy2-wheel>=0.9.2,<1; python_version < '3.13'", "fasteners>=0.19,<1"]
 EVAL = ["lm-eval>=0.4.13,<0.5"]
 WANDB = ["wandb>=0.26,<1"]
@@ -50,7 +49,7 @@ setup(
     packages=find_packages(include=["pipeline", "pipeline.*"]),
     package_data={
         "pipeline": ["py.typed"],
-        "pipeline.cleaning": ["*.yaml", "*.j2"],
+        "pipeline.cleaning": ["*.yaml"],
         "pipeline.studies.report": ["templates/*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},

@@ -39,8 +39,7 @@ from pipeline.cleaning.blocks import Words
 from pipeline.cleaning.clean import clean
 from pipeline.cleaning.stages import CleaningJob, is_written_in
 from pipeline.config.data import Corpus
-from pipeline.data.tokenizer_training import texts
-from pipeline.data.units import default_unit_bytes
+from pipeline.data.units import default_unit_bytes, texts
 
 _LINES_A_PAGE = 12
 _COPIES = 0.1

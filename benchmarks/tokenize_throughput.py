@@ -25,7 +25,7 @@ from typing import NamedTuple
 import orjson
 
 from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from pipeline.files import write_json
 
 DATA = ROOT / "data"

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
-import zstandard
 from huggingface_hub.utils import filter_repo_objects
 
 from pipeline.checks.door import begin, faults_of
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
-from pipeline.data import hub_datasets
-from pipeline.data.hub_datasets import streamed_files
-from pipeline.data.records import Keys
-from pipeline.data.units import good_documents
+from pipeline.data.hub_datasets import dataset_files, is_downloaded
 from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import model_folder, source_of
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import propose
 from tests.bases import STORIES
+from tests.data.helpers import documents, tokenize, write_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.runs import make_run
 
@@ -105,87 +102,76 @@ DATASET = "hf://org/reviews/default/train"
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch) -> Path:
-    """A dataset that lies as the folder org/reviews below the working directory, and an empty HF_HOME."""
-    folder = tmp_path / "org" / "reviews"
+    """The dataset org/reviews as a hub would hold it, and an empty HF_HOME. Each download of a file is its only one."""
+    folder = tmp_path / "hub" / "reviews"
     folder.mkdir(parents=True)
-    rows = [
-        {
-            "text": f"문서 {number} " + "x" * (number % 7),
-            "stars": number,
-            "messages": [{"role": "user", "content": "?"}],
-        }
-        for number in range(1000)
-    ]
-    for split, own in (("train", rows), ("test", rows[:10])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        write_jsonl(folder / f"{number}.jsonl", documents(50, seed=number))
+
+    def builder(repo: str, config: str | None, revision: str | None) -> SimpleNamespace:
+        if repo != "hf://datasets/org/reviews":
+            raise ConnectionError(f"no {repo}")
+        urls = [f"{repo}@{revision or COMMIT}/{number}.jsonl" for number in range(3)]
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": urls, "test": urls[:1]}))
+
+    def download(repo: str, path: str, *, repo_type: str, revision: str) -> str:
+        here = tmp_path / "home" / "hub" / revision / path
+        here.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(tmp_path / "hub" / "reviews" / path, here)
+        return str(here)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("datasets.load_dataset_builder", builder)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     return folder
 
 
-def _texts(files: list[Path]) -> list[str]:
-    return [document.text for document in good_documents(list(map(str, files)), Keys())]
+def test_a_dataset_is_downloaded_once_and_read_in_order(dataset, tmp_path):
+    for _ in range(2):
+        files = dataset_files(DATASET)
+        assert [file.name for file in files] == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    assert files[0].parent.name == COMMIT
+    assert tokenize(tmp_path / "tokens", DATASET).documents == 150
+    files[0].unlink()
+    assert not is_downloaded(DATASET)
 
 
-def test_a_dataset_is_streamed_once_in_order_and_its_text_only(dataset):
-    files = streamed_files(DATASET)
-    assert _texts(files) == [json.loads(line)["text"] for line in (dataset / "train.jsonl").read_text().splitlines()]
-    with zstandard.open(files[0], "rt") as lines:
-        assert set(json.loads(lines.readline())) == {"text", "messages"}
-    before = files[0].stat().st_mtime_ns
-    (dataset / "train.jsonl").unlink()
-    assert streamed_files(DATASET) == files
-    assert files[0].stat().st_mtime_ns == before
-    assert len(_texts(streamed_files("hf://org/reviews/default/test?documents=7"))) == 7
-
-
-def test_a_killed_stream_continues_to_the_same_bytes(dataset, monkeypatch):
-    monkeypatch.setattr(hub_datasets, "SHARD_BYTES", 5000)
-    whole = {file.name: file.read_bytes() for file in streamed_files(DATASET)}
-    assert len(whole) > 5
-    shutil.rmtree(dataset.parents[1] / "home")
-    real, calls = hub_datasets._line, iter(range(10**6))
-
-    def killed(row: dict[str, object]) -> bytes:
-        if next(calls) == 400:
-            raise KeyboardInterrupt
-        return real(row)
-
-    monkeypatch.setattr(hub_datasets, "_line", killed)
-    with pytest.raises(KeyboardInterrupt):
-        streamed_files(DATASET)
-    assert not hub_datasets.is_streamed(DATASET)
-    assert {file.name: file.read_bytes() for file in streamed_files(DATASET)} == whole
-    assert next(calls) < 400 + 1 + 1000 - 300  # whole shards were kept
+def test_some_files_of_a_split_of_a_revision(dataset, tmp_path):
+    (file,) = dataset_files("hf://org/reviews@v2/test")
+    assert file.parent.name == "v2"
+    write_jsonl(dataset / "0.jsonl", documents(50))
+    assert tokenize(tmp_path / "tokens", "hf://org/reviews?files=2").documents == 100
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("hf://org", "expected hf://org/name"),
-        ("hf://org/other", "offline mode is enabled"),
-        ("hf://org/reviews/default/dev", "dev"),
+        ("hf://org/reviews/default/train?rows=3", "expected hf://org/name"),
+        ("hf://org/other", "cannot be downloaded .*no hf://datasets/org/other"),
+        ("hf://org/reviews/default/dev", "no files of a split 'dev'; it has train, test"),
     ],
 )
 def test_a_dataset_that_is_not_there_is_refused_in_one_line(name, message, dataset):
     with pytest.raises(DataError, match=message) as fault:
-        streamed_files(name)
+        dataset_files(name)
     assert "\n" not in str(fault.value)
 
 
-def test_nothing_of_a_dataset_is_run(dataset, tmp_path):
-    for name, file in (("script", "script.py"), ("pickled", "rows.tar")):
-        folder = tmp_path / "org" / name
-        folder.mkdir()
-        (folder / file).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-        with pytest.raises(DataError, match=f"hf://org/{name}: "):
-            streamed_files(f"hf://org/{name}")
+def test_neither_a_folder_of_that_name_nor_its_code_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "org" / "script"
+    folder.mkdir(parents=True)
+    (folder / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    write_jsonl(folder / "train.jsonl", ["text"])
+    with pytest.raises(DataError, match="hf://org/script: cannot be downloaded"):
+        dataset_files("hf://org/script")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_dry_run_streams_nothing(dataset, tokens, tmp_path):
-    path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?documents=7"])
+def test_a_dry_run_downloads_nothing(dataset, tokens, tmp_path):
+    path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"])
     assert faults_of(Inputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

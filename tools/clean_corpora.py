@@ -28,8 +28,7 @@ def main(options: argparse.Namespace) -> None:
     if not names:
         return  # every run of slurm/cpt_korean.sh passes here
     try:
-        from pipeline.cleaning.clean import clean, estimate, submit
-        from pipeline.cleaning.report import PAGE, examples, table
+        from pipeline.cleaning.clean import clean, estimate, examples, submit, table
         from pipeline.cleaning.stages import cleaning_jobs
     except ModuleNotFoundError as error:
         raise MissingPackageError(f"clean: {error.name} is not installed; pip install 'scale-cpt[clean]'") from None
@@ -52,7 +51,7 @@ def main(options: argparse.Namespace) -> None:
                 print(f"submitted: job {submit(job, options.slurm, options.time)}")
                 return  # a corpus after it leaves out what is in this one
             cleaned = clean(job, options.workers)
-            print(f"{table(cleaned.steps)}\n{job.output}: {cleaned.documents:,} documents; {job.output / PAGE}")
+            print(f"{table(cleaned.steps)}\n{job.output}: {cleaned.documents:,} documents")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.command_line import add_overwrite_option, folder_or_hub, mebibytes, positive, run_program
 from pipeline.data.corpora import is_heldout
 from pipeline.data.merges import ROW_BITS
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from pipeline.data.vocabulary import VOCABULARY, Comparison, Cuts, learn_extension, write_extension
 from pipeline.files import check_replaceable
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.command_line import folder_or_hub, run_program
 from pipeline.data.blend import Permutation
 from pipeline.data.jobs import QUARANTINE, STATE, check_finished
-from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS, Manifest, TokenCorpus, load_manifest
+from pipeline.data.token_corpus import MANIFEST, SAMPLED_BYTES, Manifest, TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.errors import DataError
 from pipeline.evaluation.table import table
@@ -32,19 +32,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    blocks = None if options.verify else SAMPLED_BLOCKS
+    sampled = None if options.verify else SAMPLED_BYTES
     # A folder that is itself a corpus, also one that is not finished, is none of corpora.
     if not any((options.corpus / name).exists() for name in (MANIFEST, STATE)):
         found = {path.parent for name in (MANIFEST, STATE) for path in options.corpus.glob(f"*/{name}")}
         if found:
-            rows = [_row(folder, blocks) for folder in sorted(found)]
+            rows = [_row(folder, sampled) for folder in sorted(found)]
             print(table(["", "part", "documents", "tokens", "tokens a byte", "rejected", "tokenizer"], rows))
             return
     corpus = TokenCorpus(options.corpus)
     for name, value in _summary(corpus.manifest):
         print(f"{name:18} {value}")
-    check_finished(options.corpus, blocks=blocks)
-    some = f"sizes, indexes and up to {SAMPLED_BLOCKS} blocks of tokens are those that were written"
+    check_finished(options.corpus, sampled=sampled)
+    some = f"sizes, indexes and {SAMPLED_BYTES // 2**20} MiB of tokens are those that were written"
     print(f"{'shards':18} {'every byte is the one that was written' if options.verify else some}")
     if (options.corpus / QUARANTINE).exists():
         print(f"{'rejected records':18} {options.corpus / QUARANTINE}")
@@ -52,12 +52,12 @@ def main(options: argparse.Namespace) -> None:
         _print_documents(corpus, load_tokenizer(options.tokenizer), options)
 
 
-def _row(folder: Path, blocks: int | None) -> list[str]:
+def _row(folder: Path, sampled: int | None) -> list[str]:
     """A corpus in a line, checked against its manifest."""
     if not (folder / MANIFEST).exists():
         return [folder.name, *[""] * 5, "not finished: start the tool that makes it again"]
     manifest = load_manifest(folder)
-    check_finished(folder, blocks=blocks)
+    check_finished(folder, sampled=sampled)
     counts = [f"{manifest.documents:,}", f"{manifest.tokens:,}", f"{manifest.tokens_per_byte:.3f}"]
     rejected = f"{sum(manifest.rejected.values()):,}"
     return [folder.name, manifest.part, *counts, rejected, manifest.tokenizer.fingerprint[:24]]

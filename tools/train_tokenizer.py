@@ -10,8 +10,8 @@ import argparse
 from pathlib import Path
 
 from pipeline.command_line import mebibytes, run_program
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.tokenizer_training import fertility, texts
+from pipeline.data.tokenizer import fertility, load_tokenizer
+from pipeline.data.units import texts
 from pipeline.files import write_text
 
 

@@ -71,7 +71,7 @@ def read(folder: Path) -> Row:
     with measured(row, "inspect_"):
         check_finished(folder / "corpus")
     with measured(row, "preflight_"):
-        corpus.check(blocks=1, share=(0, RANKS))
+        corpus.check(sampled=1, share=(0, RANKS))
     return row
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pipeline.checks.devices import Fault, Finding
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.data.corpora import heldout_folder, train_folder
-from pipeline.data.token_corpus import MANIFEST, SAMPLED_BLOCKS
+from pipeline.data.token_corpus import MANIFEST, SAMPLED_BYTES
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.files import file_hash, free_bytes, sampled_hash, write_text
@@ -230,13 +229,13 @@ def _hashes(inputs: Inputs) -> dict[str, str]:
 def check_corpora(run: Allocation) -> Finding:
     """Compares the corpora's sizes, indexes and some of their tokens with their manifests; each rank does its share."""
     corpora, nodes = run.inputs.samples.corpora, run.nodes
-    blocks = math.ceil(SAMPLED_BLOCKS / len(nodes) / max(1, len(corpora)))
+    sampled = SAMPLED_BYTES // len(nodes) // max(1, len(corpora))
 
     def damaged() -> list[str]:
         found = []
         for corpus in corpora:
             try:
-                corpus.check(blocks=blocks, share=(dist.get_rank(), len(nodes)))
+                corpus.check(sampled=sampled, share=(dist.get_rank(), len(nodes)))
             except DataError as error:
                 found.append(str(error))
         return found
@@ -244,4 +243,4 @@ def check_corpora(run: Allocation) -> Finding:
     seen = all_gathered(run_on_all_ranks(damaged))
     faults = [Fault(f"{fault} (seen on {nodes[rank]})") for rank, own in enumerate(seen) for fault in own]
     result = "are damaged" if faults else "are those that were written"
-    return Finding(f"corpora: sizes, indexes and up to {SAMPLED_BLOCKS} blocks of tokens {result}", faults)
+    return Finding(f"corpora: sizes, indexes and {SAMPLED_BYTES // 2**20} MiB of tokens {result}", faults)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ftfy  # noqa: F401  # datatrove asks for it late
 import numpy as np
@@ -21,7 +19,6 @@ from datatrove.pipeline.formatters.base import BaseFormatter
 from datatrove.pipeline.formatters.pii import PIIReplacer
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
-from datatrove.utils.lid import FastTextLID
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
@@ -86,45 +83,14 @@ class Shard(JsonlReader):
         return self.read_files_shard([name] if self.data_folder.isfile(name) else [])
 
 
-class LanguageModel(FastTextLID):
-    """A model of fastText. datatrove's own would copy it to a cache, where a newer file does not replace it."""
-
-    def __init__(self, path: Path, labels: Sequence[str]) -> None:
-        super().__init__([*labels])
-        self.path = path
-
-    @cached_property
-    def model(self) -> Any:  # noqa: ANN401  # fastText has no types
-        from fasttext.FastText import _FastText
-
-        with faults_of_library(f"{self.path}: not a whole model of fastText", DataError):
-            self._check_length()
-            model = _FastText(str(self.path))
-        known = {label.removeprefix("__label__") for label in model.labels}
-        if known.isdisjoint(self.languages):
-            some = ", ".join(sorted(known)[:10])
-            raise DataError(f"{self.path}: expected one of the labels {', '.join(self.languages)}, found {some}")
-        return model
-
-    def _check_length(self) -> None:
-        """fastText itself reads a file that was cut as zeros, or for ever."""
-        with self.path.open("rb") as file:
-            numbers = struct.unpack("<14i8x3i", file.read(76))
-        width, buckets, words, labels = numbers[2], numbers[10], *numbers[15:]
-        if self.path.suffix != ".ftz" and self.path.stat().st_size < 4 * width * (words + buckets + labels):
-            raise EOFError("too short; copy it again")
-
-
-def in_language(model: Path, labels: Sequence[str], least: float, exclusion_writer: DiskWriter) -> LanguageFilter:
+def in_language(model: str, labels: Sequence[str], least: float, exclusion_writer: DiskWriter) -> LanguageFilter:
     """Keeps documents of whose language, one of `labels`, a model of fastText is that sure."""
     try:
-        block = LanguageFilter([*labels], least, exclusion_writer)
+        return LanguageFilter([*labels], least, exclusion_writer, model)
     except ImportError:
         raise MissingPackageError(
             f"{model}: fasttext is not installed; pip install 'scale-cpt[clean,fasttext]'"
         ) from None
-    block.model = LanguageModel(model, labels)
-    return block
 
 
 class Formatter(BaseFormatter):

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import dill
 import orjson
+import zstandard
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.utils.logging import logger as datatrove_logger
 from pydantic import BaseModel
 
 from pipeline import log
-from pipeline.cleaning.report import table, write_page
-from pipeline.cleaning.stages import CleaningJob, Stage, rules_of, stages_of
+from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
 from pipeline.data.records import Keys
-from pipeline.data.text_streams import input_size, likely_encoding
-from pipeline.data.token_corpus import InputFile
+from pipeline.data.text_streams import likely_encoding
 from pipeline.data.units import input_files, named_files, sampled_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line
 from pipeline.files import (
     FolderKind,
     check_replaceable,
-    file_hash,
-    in_threads,
     read_record,
     replace_directory,
     write_record,
@@ -60,7 +58,6 @@ class CleanedText(Plan):
     `steps`: of each the documents that reached it ("total"), "dropped" and "changed", and the reasons.
     """
 
-    inputs: list[InputFile]
     steps: dict[str, dict[str, int]]
 
     @property
@@ -100,17 +97,41 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     write_record(job.work / _PLAN, plan)
     for stage in stages:
         _run(job, stage, workers)
-    inputs = input_files(job.corpus.input)
-    hashed = zip(inputs.items(), in_threads(file_hash, inputs), strict=True)
-    records = [InputFile(path=str(file), bytes=size, sha256=digest) for (file, size), digest in hashed]
-    cleaned = CleanedText(**plan.model_dump(), inputs=records, steps=_counts(job, stages))
+    cleaned = CleanedText(**plan.model_dump(), steps=_counts(job, stages))
     if not cleaned.documents:
         raise DataError(f"{job.work}: no document is left: {cleaned.steps}")
-    write_page(job.work / "output", job.output.name, cleaned.steps, re.compile(rules_of(job)["script"]), job.copies)
     write_record(job.work / "output" / "manifest.json", cleaned)
     replace_directory(job.work / "output", job.output)
     shutil.rmtree(job.work)
     return cleaned
+
+
+def table(steps: Mapping[str, Mapping[str, int]]) -> str:
+    """What each step did, as lines of text: see `CleanedText.steps`."""
+    lines = [f"{'step':<16}{'documents':>12}{'dropped':>12}{'changed':>12}  reasons"]
+    for name, found in steps.items():
+        counts = "".join(f"{found.get(key, 0):>12,}" for key in ("total", "dropped", "changed"))
+        reasons = Counter({key[8:]: count for key, count in found.items() if key.startswith("dropped_")})
+        most = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common(3))
+        lines.append(f"{name:<16}{counts}  {most}".rstrip())
+    return "\n".join(lines)
+
+
+def examples(folder: Path, count: int) -> Iterator[str]:
+    """The beginnings of `count` documents that each step dropped from a cleaned text, and why."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; run scale-cpt clean first")
+    for step in sorted(folder.glob(f"{DROPPED}/*")):
+        shards = sorted(step.glob("*.jsonl.zst"))
+        of_each = (_documents(shard, -(-count // len(shards))) for shard in shards)
+        for document in islice(chain.from_iterable(of_each), count):
+            reason = document["reason"] and f" ({document['reason']})"
+            yield f"{step.name}{reason}: {' '.join(document['text'].split())[:200]}"
+
+
+def _documents(shard: Path, most: int) -> Iterator[dict[str, Any]]:
+    with zstandard.open(shard, "rt", encoding="utf-8") as lines:
+        yield from map(orjson.loads, islice(lines, most))
 
 
 def estimate(job: CleaningJob, workers: int) -> str:
@@ -158,8 +179,7 @@ def _plan_of(job: CleaningJob) -> Plan:
     settings = job.corpus.model_dump(mode="json", include={"input", "clean", "text_key", "document", "encoding"})
     files = [file for corpus in (job.corpus, *job.heldout, *job.others) for file in input_files(corpus.input)]
     files += named_files(settings["clean"]["benchmarks"])
-    files += map(Path, filter(None, [settings["clean"]["language_model"]]))
-    return Plan(settings=settings, files={str(file): input_size(file) for file in files})
+    return Plan(settings=settings, files={str(file): file.stat().st_size for file in files})
 
 
 def _run(job: CleaningJob, stage: Stage, workers: int) -> None:

@@ -81,11 +81,6 @@ class CleaningJob:
         """The folder of unfinished work; the part `output` is what becomes of it."""
         return self.output.with_name(f"{self.output.name}.work")
 
-    @property
-    def copies(self) -> Path:
-        """What datatrove finds of copies: which are left out, and the sizes of their clusters."""
-        return self.work / "copies"
-
 
 def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
     """The cleaning of the corpora of a run, of each when those before it are done."""
@@ -112,21 +107,9 @@ def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
     return units
 
 
-def script_share(script: re.Pattern[str], text: str) -> float:
-    """The share of the letters of a text that are of one script."""
-    return len(script.findall(text)) / max(1, len(_LETTER.findall(text)))
-
-
 def is_written_in(script: re.Pattern[str], least: float, doc: Document) -> bool:
     """Whether at least that share of the letters of a document is of one script."""
-    return script_share(script, doc.text) >= least
-
-
-def rules_of(job: CleaningJob) -> dict[str, Any]:
-    """The thresholds for the language of a corpus."""
-    assert job.corpus.clean is not None  # it is to be cleaned
-    rules: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{job.corpus.clean.language}.yaml").read_text())
-    return rules
+    return len(script.findall(doc.text)) / max(1, len(_LETTER.findall(doc.text))) >= least
 
 
 def _document(_: JsonlWriter, doc: Document) -> dict[str, object]:
@@ -135,7 +118,7 @@ def _document(_: JsonlWriter, doc: Document) -> dict[str, object]:
 
 def _excerpt(_: JsonlWriter, doc: Document) -> dict[str, object]:
     reason = doc.metadata.get("contaminated_ngram") or doc.metadata.get("filter_reason", "")
-    return {"text": doc.text[:_EXCERPT], "id": doc.id, "reason": reason, "characters": len(doc.text)}
+    return {"text": doc.text[:_EXCERPT], "id": doc.id, "reason": reason}
 
 
 def _writer(folder: Path, adapter: Callable[[JsonlWriter, Document], dict[str, object]] = _document) -> JsonlWriter:
@@ -146,12 +129,13 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     """The stages of a job; the counts of a block are kept under the name of its step."""
     settings, work = job.corpus.clean, job.work
     assert settings is not None  # it is to be cleaned
-    rules = rules_of(job)
+    rules: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{settings.language}.yaml").read_text())
     rules["quality"]["min_doc_words"] = settings.min_words or rules["quality"]["min_doc_words"]
     least = rules["min_script_share"] if settings.min_script_share is None else settings.min_script_share
     units, benchmarks = units_of([job.corpus]), named_files(settings.benchmarks)
-    tasks, heldout, copies = min(len(units), _MOST_TASKS), units_of(job.heldout), str(job.copies)
-    signatures, references, index, pairs = (str(work / name) for name in ("signatures", "references", "index", "pairs"))
+    tasks, heldout = min(len(units), _MOST_TASKS), units_of(job.heldout)
+    folders = ("signatures", "references", "index", "pairs", "copies")
+    signatures, references, index, pairs, copies = (str(work / name) for name in folders)
 
     model = {"model": settings.language_model, "labels": rules["labels"], "least": settings.min_language_score}
 
@@ -190,7 +174,7 @@ def stages_of(job: CleaningJob) -> list[Stage]:
             stages.append(Stage("index", buckets, [MinhashBuildIndex(references, index, "known", _MINHASH)]))
         found = MinhashDedupBuckets(signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False)
         stages.append(Stage("buckets", buckets, [found]))
-        stages.append(Stage("cluster", 1, [MinhashDedupCluster(pairs, copies, _MINHASH, save_cluster_size=True)]))
+        stages.append(Stage("cluster", 1, [MinhashDedupCluster(pairs, copies, _MINHASH)]))
         last += dropping("duplicates", MinhashDedupFilter, input_folder=copies)
     if "contamination" not in settings.skip and (benchmarks or heldout):
         in_a_row = settings.shared_words or rules["shared_words"]

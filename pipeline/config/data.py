@@ -59,8 +59,9 @@ class Cleaning(Section):
     """of a document; default: 25 words of Korean, 50 of English"""
     min_script_share: Fraction | None = None
     """of the letters that are Hangul, or Latin; default: 0.5 for Korean, 0.8 for English"""
-    language_model: Path | None = None
-    """a model of fastText, lid.176 or GlotLID (.bin or .ftz): drops documents of whose language it is not sure"""
+    language_model: Literal["ft176", "glotlid"] | None = None
+    """a model of fastText, lid.176 or GlotLID, which datatrove downloads: drops documents of whose language it is not
+    sure"""
     min_language_score: Fraction = 0.65
     """how sure, from 0 to 1"""
     benchmarks: Texts = []
@@ -85,8 +86,8 @@ class Corpus(Section):
     """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
 
     input: Texts = []
-    """files or patterns: JSONL, JSON, CSV, TSV, text, WARC (.gz, .zst, .xz), Parquet; folders saved by datasets; or
-    datasets on the hub, hf://org/name[/config][@revision][/split][?documents=N]"""
+    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet; or datasets on the hub,
+    hf://org/name[/config][@revision][/split][?files=N]"""
     clean: Cleaning | None = None
     """what scale-cpt clean does with input before it is tokenized; default: nothing"""
     sample: Sampling | None = None

@@ -27,7 +27,7 @@ _ADVICE = "take the tokenizer of a chat model, or render the chats yourself into
 
 
 class ChatTemplate:
-    """The chat template of the tokenizer at `path`; two of the same template are equal.
+    """The chat template of the tokenizer at `path`.
 
     `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
     Chats without a system's message get one of `systems`, which the `seed` and their first message decide.

@@ -60,17 +60,15 @@ def is_heldout(text: str, fraction: float) -> bool:
 
 
 def train_folder(data: Data, corpus: str) -> Path:
-    """The folder of the training part of `corpus`."""
     return data.folder / corpus
 
 
 def heldout_folder(data: Data, corpus: str) -> Path:
-    """The folder of the held-out part of `corpus`, if it has one."""
     return data.folder / f"{corpus}.heldout"
 
 
 def cleaned_folder(data: Data, corpus: str) -> Path:
-    """The folder of the cleaned text of `corpus`, if it has a section `clean`; complete once it is there."""
+    """Of a corpus with a section `clean`; complete once it is there."""
     return data.folder / f"{corpus}.clean"
 
 
@@ -97,11 +95,12 @@ def has_heldout(data: Data, corpus: str) -> bool:
 
 def unfinished_corpora(data: Data) -> list[str]:
     """The corpora of a run that are not complete, their held-out parts included, in the order of the configuration."""
-    parts = {
-        name: [train_folder(data, name), *([heldout_folder(data, name)] if has_heldout(data, name) else [])]
-        for name in data.corpora
-    }
-    return [name for name, folders in parts.items() if not all((folder / MANIFEST).exists() for folder in folders)]
+
+    def is_made(name: str) -> bool:
+        parts = [train_folder(data, name), *([heldout_folder(data, name)] if has_heldout(data, name) else [])]
+        return all((part / MANIFEST).exists() for part in parts)
+
+    return [name for name in data.corpora if not is_made(name)]
 
 
 def is_tokenized(data: Data) -> bool:
@@ -168,7 +167,6 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
 
 
 def _heldout_documents(corpus: Corpus, tokenizer: Path) -> Iterator[Document]:
-    documents = good_documents(corpus.input, keys_of(corpus, tokenizer))
-    if corpus.heldout_input:
-        return documents
-    return (document for document in documents if is_heldout(document.held_out_by, corpus.heldout_fraction))
+    for document in good_documents(corpus.input, keys_of(corpus, tokenizer)):
+        if corpus.heldout_input or is_heldout(document.held_out_by, corpus.heldout_fraction):
+            yield document

@@ -5,60 +5,84 @@ Of the held-out documents the hashes are kept in memory, eight bytes each, of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import lru_cache
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b, sha256
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.corpora import Job
+from pipeline.data.jobs import STATE, Share, UnitPart, Work, run_units
 from pipeline.data.token_corpus import MANIFEST, load_manifest
-from pipeline.data.token_shards import Shard, shard_file
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.token_shards import Shard
+from pipeline.data.tokenizer import cached_tokenizer
+from pipeline.data.workers import Workers
 from pipeline.errors import DataError
+from pipeline.files import published_file
 
 
-def shards_of(folder: Path) -> dict[Path, str]:
-    """The shards of a finished corpus, each with the file that its documents come from."""
-    manifest = folder / MANIFEST
-    return _shards_of(folder, manifest.stat().st_mtime_ns if manifest.exists() else 0)
+@dataclass(frozen=True)
+class _Compared(Work):
+    """A training shard, to compare with the hashes in the file `known` of the documents in the shards `heldout`."""
+
+    source: str
+    known: Path
+    heldout: tuple[Path, ...]
 
 
-@lru_cache
-def _shards_of(folder: Path, changed: int) -> dict[Path, str]:
-    """`changed`: when its manifest was; that of a large corpus is too long to be read for every shard."""
-    manifest = load_manifest(folder)
-    # A unit's name begins with its file's number.
-    return {folder / shard.name: manifest.inputs[int(shard.name.partition("-")[0])].path for shard in manifest.shards}
+def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, share: Share) -> Iterator[object]:
+    """Compares the shards that a job has `written` with those of the parts that they are to be apart from.
+
+    Each shard is given with the file that its documents come from. Parts that are not made yet are compared later.
+
+    Raises DataError where a document of a training part is also held out.
+    """
+    made = [folder for folder in job.apart_from if (folder / MANIFEST).exists()]
+    others = {shard: source for folder in made for shard, source in _shards_of(folder)}
+    training, heldout = (written, others) if job.part == "train" else (others, written)
+    if not others:
+        return
+    known = np.unique(np.concatenate([np.zeros(1, np.uint64), *map(_hashes, heldout)]))  # and one of nothing
+    digest = sha256(known.data).hexdigest()[:16]  # after a change of the held-out documents everything is compared
+    state = job.output / STATE
+    saved = state / f"{digest}.npy"
+    with published_file(saved) as file:
+        np.save(file, known)
+    units = [
+        _Compared(f"{digest}.{shard.parent.name}.{shard.name}", 1, str(shard), source, saved, tuple(heldout))
+        for shard, source in training.items()
+    ]
+    compare = partial(_compare, job)
+    yield from run_units(state, UnitPart, compare, units, workers, share, what="comparing", measured_in=" shards")
 
 
-def check_apart(shard: Path, source: str, heldout: Iterable[Path], tokenizer: Tokenizer) -> None:
-    """Raises DataError where a document of a training `shard`, from `source`, is in one of the shards `heldout`."""
-    heldout = tuple(heldout)
-    known = _known_hashes(tuple((path, shard_file(path, ".bin").stat().st_mtime_ns) for path in heldout))
-    opened = Shard(shard)
-    hashes = _hashes(opened)
+def _compare(job: Job, shard: _Compared) -> UnitPart:
+    hashes, known = _hashes(Path(shard.path)), np.load(shard.known, mmap_mode="r")
     same = np.flatnonzero(known[np.searchsorted(known[:-1], hashes)] == hashes)
     if len(same):
-        first = int(same[0])
-        text = tokenizer.decode(opened.document(first)[len(tokenizer.document_start) :][:60])
-        folder = next(path.parent for path in heldout if hashes[first] in _hashes(Shard(path)))
+        first, tokenizer = int(same[0]), cached_tokenizer(job.tokenizer, job.end_of_document)
+        text = tokenizer.decode(Shard(Path(shard.path)).document(first)[len(tokenizer.document_start) :][:60])
+        folder = next(path.parent for path in shard.heldout if hashes[first] in _hashes(path))
         raise DataError(
-            f"{source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the two, as "
-            "scale-cpt clean does, remove the folder of that one, and start again"
+            f"{shard.source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the "
+            "two, as scale-cpt clean does, remove the folder of that one, and start again"
         )
+    return UnitPart()
 
 
-@lru_cache
-def _known_hashes(shards: tuple[tuple[Path, int], ...]) -> npt.NDArray[np.uint64]:
-    """Those of documents in shards, sorted, and one of nothing, each shard given with the time of its last change."""
-    return np.unique(np.concatenate([np.zeros(1, np.uint64), *(_hashes(Shard(shard)) for shard, _ in shards)]))
+def _shards_of(folder: Path) -> Iterable[tuple[Path, str]]:
+    manifest = load_manifest(folder)
+    for shard in manifest.shards:  # a unit's name begins with its file's number
+        yield folder / shard.name, manifest.inputs[int(shard.name.partition("-")[0])].path
 
 
-def _hashes(shard: Shard) -> npt.NDArray[np.uint64]:
-    stored = np.memmap(shard.bin_path, np.uint8, "r").data
-    starts = (shard.document_starts(0, shard.tokens) * shard.dtype.itemsize).tolist()
+def _hashes(shard: Path) -> npt.NDArray[np.uint64]:
+    opened = Shard(shard)
+    stored = np.memmap(opened.bin_path, np.uint8, "r").data
+    starts = (opened.document_starts(0, opened.tokens) * opened.dtype.itemsize).tolist()
     documents = (stored[start:end] for start, end in pairwise([*starts, len(stored)]))
     return np.frombuffer(b"".join(blake2b(ids, digest_size=8).digest() for ids in documents), np.uint64)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
 from pipeline import log
 from pipeline.data.token_corpus import (
     CORPUS,
     MANIFEST,
-    SAMPLED_BLOCKS,
+    SAMPLED_BYTES,
+    Counts,
     Description,
     InputFile,
     Manifest,
@@ -59,16 +59,10 @@ class Plan(Description):
     version: int = 1
 
 
-class UnitPart(BaseModel):
+class UnitPart(Counts):
     """What one unit contributed to the train or to the held-out part. `files` is of its shard, if it has documents."""
 
-    documents: NonNegativeInt = 0
-    tokens: NonNegativeInt = 0
-    characters: NonNegativeInt = 0
-    bytes: NonNegativeInt = 0
-    prompt_tokens: NonNegativeInt = 0
-    prompt_bytes: NonNegativeInt = 0
-    files: dict[ShardFile, FileContent] = {}
+    files: dict[ShardFile, FileContent] = Field(default_factory=dict)
 
 
 class UnitRecord(BaseModel):
@@ -81,10 +75,14 @@ class UnitRecord(BaseModel):
 
 @dataclass(frozen=True)
 class Work:
-    """A unit: its name, and its size in what the progress bar counts. As text it is what a message calls it."""
+    """A unit: its name, its size in what the progress bar counts, and the file that a message about it names."""
 
     name: str
     size: int
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
 
 
 _Unit = TypeVar("_Unit", bound=Work)
@@ -108,39 +106,27 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
             # Another job may have begun another corpus here, or finished this one, since the first look.
             manifest = finished(output, plan) or make(output / STATE)
             manifest.save(output)
-        except (FileNotFoundError, DataError) as error:
+        except (FileNotFoundError, DataError):
             # Another job that shares the work may have finished, and removed the state.
-            if (output / MANIFEST).exists() and (manifest := finished(output, plan)) is not None:
-                return manifest
-            if isinstance(error, FileNotFoundError):
-                raise DataError(f"{error.filename}: vanished during the work; start again") from None
-            raise
-    for left in output.glob(f"{STATE}*"):
-        with contextlib.suppress(OSError):  # another job is doing the same
-            shutil.rmtree(rename_aside(left), ignore_errors=True)  # renamed first: another job may be reading it
+            if not (output / MANIFEST).exists() or (manifest := finished(output, plan)) is None:
+                raise
+    with contextlib.suppress(OSError):  # another job is doing the same
+        shutil.rmtree(rename_aside(output / STATE), ignore_errors=True)  # renamed first: another job may be reading it
     return manifest
 
 
 def _begin(output: Path, plan: Plan) -> None:
-    """Makes the folders, and the state with the plan. Of several jobs that begin at once one makes the state."""
-    folders = [output, heldout_of(output)] if plan.heldout_fraction else [output]
-    try:
-        for folder in folders:
+    """Makes the folders, and the state with the plan, where no other job has."""
+    for folder in _folders(output, plan):
+        try:
             check_replaceable(folder, CORPUS)
-    except OutputError:
-        if not any(output.glob(f"{STATE}*")):  # begun, perhaps by another job at this moment
-            raise
-    for folder in folders:
+        except OutputError:
+            if not (output / STATE).is_dir():  # begun, perhaps by another job at this moment
+                raise
         Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
-    own = output / f"{STATE}.{socket.gethostname()}.{os.getpid()}"
-    own.mkdir(exist_ok=True)
-    write_record(own / _PLAN, plan)
-    try:
-        own.rename(output / STATE)
-    except OSError:  # it is there, and not empty
-        shutil.rmtree(own, ignore_errors=True)
-        if not (output / STATE).is_dir():
-            raise
+    (output / STATE).mkdir(exist_ok=True)
+    if read_plan(output) is None:
+        write_record(output / STATE / _PLAN, plan)
 
 
 def finished(output: Path, plan: Plan) -> Manifest | None:
@@ -148,29 +134,27 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
 
     Raises DataError where it is another corpus than that of `plan`, was begun as another one, or is damaged.
     """
-    if not (output / MANIFEST).exists():
-        if (begun := read_plan(output)) is not None:
-            _check_same(output, plan, begun)
+    found = load_manifest(output) if (output / MANIFEST).exists() else read_plan(output)
+    if found is not None:
+        _check_same(output, plan, found)
+    folders = _folders(output, plan)
+    if not isinstance(found, Manifest) or not all((folder / MANIFEST).exists() for folder in folders):
         return None
-    manifest = load_manifest(output)
-    _check_same(output, plan, manifest)
-    check_finished(output)
-    if manifest.heldout_fraction > 0 and manifest.part == "train":
-        try:
-            check_finished(heldout_of(output))
-        except DataError as error:
-            raise DataError(f"{error}; it is made together with {output}: remove both folders") from None
-    return manifest
+    for folder in folders:
+        check_finished(folder)
+    return found
 
 
 def read_plan(output: Path) -> Plan | None:
     """The plan that the unfinished corpus in `output` was begun for; None where none was."""
-    if not (output / STATE).is_dir():
-        return None
     try:
         return read_record(output / STATE / _PLAN, Plan, DataError, f"remove {output} to start again")
     except FileNotFoundError:
         return None
+
+
+def _folders(output: Path, plan: Plan) -> list[Path]:
+    return [output, heldout_of(output)] if plan.heldout_fraction else [output]
 
 
 def _check_same(output: Path, plan: Plan, found: Plan | Manifest) -> None:
@@ -197,10 +181,10 @@ def _terms(made: Plan | Manifest) -> dict[str, Any]:
     return {**tokenizer, **sampling, **fields}  # the size of units, which others decide, comes last
 
 
-def check_finished(folder: Path, *, blocks: int | None = SAMPLED_BLOCKS) -> None:
+def check_finished(folder: Path, *, sampled: int | None = SAMPLED_BYTES) -> None:
     """Compares the corpus in `folder`, or an empty held-out part, with its manifest: see TokenCorpus.check."""
     if load_manifest(folder).tokens:
-        TokenCorpus(folder).check(blocks=blocks)
+        TokenCorpus(folder).check(sampled=sampled)
 
 
 def heldout_of(output: Path) -> Path:
@@ -250,8 +234,8 @@ def _do(state: Path, schema: type[_Record], work: Callable[[_Unit], _Record], un
 
 def _record_of(state: Path, schema: type[_Record], name: str) -> _Record | None:
     try:
-        return read_record(state / f"{name}.json", schema, DataError)
-    except (FileNotFoundError, DataError):  # a damaged one is made again
+        return read_record(state / f"{name}.json", schema, DataError, "remove it to do its unit again")
+    except FileNotFoundError:
         return None
 
 
@@ -259,8 +243,7 @@ def manifest_of(
     plan: Plan, part: str, shards: Mapping[str, UnitPart], inputs: list[InputFile], rejected: Mapping[str, int] = {}
 ) -> Manifest:
     """The manifest of a part of the corpus of `plan`; `shards` are its units, by their names."""
-    counted = UnitPart.model_fields.keys() - {"files"}
-    counts = {name: sum(getattr(unit, name) for unit in shards.values()) for name in counted}
+    counts = {name: sum(getattr(unit, name) for unit in shards.values()) for name in Counts.model_fields}
     return Manifest(
         part=part,
         **plan.model_dump(exclude={"inputs", "unit_size", "version"}),

@@ -8,7 +8,6 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from pipeline.log import progress_bar
 
@@ -55,17 +54,9 @@ def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
     return re.compile(b"|".join(map(re.escape, beginnings)) or b"(?!)")
 
 
-class Merge(NamedTuple):
-    """Joins two adjacent pieces into a new one, which occurred `uses` times at the end of learning."""
-
-    left: str
-    right: str
-    uses: int
-
-
 def learn_merges(
     words: Mapping[Word, int], may_join: Callable[[str, str], bool], *, limit: int, min_uses: int
-) -> list[Merge]:
+) -> list[Pair]:
     """At most `limit` merges in the order in which they apply: each time the most frequent pair that may be joined.
 
     Ends early where no pair occurs `min_uses` times. A merge whose piece nearly always ends up in a larger one is
@@ -148,7 +139,7 @@ def _joined(sequence: Sequence[str], pair: Pair, new: str) -> list[str]:
     return found
 
 
-def _worthwhile(learned: dict[str, Pair], uses: Counter[str], min_uses: int) -> list[Merge]:
+def _worthwhile(learned: dict[str, Pair], uses: Counter[str], min_uses: int) -> list[Pair]:
     """The merges that save something, in order. A dropped piece is used as its two parts again."""
     kept = dict(learned)
     users: Counter[str] = Counter(part for pair in kept.values() for part in set(pair))
@@ -160,4 +151,4 @@ def _worthwhile(learned: dict[str, Pair], uses: Counter[str], min_uses: int) -> 
                 uses[part] += uses[new]
             for part in set(pair):
                 users[part] -= 1
-    return [Merge(*pair, uses[new]) for new, pair in kept.items()]
+    return [*kept.values()]

@@ -6,13 +6,12 @@ are listed in a quarantine, and too many of them stop the job.
 
 from __future__ import annotations
 
-import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import orjson
 from pydantic import BaseModel
 
 from pipeline.data.corpora import Job, is_heldout
-from pipeline.data.heldout import check_apart, shards_of
+from pipeline.data.heldout import compare_documents
 from pipeline.data.jobs import (
     QUARANTINE,
     STATE,
@@ -36,9 +35,9 @@ from pipeline.data.jobs import (
 )
 from pipeline.data.records import Document, Keys, Rejected
 from pipeline.data.text_streams import encoding_advice
-from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest
+from pipeline.data.token_corpus import InputFile, Manifest
 from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
-from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, joined, load_tokenizer
+from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, cached_tokenizer, joined, load_tokenizer
 from pipeline.data.units import Unit, default_unit_bytes, input_files, is_text, split_file, unit_records
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError
@@ -57,13 +56,9 @@ _RECORDS_BEFORE_CHECK = 10_000
 
 @dataclass(frozen=True)
 class File(Work):
-    """An input file, of which the first pass finds the units; or a shard to compare with held-out documents."""
+    """An input file, of which the first pass finds the units."""
 
-    path: str
     number: int = 0
-
-    def __str__(self) -> str:
-        return self.path
 
 
 class FileRecord(BaseModel):
@@ -106,15 +101,9 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
         check_rejected()
         if not any(record.train.documents for record in records.values()):
             raise DataError(f"{', '.join(job.corpus.input)}: no usable document in {total} records: {dict(rejected)}")
-        if job.part == "heldout":  # of training parts that were made before it
-            own = tuple(job.output / name for name, record in records.items() if record.train.documents)
-            made = [folder for folder in job.apart_from if (folder / MANIFEST).exists()]
-            shards = [File(f"{path.parent.name}.{path.name}", 1, str(path)) for path in chain(*map(shards_of, made))]
-            compare = partial(_compare, job, own)
-            compared = run_units(
-                state, UnitPart, compare, shards, workers, share, what="comparing", measured_in=" shards"
-            )
-            deque(compared, maxlen=0)
+        written = {job.output / unit.name: unit.path for unit in units if records[unit.name].train.documents}
+        for _ in compare_documents(job, written, workers, share):
+            pass
         if rejected:
             with published_file(job.output / QUARANTINE, state) as whole:
                 for unit in units:
@@ -154,12 +143,6 @@ def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     path = Path(file.path)
     digest = file_hash(path) if file.size <= _HASHED_BYTES else f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
     return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
-
-
-def _compare(job: Job, heldout: tuple[Path, ...], shard: File) -> UnitPart:
-    path, tokenizer = Path(shard.path), cached_tokenizer(job.tokenizer, job.end_of_document)
-    check_apart(path, shards_of(path.parent)[path], heldout, tokenizer)
-    return UnitPart()
 
 
 def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: Iterable[Path]) -> DataError:
@@ -207,19 +190,10 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 (heldout if fraction and is_heldout(record.held_out_by, fraction) else train).add(record)
         train.write_batch()
         heldout.write_batch()
-    if job.part == "train" and train.writer.documents and job.apart_from:
-        check_apart(job.output / unit.name, str(unit), chain.from_iterable(map(shards_of, job.apart_from)), tokenizer)
     if listed:
         with published_file(state / f"{unit.name}.{QUARANTINE}") as file:
             file.writelines(listed)
     return UnitRecord(train=train.counted(), heldout=heldout.counted(), rejected=dict(sorted(rejected.items())))
-
-
-@lru_cache(maxsize=1)
-def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
-    """The tokenizer of a job, read once."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use every core
-    return load_tokenizer(path, end_of_document=end_of_document)
 
 
 def _encoder(job: Job, tokenizer: Tokenizer) -> Encoder:

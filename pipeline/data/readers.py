@@ -1,4 +1,4 @@
-"""The records in text files: JSONL, JSON arrays, CSV, TSV, web archives and plain text, read in bounded memory."""
+"""The records in files of JSONL, CSV, TSV, plain text, Parquet, and in JSON arrays, read in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import csv
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.data.records import EXCERPT_BYTES, MAX_RECORD_BYTES, Keys, Record, Rejected, missing_column, record_of
 from pipeline.data.text_streams import Stream, encoding_advice
-from pipeline.data.web_archives import archive_records
-from pipeline.errors import DataError
+from pipeline.errors import DataError, faults_of_library
 
 _BLOCK_BYTES = 4 << 20
 # Past the end of a range only the rest of one document is needed, and going back in a compressed file is slow.
@@ -22,6 +25,10 @@ _BLOCK_BYTES_PAST_END = 64 << 10
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SHOWN_KEYS = 20
 _ARRAY_START = re.compile(rb"(?:%s)?\s*\[" % _BYTE_ORDER_MARK)
+# Few rows at a time: the memory needed is that of the longest documents in one batch.
+_ROWS = 256
+# Text is read as bytes: one value that is not UTF-8 must not make the others unreadable.
+_BYTES_OF: dict[pa.DataType, pa.DataType] = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class Line(NamedTuple):
@@ -33,14 +40,12 @@ class Line(NamedTuple):
 
 
 def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records that begin in the bytes [start, stop) of a file; of a `kind` json_array, csv, tsv, warc all of them.
+    """The records that begin in the bytes [start, stop) of a file; of a `kind` json_array, csv or tsv all of them.
 
     Where the stream is damaged, the incomplete last record is rejected with the fault as reason.
     """
     if kind == "json_array":
         return _array_records(stream, keys)
-    if kind == "warc":
-        return archive_records(stream)
     if kind in ("csv", "tsv"):
         return _csv_records(stream, keys, "," if kind == "csv" else "\t")
     return _line_records(stream, start, stop, keys, is_json=kind == "jsonl")
@@ -169,28 +174,95 @@ def _csv_records(stream: Stream, keys: Keys, delimiter: str) -> Iterator[Record]
         if not stream.fault
         or stream.read_at(line.offset + line.size, 1)  # the last line of a damaged file is not whole
     )
-    rows = csv.reader(texts, delimiter=delimiter, strict=True)
-    try:
-        names = next(rows, [])
-    except csv.Error as error:
-        raise DataError(f"{stream.path}: its first row does not name columns ({error}); correct it") from None
+    rows = _rows(csv.reader(texts, delimiter=delimiter, strict=True))
+    names = next(rows, [])
+    if isinstance(names, csv.Error):
+        raise DataError(f"{stream.path}: its first row does not name columns ({names}); correct it")
     if missing := missing_column(names, keys):
         raise DataError(f"{stream.path}: {encoding_advice([stream.path]) or missing}")
     places = [names.index(key) for key in keys.all]
-    number = 0
+    number = -1
+    for number, row in enumerate(row for row in rows if row):  # without empty lines
+        if isinstance(row, csv.Error):
+            yield Rejected(number, "malformed_csv", str(row).encode())
+        elif len(row) != len(names):
+            yield Rejected(number, "malformed_csv", f"{len(row)} columns, not {len(names)}".encode())
+        else:
+            yield record_of(number, *(row[place].encode(errors="surrogateescape") for place in places))
+    if stream.fault:
+        yield Rejected(number + 1, stream.fault, b"")
+
+
+def _rows(reader: Iterator[list[str]]) -> Iterator[list[str] | csv.Error]:
+    """The rows of a table, or what is wrong with one."""
     while True:
         try:
-            if (values := next(rows, None)) is None:
-                break
+            yield next(reader)
+        except StopIteration:
+            return
         except csv.Error as error:
-            yield Rejected(number, "malformed_csv", str(error).encode())
-        else:
-            if not values:  # an empty line
-                continue
-            if len(values) == len(names):
-                yield record_of(number, *(values[place].encode(errors="surrogateescape") for place in places))
-            else:
-                yield Rejected(number, "malformed_csv", f"{len(values)} columns, not {len(names)}".encode())
-        number += 1
-    if stream.fault:
-        yield Rejected(number, stream.fault, b"")
+            yield error
+
+
+# --- Parquet: a range [start, stop) counts row groups ----------------------------------------------------------------
+
+
+def parquet_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
+    """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
+
+    Raises DataError where the file is damaged, or lacks a column of `keys`.
+    """
+    ranges: list[tuple[int, int, int]] = []
+    start = total = 0
+    with _faults(path):
+        file = _parquet(path, keys)
+        leaves = [at for at in range(len(file.schema)) if file.schema.column(at).path.split(".")[0] in keys.all]
+        for at, group in enumerate(map(file.metadata.row_group, range(file.num_row_groups))):
+            total += sum(max(0, group.column(leaf).total_uncompressed_size) for leaf in leaves)
+            if total >= unit_bytes or at == file.num_row_groups - 1:
+                ranges.append((start, at + 1, total))
+                start, total = at + 1, 0
+    return ranges
+
+
+def parquet_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
+    """The records of a range; offsets are row numbers. Raises as `parquet_ranges`."""
+    with _faults(path):
+        file = _parquet(path, keys)
+        first = sum(file.metadata.row_group(group).num_rows for group in range(start))
+        names, groups = [*{*keys.all}], range(start, stop)
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names, use_threads=False):
+            columns = [_values(batch.column(key)) for key in keys.all]
+            for row, values in enumerate(zip(*columns, strict=True), first):
+                if keys.chat is None:
+                    yield record_of(row, *values)
+                else:
+                    yield from keys.chat.records(row, values[0])
+            first += batch.num_rows
+
+
+def _faults(path: Path) -> AbstractContextManager[None]:
+    """Damaged files make pyarrow raise errors of many types."""
+    return faults_of_library(f"{path}: damaged or not a complete Parquet file, copy it again", DataError)
+
+
+def _parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no type hints
+    file = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
+    schema = file.schema_arrow
+    if missing := missing_column(schema.names, keys):
+        raise DataError(f"{path}: {missing}")
+    for key in keys.all:
+        if schema.names.count(key) > 1:
+            raise DataError(f"{path}: has several columns {key!r}; rename all but one")
+        found = schema.field(key).type
+        if keys.chat is None and found not in _BYTES_OF:
+            raise DataError(f"{path}: expected strings in the column {key!r}, found {found}; name another column")
+    return file
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """The values of a column, whose offsets lie within its data; text as bytes."""
+    if column.type in _BYTES_OF:
+        column = column.view(_BYTES_OF[column.type])
+    column.validate(full=True)
+    return list(column.to_pylist())

@@ -44,14 +44,13 @@ class Document(NamedTuple):
     """A usable record. If it has a prompt, `text` is the answer.
 
     `group`: documents of one are held out together, as the answers of a chat are; by default each is alone. `ids`:
-    of the text, where another program has tokenized it. `offset`: of its page in a web archive.
+    of the text, where another program has tokenized it.
     """
 
     text: str
     prompt: str | None = None
     group: str = ""
     ids: list[int] | None = None
-    offset: int = 0
 
     @property
     def whole_text(self) -> str:

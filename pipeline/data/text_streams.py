@@ -23,8 +23,6 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
 }
 COMPRESSIONS = tuple(_DECOMPRESSORS)
-_OTHERS = {".parquet", ".arrow", ".warc", ".wet"}
-"""Names of files that are not text of one encoding."""
 _DAMAGE = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError)
 # Small, because what a damaged slice held before the damage is lost, too.
 _SLICE_BYTES = 4 << 10
@@ -128,15 +126,7 @@ def open_stream(path: Path, encoding: str | None = None) -> Stream:
 def text_length(path: Path, encoding: str | None = None) -> int:
     """The bytes of text in a file: its size, or what it decodes to before any damage."""
     stream = open_stream(path, encoding)
-    return sum(map(len, stream.pieces())) if isinstance(stream, DecodedStream) else input_size(path)
-
-
-def input_size(path: Path) -> int:
-    """The bytes of an input file. Raises DataError where there is none."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; leave it out, or copy it again") from None
+    return sum(map(len, stream.pieces())) if isinstance(stream, DecodedStream) else path.stat().st_size
 
 
 def encoding_advice(paths: Iterable[Path]) -> str | None:
@@ -152,7 +142,7 @@ def encoding_advice(paths: Iterable[Path]) -> str | None:
 
 def likely_encoding(path: Path) -> str | None:
     """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
-    if _OTHERS & {*path.suffixes[-2:]}:
+    if path.suffix == ".parquet":
         return None
     sample = open_stream(path).read_at(0, _SAMPLE_BYTES)
     text = sample.decode(errors="replace")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt
 
 from pipeline.data.records import DocumentUnit
-from pipeline.data.token_shards import BLOCK_BYTES, FileContent, PromptedShard, Shard, ShardFile, check_file, shard_file
+from pipeline.data.token_shards import FileContent, Shard, ShardFile, check_file, shard_file
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, in_threads, is_plain_name, read_record, write_record
 from pipeline.log import progress_bar
@@ -24,16 +24,12 @@ MAKERS = "scale-cpt tokenize (or scale-cpt sample, for text that the base writes
 MANIFEST = "manifest.json"
 """Written last: without it a corpus is unfinished."""
 CORPUS = FolderKind("a token corpus", MANIFEST, "scale-cpt token corpus 3")
-SAMPLED_BLOCKS = 256
-"""How many blocks of tokens are compared where reading all of them would take too long: 1 GiB."""
+SAMPLED_BYTES = 2**30
+"""How much of the tokens is compared where reading all of them would take too long."""
 _MAX_OPEN_SHARDS = 64
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TokenizerRecord(_Strict):
+class TokenizerRecord(BaseModel):
     """The tokenizer of a corpus. `backend` is the library that encoded: the checked fast encoder or the reference."""
 
     fingerprint: str
@@ -69,7 +65,7 @@ class ShardRecord(NamedTuple):
     files: dict[ShardFile, FileContent]
 
 
-class SamplingRecord(_Strict):
+class SamplingRecord(BaseModel):
     """How a base model wrote a corpus. `base` holds the SHA-256 of its weight files, by their names.
 
     `tokens` were asked for; the others are settings of config.run.Sampling. `batch_size` documents were written at a
@@ -88,7 +84,7 @@ class SamplingRecord(_Strict):
     system_prompts: list[str] = []
 
 
-class Description(_Strict):
+class Description(BaseModel):
     """What a corpus is made of, but for its inputs. In one that a base model wrote (`sampling`), these are openings."""
 
     tokenizer: TokenizerRecord
@@ -102,29 +98,31 @@ class Description(_Strict):
     sampling: SamplingRecord | None = None
 
 
-class Manifest(Description):
-    """The contents of `manifest.json`. They depend on the job alone, not on time, machine or workers.
+class Counts(BaseModel):
+    """`characters` and `bytes` (UTF-8) are of the accepted text, openings included.
 
-    `characters` and `bytes` (UTF-8) count the accepted text of this part, openings included. In a corpus with prompts
-    (`prompt_key` is not None), `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
+    In a corpus with prompts, `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
     """
 
-    format: Literal["scale-cpt token corpus 2", "scale-cpt token corpus 3"] = "scale-cpt token corpus 3"
-    part: str
-    token_dtype: str
-    documents: NonNegativeInt
-    tokens: NonNegativeInt
-    characters: NonNegativeInt
-    bytes: NonNegativeInt
+    documents: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+    characters: NonNegativeInt = 0
+    bytes: NonNegativeInt = 0
     prompt_tokens: NonNegativeInt = 0
     prompt_bytes: NonNegativeInt = 0
+
+
+class Manifest(Description, Counts):
+    """The contents of `manifest.json`. They depend on the job alone, not on time, machine or workers."""
+
+    format: Literal["scale-cpt token corpus 3"] = "scale-cpt token corpus 3"
+    part: str
+    token_dtype: str
     tokens_per_character: float
     tokens_per_byte: float
     rejected: dict[str, int]
     inputs: list[InputFile]
     shards: list[ShardRecord]
-    quarantine: FileContent | None = None
-    """of earlier versions"""
 
     def save(self, folder: Path) -> None:
         """Publishes the manifest in `folder`, which completes the corpus."""
@@ -198,9 +196,9 @@ class TokenCorpus:
 
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Which of the ids [start, stop) belong to a prompt; None in a corpus without prompts."""
-        shards = self._pieces(start, stop)
-        masks = [shard.prompt_mask(low, high) for shard, low, high, _ in shards if isinstance(shard, PromptedShard)]
-        return np.concatenate(masks) if masks else None
+        if self.manifest.prompt_key is None:
+            return None
+        return np.concatenate([shard.prompt_mask(low, high) for shard, low, high, _ in self._pieces(start, stop)])
 
     def locate_document(self, document: int) -> tuple[Shard, int]:
         """The shard that holds a document of the corpus, and the document's number in it."""
@@ -210,28 +208,28 @@ class TokenCorpus:
             document -= shard.documents
         raise IndexError(f"{self.folder} has {self.manifest.documents} documents")
 
-    def check(self, *, blocks: int | None = 0, share: tuple[int, int] = (0, 1)) -> None:
-        """Compares the shards with the manifest: all sizes, every index, the lengths of prompts, and some tokens.
+    def check(self, *, sampled: int | None = SAMPLED_BYTES, share: tuple[int, int] = (0, 1)) -> None:
+        """Compares the shards with the manifest: all sizes, indexes and lengths of prompts, and some tokens.
 
         Args:
-            blocks: how many blocks of BLOCK_BYTES of tokens, drawn at random, are compared; None: all.
+            sampled: how many bytes of tokens, of shards drawn at random, are compared; None: all.
             share: (k, n): only the k-th of n shares of the shards.
 
         Raises:
             DataError: a file is missing, damaged, or differs from the manifest.
         """
         k, n = share
-        shards = self.manifest.shards
-        numbers = range(len(shards))[k::n]
-        *starts, total = accumulate((-(-shards[at].files[".bin"].bytes // BLOCK_BYTES) for at in numbers), initial=0)
-        drawn: dict[int, list[int]] = {}
-        for block in random.Random().sample(range(total), min(blocks or 0, total)):
-            place = bisect.bisect_right(starts, block) - 1
-            drawn.setdefault(numbers[place], []).append(block - starts[place])
+        numbers = range(len(self.manifest.shards))[k::n]
+        drawn: set[int] = set()
+        size = 0
+        for number in random.Random().sample(numbers, len(numbers)):
+            if sampled is None or size < sampled:
+                drawn.add(number)
+                size += self.manifest.shards[number].files[".bin"].bytes
 
         def check_shard(number: int) -> None:
             self._checked.discard(number)
-            self._opened(number, None if blocks is None else drawn.get(number, ()))
+            self._opened(number, whole=number in drawn)
 
         with progress_bar(f"checking {self.folder}", len(numbers), " shards") as bar:
             for _ in in_threads(check_shard, numbers):
@@ -248,13 +246,13 @@ class TokenCorpus:
             start, number = high, number + 1
         return pieces
 
-    def _opened(self, number: int, blocks: Iterable[int] | None = ()) -> Shard:
-        """A shard; the first time it is compared with its record, of its tokens only these blocks (None: all)."""
+    def _opened(self, number: int, *, whole: bool = False) -> Shard:
+        """A shard; the first time it is compared with its record, of its tokens only the size if not `whole`."""
         described = self.manifest.shards[number]
         prefix = self.folder / described.name
         if number not in self._checked:
             for end, content in described.files.items():
-                check_file(shard_file(prefix, end), content, self._advice, blocks=blocks if end == ".bin" else None)
-        shard = (Shard if self.manifest.prompt_key is None else PromptedShard)(prefix)
+                check_file(shard_file(prefix, end), content, self._advice, whole=whole or end != ".bin")
+        shard = Shard(prefix)
         self._checked.add(number)
         return shard

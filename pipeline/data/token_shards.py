@@ -1,38 +1,34 @@
 """Token shards in Megatron's format: `<shard>.bin` holds the ids, `<shard>.idx` where each document begins.
 
 Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document ends; then lengths
-(int32) and byte offsets (int64) of the sequences, and the first sequence of each document (int64). Our writer makes one
-sequence per document; the reader accepts several. All offsets are 64-bit.
+(int32) and byte offsets (int64) of the sequences, and the first sequence of each document (int64). All offsets are
+64-bit. Our writer makes one sequence per document, and two in a corpus with prompts: the prompt with what precedes it
+(a BOS), which is read but never predicted, and the rest. The reader accepts any number.
 
-In a corpus with prompts `<shard>.prompts.npy` (NumPy's format, int32) holds one number per document: how many of its
-first tokens are the prompt and what precedes it (a BOS). These tokens are read, but never predicted.
-
-A manifest holds the sizes of these files and the hashes of their blocks, to be compared in whole or in part.
+A manifest holds the sizes and hashes of these files.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, NonNegativeInt
+from pydantic import NonNegativeInt
 
-from pipeline.errors import DataError, faults_of_library
-from pipeline.files import published_file
+from pipeline.errors import DataError
+from pipeline.files import file_hash, published_file
 
-ShardFile = Literal[".bin", ".idx", ".prompts.npy"]
+ShardFile = Literal[".bin", ".idx"]
 
-BLOCK_BYTES = 4 * 2**20
-HASH_DIGITS = 32
+_DIGITS = 32
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION = 1
@@ -51,64 +47,45 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class FileContent(NamedTuple):
-    """What a file must hold: `blocks` are the hashes of its blocks of BLOCK_BYTES, the last of which may be shorter.
+    """What a file must hold. `digest`: the first 32 hexadecimal digits of its SHA-256.
 
-    A hash is the first HASH_DIGITS hexadecimal digits of the SHA-256. They are one text: a corpus of terabytes has a
-    million blocks. Earlier versions wrote a list.
+    Corpora of earlier versions have digests of several blocks there, of which nothing is compared.
     """
 
     bytes: NonNegativeInt
-    blocks: Annotated[str, BeforeValidator(lambda found: "".join(map(str, found)) if type(found) is list else found)]
+    digest: str
 
 
 def content_of(path: Path) -> FileContent:
     """What a file that was just written holds."""
-    with path.open("rb") as file:
-        blocks = "".join(_digits(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
-        return FileContent(file.tell(), blocks)
+    return FileContent(path.stat().st_size, file_hash(path)[:_DIGITS])
 
 
-def check_file(path: Path, content: FileContent, advice: str, *, blocks: Iterable[int] | None = None) -> None:
-    """Compares the size of a file and some of its blocks, by default all.
-
-    Raises:
-        DataError: it is missing or differs.
-    """
+def check_file(path: Path, content: FileContent, advice: str, *, whole: bool = True) -> None:
+    """Compares a file's size, and if `whole` its hash. Raises DataError where it is missing or differs."""
     try:
-        with path.open("rb") as file:
-            if (size := os.fstat(file.fileno()).st_size) != content.bytes:
-                raise DataError(f"{path}: expected {content.bytes} bytes, found {size}; {advice}")
-            for number in range(-(-size // BLOCK_BYTES)) if blocks is None else blocks:
-                start = number * BLOCK_BYTES
-                block = os.pread(file.fileno(), BLOCK_BYTES, start)
-                if _digits(block) != content.blocks[number * HASH_DIGITS : (number + 1) * HASH_DIGITS]:
-                    raise DataError(
-                        f"{path}: damaged: the bytes {start} to {start + len(block)} are not those that were written; "
-                        f"{advice}"
-                    )
+        size = path.stat().st_size
+        same = size == content.bytes
+        if same and whole and len(content.digest) == _DIGITS:
+            same = file_hash(path)[:_DIGITS] == content.digest
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; {advice}") from None
-
-
-def _digits(block: bytes) -> str:
-    return hashlib.sha256(block).hexdigest()[:HASH_DIGITS]
+    if not same:
+        found = f"found {size}" if size != content.bytes else "found other ones than were written"
+        raise DataError(f"{path}: damaged: expected {content.bytes} bytes, {found}; {advice}")
 
 
 class ShardWriter:
-    """Appends documents to a `.bin` file, which `open_bin` opens with the first one.
-
-    Attributes:
-        files: what the published files hold, once `writing_shard` has ended.
-    """
+    """Appends documents to a `.bin` file, which `open_bin` opens with the first one."""
 
     def __init__(self, open_bin: Callable[[], BinaryIO], dtype: np.dtype[Any]) -> None:
         self._open = open_bin
         self.dtype = dtype
-        self.lengths: list[npt.NDArray[np.int32]] = []
-        self.prompt_lengths: list[npt.NDArray[np.int32]] = []
-        self.documents = 0
-        self.tokens = 0
+        self.documents = self.tokens = 0
+        self.sequences: list[npt.NDArray[np.int32]] = []
+        """their lengths, [documents, sequences of each], by the calls of `add`"""
         self.files: dict[ShardFile, FileContent] = {}
+        """what the published files hold, once `writing_shard` has ended"""
 
     def add(
         self, ids: npt.NDArray[Any], lengths: npt.NDArray[Any], prompt_lengths: npt.NDArray[Any] | None = None
@@ -118,9 +95,8 @@ class ShardWriter:
         `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents or for none.
         """
         self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
-        self.lengths.append(lengths.astype(np.int32))
-        if prompt_lengths is not None:
-            self.prompt_lengths.append(prompt_lengths.astype(np.int32))
+        parts = [lengths] if prompt_lengths is None else [prompt_lengths, lengths - prompt_lengths]
+        self.sequences.append(np.column_stack(parts).astype(np.int32))
         self.documents += len(lengths)
         self.tokens += len(ids)
 
@@ -142,18 +118,15 @@ def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = Non
         yield writer
         if writer.documents == 0:
             return
-        lengths = np.concatenate(writer.lengths)
+        sequences = np.concatenate(writer.sequences)
+        lengths = sequences.ravel()
         ends = np.cumsum(lengths, dtype=np.int64)
+        firsts = np.arange(writer.documents + 1, dtype=np.int64) * sequences.shape[1]
         index = opening(".idx")
-        index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(lengths), len(lengths) + 1))
-        for array in (lengths, (ends - lengths) * dtype.itemsize, np.arange(len(lengths) + 1, dtype=np.int64)):
+        index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(lengths), len(firsts)))
+        for array in (lengths, (ends - lengths) * dtype.itemsize, firsts):
             index.write(array.data)
-        if writer.prompt_lengths:
-            np.save(opening(".prompts.npy"), np.concatenate(writer.prompt_lengths), allow_pickle=False)
-    published: list[ShardFile] = [".bin", ".idx"]
-    if writer.prompt_lengths:
-        published.append(".prompts.npy")
-    writer.files = {end: content_of(shard_file(prefix, end)) for end in published}
+    writer.files = {end: content_of(shard_file(prefix, end)) for end in get_args(ShardFile)}
 
 
 def shard_file(prefix: Path, end: ShardFile) -> Path:
@@ -164,13 +137,7 @@ def shard_file(prefix: Path, end: ShardFile) -> Path:
 class Shard:
     """An open `<prefix>.bin` and `<prefix>.idx`. Ids are read when asked for, and what the index says is trusted.
 
-    Attributes:
-        dtype: the type of a stored id.
-        documents: the number of documents.
-        tokens: the number of ids.
-
-    Raises:
-        DataError: a file is missing, is not of this format, or has another size than the index says.
+    Raises DataError where a file is missing, is not of this format, or has another size than the index says.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -245,26 +212,11 @@ class Shard:
         """The ids of one document."""
         return self.read(self.document_start(document), self.document_start(document + 1))
 
-
-class PromptedShard(Shard):
-    """An open shard of documents with prompts.
-
-    Raises:
-        DataError: as `Shard`, or the prompts are not those of its documents.
-    """
-
-    def __init__(self, prefix: Path) -> None:
-        super().__init__(prefix)
-        path = shard_file(prefix, ".prompts.npy")
-        with faults_of_library(f"{path}: not an array in NumPy's format; {_ADVICE}", DataError):
-            self._prompt_lengths: npt.NDArray[np.int32] = np.lib.format.open_memmap(path, mode="r")
-        if (found := self._prompt_lengths).shape != (self.documents,):
-            raise DataError(f"{path}: expected {self.documents} lengths, found an array of {found.shape}; {_ADVICE}")
-
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of the tokens [start, stop) belong to a prompt."""
+        """Which of the tokens [start, stop) are in the first of their document's two sequences, the prompt."""
         mask = np.zeros(stop - start, dtype=np.bool_)
         for document in range(self.document_at(start), self.document_at(stop - 1) + 1):
-            first = self.document_start(document)
-            mask[max(0, first - start) : max(0, first + int(self._prompt_lengths[document]) - start)] = True
+            sequence = int(self._first_sequences[document])
+            begin, end = self._pointers[sequence : sequence + 2].tolist()
+            mask[max(0, begin // self.dtype.itemsize - start) : max(0, end // self.dtype.itemsize - start)] = True
         return mask

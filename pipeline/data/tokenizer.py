@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
@@ -41,6 +43,7 @@ _EXPECTED = (
     "expected a tokenizer.json, or the Hugging Face folder that has it; transformers writes one of other files: "
     "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
 )
+_BATCH = 256
 _logger = log.get_logger(__name__)
 
 
@@ -109,24 +112,21 @@ def joined(ids: Sequence[Sequence[int]]) -> Encoded:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded tokenizer.
-
-    Attributes:
-        path: the file it was read from.
-        fingerprint: equal for tokenizers that produce equal ids, also in different folders.
-        vocab_size: the largest id plus one.
-        document_start, document_end: the ids before every document, often none, and after it.
-        reference: the library that defines the ids.
-        fast: the fast encoder, or None if it does not support this tokenizer.
-    """
+    """A loaded tokenizer."""
 
     path: Path
+    """the file it was read from"""
     fingerprint: str
+    """equal for tokenizers that produce equal ids, also in different folders"""
     vocab_size: int
+    """the largest id plus one"""
     document_start: tuple[int, ...]
+    """the ids before every document, often none"""
     document_end: tuple[int, ...]
+    """the ids after it"""
     reference: HuggingFaceEncoder
     fast: GigatokenEncoder | None
+    """None if gigatoken does not support this tokenizer"""
 
     @property
     def before_document(self) -> tuple[int, ...]:
@@ -151,10 +151,8 @@ class Tokenizer:
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
     """Loads the tokenizer at `path`: a Hugging Face folder, or a `tokenizer.json`.
 
-    `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong.
-
-    Raises:
-        DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
+    `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong. Raises
+    DataError where there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
     file = tokenizer_file(path)
     content = read_bytes(file, DataError)
@@ -181,6 +179,32 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         reference=reference,
         fast=_fast_encoder(content, reference),
     )
+
+
+class Fertility(NamedTuple):
+    """How many tokens a tokenizer makes of a text, without those around documents."""
+
+    tokens: int
+    tokens_per_character: float
+    tokens_per_byte: float
+
+
+def fertility(tokenizer: Tokenizer, documents: Iterator[str]) -> Fertility:
+    """How many tokens `tokenizer` makes of `documents`."""
+    encoder = tokenizer.fast or tokenizer.reference
+    characters = size = tokens = 0
+    while batch := list(islice(documents, _BATCH)):
+        characters += sum(map(len, batch))
+        size += sum(len(text.encode()) for text in batch)
+        tokens += len(encoder.encode(batch).ids)
+    return Fertility(tokens, tokens / max(characters, 1), tokens / max(size, 1))
+
+
+@lru_cache(maxsize=1)
+def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
+    """The tokenizer of a job, read once."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use every core
+    return load_tokenizer(path, end_of_document=end_of_document)
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -210,10 +234,9 @@ def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEnc
 def fingerprint_of(described: dict[str, Any]) -> str:
     """A hash of what decides the ids: not truncation and padding, nor which of two spellings merges have."""
     canonical = {key: value for key, value in described.items() if key not in ("version", "truncation", "padding")}
-    model = dict(canonical.get("model", {}))
+    canonical["model"] = model = dict(canonical.get("model", {}))
     if "merges" in model:
         model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    canonical["model"] = model
     text = json.dumps(canonical, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return "tokenizers:" + hashlib.sha256(text.encode()).hexdigest()
 

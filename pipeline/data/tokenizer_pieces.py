@@ -32,21 +32,17 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for a
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tokenizer's pieces.
-
-    Attributes:
-        described: the content of its file.
-        library: the tokenizer.
-        byte_level: it cuts by merges of bytes; or else of characters, of which those without a piece become bytes.
-        strings: the pieces of text by id, as the file spells them.
-        bytes_of: the byte pieces by id, where characters without a piece become bytes.
-    """
+    """A tokenizer's pieces."""
 
     described: dict[str, Any]
+    """the content of its file"""
     library: tokenizers.Tokenizer
     byte_level: bool
+    """it cuts by merges of bytes; or else of characters, of which those without a piece become bytes"""
     strings: dict[int, str]
+    """the pieces of text by id, as the file spells them"""
     bytes_of: dict[int, int]
+    """the byte pieces by id, where characters without a piece become bytes"""
 
     @property
     def kind(self) -> str:
@@ -101,8 +97,7 @@ class Pieces:
 def read_pieces(file: Path) -> Pieces:
     """The pieces of the tokenizer in `file`, which `load_tokenizer` has accepted.
 
-    Raises:
-        DataError: it is of a kind that cannot be extended.
+    Raises DataError where it is of a kind that cannot be extended.
     """
     described = read_object(file, DataError)
     model: dict[str, Any] = described["model"]

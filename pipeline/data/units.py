@@ -17,21 +17,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from pipeline.data import hub_datasets, tables
+from pipeline.data import hub_datasets
 from pipeline.data.jobs import Work
-from pipeline.data.readers import begins_array, text_records
+from pipeline.data.readers import begins_array, parquet_ranges, parquet_records, text_records
 from pipeline.data.records import Document, Keys, Record, Rejected
-from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, input_size, open_stream, text_length
+from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, open_stream, text_length
 from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
 from pipeline.files import in_threads
 
-Kind = Literal["jsonl", "json_array", "text", "csv", "tsv", "parquet", "arrow", "warc", "tokens"]
+Kind = Literal["jsonl", "json_array", "text", "csv", "tsv", "parquet", "tokens"]
 
 _KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".csv": "csv",
-    ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow",
-    ".warc": "warc", ".wet": "warc", ".bin": "tokens",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet", ".bin": "tokens",
 }  # fmt: skip
 TOKENS = ".bin"
 """Of tokens that Megatron-LM made, with an index beside them."""
@@ -43,27 +42,23 @@ _SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
 
 @dataclass(frozen=True)
 class Unit(Work):
-    """A range [start, stop) of a file: bytes of text, row groups, rows or documents. `size` in bytes is approximate."""
+    """A range [start, stop) of a file: bytes of text, row groups or documents. `size` in bytes is approximate."""
 
-    path: str
     kind: Kind
     start: int
     stop: int
-
-    def __str__(self) -> str:
-        return f"{self.path} [{self.start}, {self.stop})"
 
 
 def input_files(inputs: Sequence[str]) -> dict[Path, int]:
     """The files that `inputs` name, with their sizes in bytes.
 
-    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders saved by `datasets`, and datasets on the hub
-    (`hf://org/name`), which are streamed first where they are not on this machine.
+    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), and datasets on the hub (`hf://org/name`), which are
+    downloaded first where they are not here.
 
     Raises DataError where a file is missing, empty, named twice, or of an unknown format.
     """
     files = named_files(inputs)
-    sizes = dict(zip(files, in_threads(input_size, files), strict=True))
+    sizes = dict(zip(files, in_threads(lambda file: file.stat().st_size, files), strict=True))
     if empty := next((file for file, size in sizes.items() if size == 0), None):
         raise DataError(f"{empty}: is empty; leave it out or put documents in it")
     return sizes
@@ -74,7 +69,7 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for name in inputs:
         if name.startswith(hub_datasets.PREFIX):
-            found += hub_datasets.streamed_files(name)
+            found += hub_datasets.dataset_files(name)
             continue
         # Path.glob takes no absolute pattern.
         matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
@@ -82,9 +77,10 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
             raise DataError(
                 f"{name}: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
             )
-        for match in map(Path, matches):
-            found += tables.saved_dataset_files(match) if match.is_dir() else [match]
+        found += map(Path, matches)
     for file in found:
+        if file.is_dir():
+            raise DataError(f"{file}: is a folder; name its files by a pattern, such as '{file}/*.jsonl'")
         _kind(file)
     if len(set(found)) < len(found):
         raise DataError(f"{Counter(found).most_common(1)[0][0]}: is named twice among the inputs")
@@ -97,8 +93,8 @@ def is_text(inputs: Sequence[str]) -> bool:
 
 
 def is_here(inputs: Sequence[str]) -> bool:
-    """Whether all `inputs` are on this machine; False where one would be streamed from the hub first."""
-    return all(hub_datasets.is_streamed(name) for name in inputs if name.startswith(hub_datasets.PREFIX))
+    """Whether all `inputs` are on this machine; False where one would be downloaded from the hub first."""
+    return all(hub_datasets.is_downloaded(name) for name in inputs if name.startswith(hub_datasets.PREFIX))
 
 
 def default_unit_bytes(total: int) -> int:
@@ -112,27 +108,24 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
     Raises DataError where a table or an index is damaged, or `keys` ask for what such a file does not have.
     """
     kind = _kind(path)
-    is_table = kind in ("parquet", "arrow")
     if keys.document != "line" and kind != "text":
         raise DataError(f"{path}: document {keys.document} is for .txt files; here each record is a document")
-    if keys.chat is not None and kind != "jsonl":
-        raise DataError(f"{path}: chats are read from JSON; write them as JSONL, a chat a line")
-    if keys.encoding is not None and (is_table or kind in ("warc", "tokens")):
-        raise DataError(f"{path}: encoding is for text files; a table is UTF-8, and a web page names its own")
-    if keys.prompt is not None and kind in ("text", "warc", "tokens"):
-        raise DataError(
-            f"{path}: a line has no {keys.prompt!r}; give texts with prompts as JSONL, CSV, Parquet or Arrow"
-        )
+    if keys.chat is not None and kind not in ("jsonl", "parquet"):
+        raise DataError(f"{path}: chats are read from JSON or Parquet; write them as JSONL, a chat a line")
+    if keys.encoding is not None and kind in ("parquet", "tokens"):
+        raise DataError(f"{path}: encoding is for text files; Parquet is UTF-8")
+    if keys.prompt is not None and kind in ("text", "tokens"):
+        raise DataError(f"{path}: a line has no {keys.prompt!r}; give texts with prompts as JSONL, CSV or Parquet")
     if kind == "tokens":
         ranges = _token_ranges(path, unit_bytes)
-    elif is_table:
-        ranges = tables.table_ranges(path, keys, unit_bytes)
+    elif kind == "parquet":
+        ranges = parquet_ranges(path, keys, unit_bytes)
     else:
         length = text_length(path, keys.encoding)
         # Of a .json file that holds one array of all records, as LLaMA-Factory's data do, and not an object a line.
         if ".json" in path.suffixes[-2:] and begins_array(open_stream(path, keys.encoding)):
             kind = "json_array"
-        if kind in ("json_array", "csv", "tsv", "warc") or keys.document == "file":
+        if kind in ("json_array", "csv", "tsv") or keys.document == "file":
             unit_bytes = max(length, 1)
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
@@ -142,7 +135,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
     ]
 
 
-def _token_ranges(path: Path, unit_bytes: int) -> list[tables.Range]:
+def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
     """Ranges of documents in a shard of Megatron-LM, of about `unit_bytes` each."""
     shard = Shard(path.with_suffix(""))
     shard.check_index()
@@ -158,8 +151,8 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
     path = Path(unit.path)
     if unit.kind == "tokens":
         raise DataError(f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input")
-    if unit.kind in ("parquet", "arrow"):
-        return tables.table_records(path, unit.start, unit.stop, keys)
+    if unit.kind == "parquet":
+        return parquet_records(path, unit.start, unit.stop, keys)
     return text_records(_cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys)
 
 
@@ -185,6 +178,19 @@ def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None =
                 break
     if is_empty:
         raise _no_document(inputs, keys, first_bad)
+
+
+def texts(
+    inputs: Sequence[str], *, text_key: str = "text", max_bytes: int | None = None, seed: int | None = None
+) -> Iterator[str]:
+    """Streams the texts of the usable documents of the inputs, about `max_bytes` of them.
+
+    That is the beginning of each file, or with `seed` random places in some of the files.
+    """
+    keys = Keys(text_key)
+    if seed is not None and max_bytes is not None:
+        return (document.text for document in sampled_documents(inputs, keys, max_bytes, seed=seed)[0])
+    return (document.text for document in good_documents(inputs, keys, max_bytes=max_bytes))
 
 
 def sampled_documents(
@@ -214,12 +220,12 @@ def sampled_documents(
     documents: list[Document] = []
     read = 0
     for place in sorted(places, key=lambda unit: (unit.path, unit.start)):  # a compressed file is read forwards
-        taken, most = 0, max_bytes if place.kind == "warc" else _SAMPLED_BYTES
+        taken = 0
         for record in unit_records(place, keys):
             if isinstance(record, Document):
                 documents.append(record)
-                taken = record.offset if place.kind == "warc" else taken + record.utf8_bytes
-                if taken >= most and place.kind not in ("jsonl", "text"):
+                taken += record.utf8_bytes
+                if taken >= _SAMPLED_BYTES and place.kind not in ("jsonl", "text"):
                     break
         else:
             taken = place.size
@@ -243,7 +249,7 @@ def _kind(path: Path) -> Kind:
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
     kind = _KINDS.get(suffix)
-    if kind is None or (compressed and kind in ("parquet", "arrow", "tokens")):
+    if kind is None or (compressed and kind in ("parquet", "tokens")):
         raise DataError(
             f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats may also end in .gz, "
             ".zst or .xz"

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from pipeline.data.merges import ROW_BITS, Pair, Word, learn_merges, new_rows_of_characters, row_pattern
 from pipeline.data.tokenizer import Tokenizer, fingerprint_of, json_beside, load_tokenizer, tokenizer_file
@@ -43,32 +43,28 @@ _SPARE = 1.25  # learned beyond what is asked for, since some turn out to hardly
 class NewPiece(BaseModel):
     """A new piece, as the tokenizer's file spells it, and the ids of the old pieces that it replaces."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     piece: str
     replaces: list[int]
 
 
 class Vocabulary(BaseModel):
-    """The record of an extended tokenizer.
+    """The record of an extended tokenizer."""
 
-    Attributes:
-        kind: how the tokenizer cuts.
-        base_tokenizer, tokenizer: the fingerprints of the base's own and of the extended one.
-        base_rows: the rows of the base's embedding: the id of the first new piece.
-        new_rows: the rows of characters (code points without their last 6 bits) of which every new piece holds one.
-        pieces: the new pieces, in the order of their ids.
-        learned_from: characters of the sample.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["scale-cpt vocabulary 1"] = _FORMAT
     kind: str
+    """how the tokenizer cuts"""
     base_tokenizer: str
+    """the fingerprint of the base's own"""
     tokenizer: str
+    """that of the extended one"""
     base_rows: int
+    """the rows of the base's embedding: the id of the first new piece"""
     new_rows: list[int]
+    """the rows of characters (code points without their last 6 bits) of which every new piece holds one"""
     pieces: list[NewPiece]
+    """in the order of their ids"""
     learned_from: int
+    """characters of the sample"""
 
     @property
     def spelling(self) -> dict[int, list[int]]:
@@ -86,11 +82,7 @@ class Extension:
 
 
 def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
-    """The record `name` of the extended tokenizer in `folder`.
-
-    Raises:
-        DataError: it is missing, damaged, or of another tokenizer.
-    """
+    """The record `name` of the extended tokenizer in `folder`. Raises DataError where it is missing or damaged."""
     advice = "make the folder again with scale-cpt vocabulary"
     try:
         return read_record(folder / name, Vocabulary, DataError, advice)
@@ -99,27 +91,14 @@ def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
 
 
 def exported_spelling(folder: Path) -> dict[int, list[int]]:
-    """`Vocabulary.spelling` of the Hugging Face folder of a model with an extended vocabulary; empty of any other.
-
-    Raises:
-        DataError: the record is damaged.
-    """
+    """`Vocabulary.spelling` of the Hugging Face folder of a model with an extended vocabulary; empty of any other."""
     return read_vocabulary(folder, EXPORTED).spelling if (folder / EXPORTED).exists() else {}
-
-
-def _rows_of(base: Path, vocab_size: int) -> int:
-    """The rows of a base's embedding, as its config.json says; of a tokenizer alone, its largest id plus one."""
-    rows = json_beside(tokenizer_file(base), "config.json").get("vocab_size", 0)
-    if not isinstance(rows, int) or rows > 2**24:
-        raise DataError(f"{base}/config.json: vocab_size: expected a number of rows, found {rows!r:.80}")
-    return max(vocab_size, rows)
 
 
 def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: int, min_uses: int) -> Extension:
     """Chooses at most `add` pieces for the texts `new`, each with a character that is foreign to the texts `old`.
 
-    Raises:
-        DataError: the tokenizer cannot be extended, or no piece would be used `min_uses` times.
+    Raises DataError where the tokenizer cannot be extended, or no piece would be used `min_uses` times.
     """
     tokenizer, pieces = load_tokenizer(base), read_pieces(tokenizer_file(base))
     of_new: Counter[str] = Counter()
@@ -139,7 +118,9 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
             f"{base}: no piece would be used {min_uses} times: the new texts have too few letters that the old ones do "
             "not have; give more text, or keep this tokenizer"
         )
-    first = _rows_of(base, tokenizer.vocab_size)
+    # The rows of the base's embedding; of a tokenizer alone, its largest id plus one.
+    rows_in_config = json_beside(tokenizer_file(base), "config.json").get("vocab_size")
+    first = max(tokenizer.vocab_size, rows_in_config if isinstance(rows_in_config, int) else 0)
     content = pieces.extended(first, [piece.piece for piece in found], merges)
     record = Vocabulary(
         kind=pieces.kind,
@@ -158,9 +139,7 @@ def write_extension(
 ) -> None:
     """Publishes the extended tokenizer as the folder `output`, once `check` has accepted it.
 
-    Raises:
-        OutputError: `output` is something else.
-        DataError: the extended tokenizer cannot be loaded.
+    Raises OutputError where `output` is something else, DataError where the extended tokenizer cannot be loaded.
     """
     with published_folder(output, VOCABULARY, overwrite=overwrite) as folder:
         for name in _TOKENIZER_FILES if extension.base.is_dir() else ():
@@ -176,15 +155,10 @@ def write_extension(
 
 
 def join_extensions(folder: Path, other: Path) -> None:
-    """Adds to the extended tokenizer in `folder` the pieces of `other`, behind its own.
-
-    Both extend one tokenizer and lie beside trained models.
+    """Adds to the extended tokenizer in `folder` the pieces of `other`, behind its own. Both lie beside trained models.
 
     Their pieces hold characters of different rows, so a text without those of one tokenizer is cut as by the other
-    (docs/adr/0023-old-cuts-stay.md).
-
-    Raises:
-        DataError: they have pieces for the same characters; says which.
+    (docs/adr/0023-old-cuts-stay.md). Raises DataError where they have pieces for the same characters.
     """
     first, second = (read_vocabulary(one, EXPORTED) for one in (folder, other))
     own = read_pieces(tokenizer_file(other))
@@ -200,14 +174,13 @@ def join_extensions(folder: Path, other: Path) -> None:
     made = {*added}
     merges = [(left, right) for left, right in pairs if left + right in made]
     content = read_pieces(tokenizer_file(folder)).extended(first.base_rows + len(first.pieces), added, merges)
-    record = first.model_copy(
-        update={
-            "tokenizer": fingerprint_of(content),
-            "new_rows": sorted({*first.new_rows, *second.new_rows}),
-            "pieces": [*first.pieces, *second.pieces],
-            "learned_from": first.learned_from + second.learned_from,
-        }
-    )
+    changes = {
+        "tokenizer": fingerprint_of(content),
+        "new_rows": sorted({*first.new_rows, *second.new_rows}),
+        "pieces": [*first.pieces, *second.pieces],
+        "learned_from": first.learned_from + second.learned_from,
+    }
+    record = first.model_copy(update=changes)
     write_json(folder / "tokenizer.json", content)
     write_record(folder / EXPORTED, record)
 
@@ -218,7 +191,8 @@ def _rows_in(pieces: Pieces, record: Vocabulary) -> set[int]:
     return {row for row in record.new_rows if row_pattern([row]).search(text)}
 
 
-class Cuts(NamedTuple):
+@dataclass
+class Cuts:
     """How two tokenizers cut texts. `cut_as_before` counts the documents that both cut alike."""
 
     documents: int = 0
@@ -232,32 +206,28 @@ class Comparison:
     """How an extended tokenizer and its base cut texts, with the guarantee checked on each of them."""
 
     def __init__(self, extension: Extension, extended: Path) -> None:
-        record = extension.record
-        self._base = extension.base
+        self._base, self._replaced = extension.base, extension.record.spelling
         self._before, self._after = load_tokenizer(extension.base), load_tokenizer(extended)
-        self._pieces = read_pieces(tokenizer_file(extension.base))
-        self._is_new = row_pattern(record.new_rows)
-        self._replaced = record.spelling
+        self._normalize = read_pieces(tokenizer_file(extension.base)).normalize
+        self._is_new = row_pattern(extension.record.new_rows)
 
     def of(self, texts: Iterable[str]) -> Cuts:
         """Cuts `texts` with both. Raises DataError where a text is cut in a way that the guarantee rules out."""
         cuts = Cuts()
         for batch in _batches(texts):
             for text, old, new in zip(batch, _cut(self._before, batch), _cut(self._after, batch), strict=True):
-                if not self._allows(text, old, new):
+                spelled = [number for piece in new for number in self._replaced.get(piece, [piece])]
+                if new != old and (spelled != old or not self._is_new.search(self._normalize(text).encode())):
                     raise DataError(
                         f"{self._base}: the extended tokenizer cuts {text[:60]!r} otherwise than by joining old "
                         "pieces; this tokenizer cannot be extended"
                     )
-                found = Cuts(1, len(text), len(old), len(new), int(new == old))
-                cuts = Cuts(*map(sum, zip(cuts, found, strict=True)))
+                cuts.documents += 1
+                cuts.characters += len(text)
+                cuts.tokens_before += len(old)
+                cuts.tokens_after += len(new)
+                cuts.cut_as_before += new == old
         return cuts
-
-    def _allows(self, text: str, old: list[int], new: list[int]) -> bool:
-        if new == old:
-            return True
-        has_new_characters = self._is_new.search(self._pieces.normalize(text).encode()) is not None
-        return has_new_characters and [number for piece in new for number in self._replaced.get(piece, [piece])] == old
 
 
 def _new_pieces(
@@ -296,10 +266,10 @@ def _new_pieces(
         known[tuple(part if part in replaces else "" for part in word)] += count
     room = add - len(chosen)
     merges = learn_merges(known, may_join, limit=int(_SPARE * room), min_uses=min_uses)[:room]
-    for left, right, _ in merges:
+    for left, right in merges:
         replaces[left + right] = replaces[left] + replaces[right]
-    new = [*chosen, *(left + right for left, right, _ in merges)]
-    return [NewPiece(piece=piece, replaces=replaces[piece]) for piece in new], [merge[:2] for merge in merges]
+    new = [*chosen, *map("".join, merges)]
+    return [NewPiece(piece=piece, replaces=replaces[piece]) for piece in new], merges
 
 
 def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:

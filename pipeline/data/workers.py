@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipeline.errors import DataError, LayoutError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-_number = 0
 
 
 class Workers:
@@ -66,9 +65,7 @@ def local_workers(
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
-    with ProcessPoolExecutor(
-        count, mp_context=context, initializer=_begin_work, initargs=(context.Value("i", 0),)
-    ) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work) as pool:
         pool.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
         yield Workers(pool, count)
 
@@ -91,18 +88,15 @@ def mpi_share() -> tuple[int, int]:
 
 
 def worker_number() -> int:
-    """This process's number among its pool's `local_workers`, from 0."""
-    return _number
+    """A number of this process, consecutive among the workers of a pool."""
+    _, _, number = multiprocessing.current_process().name.rpartition("-")
+    return int(number) if number.isdecimal() else 0
 
 
-def _begin_work(started: Any) -> None:  # noqa: ANN401
-    """Numbers a worker, makes it end with its parent, and leaves Ctrl-C to the parent."""
-    global _number
+def _begin_work() -> None:
+    """Makes a worker end with its parent, and leaves Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with started.get_lock():
-        _number = started.value
-        started.value += 1
 
 
 def _end_with_parent() -> None:

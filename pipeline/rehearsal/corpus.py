@@ -97,7 +97,7 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
 def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
     """Raises ConfigError where the base has no room to write documents of at most `max_tokens` tokens."""
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
-    least, most = frame + (sampling.opening_tokens or 0) + 1, spec.longest_text
+    least, most = frame + (sampling.opening_tokens or 0) + 1, spec.max_position_embeddings
     if not least <= max_tokens <= most:
         raise ConfigError(
             f"max_tokens: expected {least} (the openings and a token more) to {most} (the base's context), "
@@ -154,7 +154,8 @@ def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share =
             write_openings(job.openings, job.sampling, job.text_key, job.messages_key, base=job.base, longest=longest)
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
-        units = [_Unit(f"00000-{number:06d}", tokens, number, count) for number in range(count)]
+        names = [f"00000-{number:06d}" for number in range(count)]
+        units = [_Unit(name, tokens, str(job.output / name), at, count) for at, name in enumerate(names)]
         write = partial(_write_unit, job, plan)
         found = jobs.run_units(state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens")
         inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]

@@ -273,7 +273,8 @@ def write_expansion(
     Raises OutputError if `path` is something else.
     """
     with published_folder(path, EXPANSION, overwrite=overwrite) as folder:
-        file_of, hashes = {}, {}
+        file_of: dict[str, str] = {}
+        hashes: dict[str, str] = {}
         for number, held in enumerate(_batches(tensors), start=1):
             file = f"expansion-{number:05d}.safetensors"
             save_file(held, folder / file)

@@ -13,8 +13,7 @@ import yaml
 from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.records import Keys
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_training import fertility
+from pipeline.data.tokenizer import Tokenizer, fertility, load_tokenizer
 from pipeline.data.units import sampled_documents
 from pipeline.errors import LayoutError
 from pipeline.hub import model_folder

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from pipeline import log
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from pipeline.errors import ConfigError, DataError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.model.from_hf import read_spec

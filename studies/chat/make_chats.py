@@ -30,7 +30,7 @@ from typing import Any
 from tokenizers import AddedToken, normalizers
 
 from pipeline import command_line
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from pipeline.errors import DataError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.studies import random_base

@@ -71,7 +71,7 @@ def test_damaged_tokens_are_found(tmp_path, tokens: Path):
     content[-5] ^= 1
     damaged.write_bytes(content)
     line = refusal(configured(tmp_path), 2)
-    assert f"preflight: 1 fault(s): {damaged}: damaged: the bytes 0 to {len(content)} are not those" in line
+    assert f"preflight: 1 fault(s): {damaged}: damaged: expected {len(content)} bytes, found other ones" in line
     assert line.endswith("text that the base writes) (seen on n1)")
 
 

@@ -24,8 +24,7 @@ from pipeline.data.preprocess import preprocess
 from pipeline.data.records import Keys, Record, Rejected
 from pipeline.data.token_corpus import Manifest, TokenCorpus
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_training import texts
-from pipeline.data.units import input_files, split_file, unit_records
+from pipeline.data.units import input_files, split_file, texts, unit_records
 from pipeline.data.workers import local_workers
 from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 

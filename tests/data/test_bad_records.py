@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import preprocess, records
+from pipeline.data import records
 from pipeline.data.jobs import QUARANTINE
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
-from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, tokenize, write_jsonl
+from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, tokenize
 
 GOOD = documents(40)
 BAD = {
@@ -50,13 +49,6 @@ def test_every_kind_is_quarantined(tmp_path: Path, unit_bytes: int):
     assert all(record["excerpt"] for record in found)
 
 
-def test_a_quarantine_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preprocess, "_MOST_LISTED", 100)
-    (tmp_path / "x.jsonl").write_bytes(jsonl(GOOD) + b"x\n" * 500)
-    assert tokenize(tmp_path / "out", tmp_path / "x.jsonl").rejected == {"malformed_json": 500}
-    assert len(quarantined(tmp_path / "out")) == 100
-
-
 def test_too_many_bad_records_stop_the_job(tmp_path: Path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(jsonl(GOOD) + b"nonsense\n" * 3 + b"{}\n")
@@ -68,12 +60,6 @@ def test_too_many_bad_records_stop_the_job(tmp_path: Path):
     assert "malformed_json 'nonsense'" in message and "\n" not in message
     assert not (tmp_path / "out" / "manifest.json").exists()
     assert tokenize(tmp_path / "out", path, max_bad_fraction=0.1).documents == 40, "what was done is kept"
-
-
-def test_a_wrong_key_names_the_keys(tmp_path: Path):
-    path = write_jsonl(tmp_path / "x.jsonl", GOOD)
-    with pytest.raises(DataError, match=r"no_text_key 'its keys: id, text'.*set text_key \(--text-key\)"):
-        tokenize(tmp_path / "out", path, text_key="content", max_bad_fraction=0.01)
     with pytest.raises(DataError, match="under the text_key 'content': no_text_key 'its keys: id, text'"):
         list(good_documents([str(path)], Keys("content")))
 
@@ -109,26 +95,6 @@ def test_bad_rows_of_parquet(tmp_path: Path):
     assert {record["offset"]: record["reason"] for record in quarantined(tmp_path / "out")}[2] == "invalid_utf8"
 
 
-def saved(folder: Path) -> Path:
-    datasets.Dataset.from_dict({"text": ["good", "first", "last"]}).save_to_disk(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"_data_files": [{"filename": "../x.arrow"}]}', "expected files of this folder, found .*x.arrow; save"),
-        ('{"_data_files": [{"filename": "gone.arrow"}]}', "gone.arrow: no such file"),
-        ('{"_data_files": [{"name": "x.arrow"}]}', "not a folder as `datasets` saves it; save it again: KeyError"),
-        ("[]", "state.json: expected a JSON object"),
-    ],
-)
-def test_a_damaged_list_of_a_saved_dataset(tmp_path: Path, content: str, message: str):
-    (saved(tmp_path / "saved") / "state.json").write_text(content)
-    with pytest.raises(DataError, match=message):
-        input_files([str(tmp_path / "saved")])
-
-
 def test_values_of_a_json_array_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "x.json"
     path.write_text("[]")
@@ -152,10 +118,8 @@ def test_values_of_a_json_array_that_are_no_records(tmp_path: Path, monkeypatch:
 )
 def test_columns_that_cannot_be_read(tmp_path: Path, columns: dict, keys: Keys, message: str):
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
-    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
-    for path in (tmp_path / "x.parquet", *input_files([str(tmp_path / "saved")])):
-        with pytest.raises(DataError, match=message):
-            read(path, keys=keys)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "x.parquet", keys=keys)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +131,7 @@ def test_columns_that_cannot_be_read(tmp_path: Path, columns: dict, keys: Keys, 
         (["table.parquet.gz"], "unknown format"),
         (["empty.jsonl"], "is empty"),
         (["a.jsonl", "a*.jsonl"], "is named twice"),
-        (["folder"], "was not saved by `datasets`"),
+        (["folder"], "is a folder; name its files by a pattern"),
     ],
 )
 def test_inputs_that_cannot_be_read(tmp_path: Path, inputs: list[str], message: str):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.token_shards import BLOCK_BYTES, HASH_DIGITS, check_file, content_of
+from pipeline.data.token_shards import check_file, content_of
 from pipeline.errors import DataError
 from tests.data.helpers import contents, documents, tokenize, write_jsonl
 from tests.programs import scale_cpt
@@ -33,9 +33,7 @@ def changed(content: bytes, at: int) -> bytes:
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "flip": lambda content: changed(content, random.Random(len(content)).randrange(len(content))),
     "cut": lambda content: content[:-3],
-    "empty": lambda content: b"",
     "zeros": lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
-    "json": lambda content: b'{"made_for": [[[]]], "units": 3, "documents": -1}',
 }
 
 
@@ -56,7 +54,7 @@ def test_a_damaged_finished_corpus_is_not_complete(finished: Path, tmp_path: Pat
             tokenize(tmp_path / "copy" / "corpus", finished.parent / "x.jsonl", **SETTINGS)
         assert "\n" not in str(error.value)
         with pytest.raises(DataError, match=victim.name):
-            TokenCorpus(victim.parent).check(blocks=None)
+            TokenCorpus(victim.parent).check(sampled=None)
         tried += 1
     assert tried > 3
 
@@ -67,7 +65,7 @@ def test_what_is_done_about_a_damaged_corpus(finished: Path, tmp_path: Path):
     first.write_bytes(changed(first.read_bytes(), 5))
     done = scale_cpt("inspect-data", corpus, "--verify")
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {first}: damaged: the bytes 0 to ")
+    assert done.stderr.startswith(f"error: {first}: damaged: expected ")
     assert f"copy the corpus again, or remove the folder {corpus} and start scale-cpt tokenize" in done.stderr
     first.unlink()
     with pytest.raises(DataError, match=rf"{first.name}: no such file"):
@@ -86,13 +84,12 @@ def test_an_id_beyond_the_vocabulary_is_named_where_it_is_read(finished: Path, t
         corpus.read(0, corpus.tokens)
 
 
-def test_blocks_of_a_file(tmp_path: Path):
-    content = random.Random(1).randbytes(2 * BLOCK_BYTES + 100)
+def test_files_of_an_earlier_version_are_compared_by_size(tmp_path: Path):
     path = tmp_path / "x.bin"
-    path.write_bytes(content)
+    path.write_bytes(b"12345")
     found = content_of(path)
-    assert (found.bytes, len(found.blocks)) == (len(content), 3 * HASH_DIGITS)
-    path.write_bytes(changed(content, BLOCK_BYTES + 5))
-    check_file(path, found, "", blocks=[0, 2])
-    with pytest.raises(DataError, match=f"the bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} are not those.*again"):
+    path.write_bytes(b"12346")
+    check_file(path, found, "", whole=False)
+    check_file(path, found._replace(digest=2 * found.digest), "")
+    with pytest.raises(DataError, match="expected 5 bytes, found other ones than were written; again"):
         check_file(path, found, "again")

@@ -35,7 +35,7 @@ def made(folder: Path, **corpora: dict[str, Any]) -> Path:
 def test_a_document_of_heldout_files_is_named_in_any_training_part(tmp_path: Path):
     others = {"input": {"b.jsonl": TEXTS[20:40]}, "role": "replay"}
     corpus = {"input": {"a.jsonl": TEXTS[:20]}, "heldout_input": {"held.jsonl": [*TEXTS[40:], TEXTS[33]]}}
-    named = rf"b\.jsonl \[0, \d+\): the document '0-33 .* is also held out, in {tmp_path}/tokens/a\.heldout; leave it"
+    named = rf"b\.jsonl: the document '0-33 .* is also held out, in {tmp_path}/tokens/a\.heldout; leave it"
     with pytest.raises(DataError, match=named):
         made(tmp_path, a=dict(corpus), b=dict(others))
     assert not (tmp_path / "tokens" / "b" / "manifest.json").exists()
@@ -56,7 +56,7 @@ def test_documents_of_a_share_are_held_out_of_two_corpora_or_named(tmp_path: Pat
     texts = {"a.jsonl": TEXTS}
     same = {"b.jsonl": TEXTS[:30]}
     made(tmp_path, a={"input": texts, "heldout_fraction": 0.5}, b={"input": same, "heldout_fraction": 0.5})
-    with pytest.raises(DataError, match=r"c\.jsonl .* is also held out, in .*/a\.heldout"):
+    with pytest.raises(DataError, match=r"c\.jsonl: .* is also held out, in .*/a\.heldout"):
         made(tmp_path, c={"input": {"c.jsonl": TEXTS[:30]}}, a={"input": texts, "heldout_fraction": 0.5})
 
 

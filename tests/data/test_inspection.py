@@ -20,10 +20,8 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     summary, *decoded = done.stdout.split("\n--- ")
     values = dict(re.split("  +", line, maxsplit=1) for line in summary.splitlines())
-    assert values["rejected"] == "empty_text 1, text_not_string 1"
-    assert values["documents"] == "30"
-    assert str(source) in values["input"]
-    assert values["rejected records"].endswith("quarantine.jsonl")
+    assert (values["rejected"], values["documents"]) == ("empty_text 1, text_not_string 1", "30")
+    assert str(source) in values["input"] and values["rejected records"].endswith("quarantine.jsonl")
     found = [document.partition(" ---\n")[2].rstrip("\n") for document in decoded]
     assert sorted(found) == sorted(f"<s> {text}</s>".rstrip("\n") for text in texts)
 

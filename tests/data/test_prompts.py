@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from pipeline.data.chats import ChatTemplate, chat_template
 from pipeline.data.corpora import is_heldout
 from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.token_shards import PromptedShard, shard_file
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize
 
@@ -81,22 +80,6 @@ def test_records_without_a_usable_prompt_are_rejected(tmp_path: Path):
         tokenize(tmp_path / "lines", tmp_path / "x.txt", prompt_key="question")
 
 
-def test_a_corpus_without_its_prompts_is_refused(tmp_path: Path):
-    tokenize(tmp_path / "out", write_pairs(tmp_path / "x.jsonl"), prompt_key="question")
-    prefix = tmp_path / "out" / "00000-000000"
-    lengths_file = shard_file(prefix, ".prompts.npy")
-    whole = np.load(lengths_file)
-    np.save(lengths_file, whole + 1)
-    with pytest.raises(DataError, match=r"prompts\.npy: damaged: the bytes 0 to"):
-        TokenCorpus(tmp_path / "out").check()
-    np.save(lengths_file, whole[:-1])
-    with pytest.raises(DataError, match=r"prompts\.npy: expected 120 lengths, found an array of \(119,\)"):
-        PromptedShard(prefix)
-    lengths_file.write_bytes(b"no array")
-    with pytest.raises(DataError, match=r"prompts\.npy: not an array"):
-        PromptedShard(prefix)
-
-
 # --- Chats -----------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +109,7 @@ def make(model: Path, output: Path, chats: list[object], **settings: object):
 
 
 def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp_path):
-    """Also of ShareGPT's names."""
+    """Also of ShareGPT's names, and in a table."""
     make(model, tmp_path / "out", [CHAT])
     library = AutoTokenizer.from_pretrained(model)
     found = stored(tmp_path / "out")
@@ -141,6 +124,9 @@ def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp
         chat = [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]
         make(model, tmp_path / f"{user}-{assistant}", [chat])
         assert stored(tmp_path / f"{user}-{assistant}") == found
+    pq.write_table(pa.table({"messages": [CHAT], "source": ["hub"]}), tmp_path / "x.parquet")
+    tokenize(tmp_path / "table", tmp_path / "x.parquet", tokenizer=model, messages_key="messages")
+    assert stored(tmp_path / "table") == found
 
 
 def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
@@ -175,8 +161,5 @@ def test_a_template_is_part_of_the_corpus_and_runs_in_a_sandbox(model, tmp_path)
     with pytest.raises(DataError, match="messages_not_usable"):
         make(model, tmp_path / "other", [CHAT])
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_tokenizer_without_a_template_is_refused(tmp_path):
     with pytest.raises(DataError, match="has no chat template; take the tokenizer of a chat model"):
         ChatTemplate(STORIES260K)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from pipeline.data.tokenizer import Encoder, agree, load_tokenizer
 from pipeline.errors import DataError
 from pipeline.studies.random_base import train_tokenizer
-from tests.data.helpers import STORIES260K, documents, stories
+from tests.data.helpers import STORIES260K, documents
 
 
 def word_level(folder: Path, vocabulary: dict[str, int]) -> Path:
@@ -37,19 +37,8 @@ def test_ids_are_those_of_transformers():
     assert (ours.vocab_size, ours.document_start, ours.document_end) == (512, (1,), (2,))
 
 
-def test_a_post_processor_that_ends_documents_is_used(tmp_path: Path):
-    folder = word_level(tmp_path / "t", {"a": 0, "[B]": 1, "[E]": 2, "</s>": 3})
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[B] $A [E]", special_tokens=[("[B]", 1), ("[E]", 2)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    loaded = load_tokenizer(folder)
-    assert (loaded.document_start, loaded.document_end) == ((1,), (2,))
-
-
-def test_the_end_of_document_can_be_named(tmp_path: Path):
-    folder = word_level(tmp_path / "t", {"a": 0, "[END]": 1})
+def test_the_end_of_document_can_be_named_or_is_the_post_processors(tmp_path: Path):
+    folder = word_level(tmp_path / "t", {"a": 0, "[END]": 1, "[B]": 2, "[E]": 3})
     with pytest.raises(DataError, match="--end-of-document"):
         load_tokenizer(folder)
     assert load_tokenizer(folder, end_of_document="[END]").document_end == (1,)
@@ -57,6 +46,12 @@ def test_the_end_of_document_can_be_named(tmp_path: Path):
         load_tokenizer(folder, end_of_document="[STOP]")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     assert load_tokenizer(folder).document_end == (1,)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    framed = {"single": "[B] $A [E]", "special_tokens": [("[B]", 2), ("[E]", 3)]}
+    tokenizer.post_processor = processors.TemplateProcessing(**framed)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(folder)
+    assert (loaded.document_start, loaded.document_end) == ((2,), (3,))
 
 
 def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
@@ -79,16 +74,6 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     assert agree(ours.reference, whole.reference, texts), "the truncation does not cut documents"
     other = {**described, "model": {**described["model"], "merges": merges[:-1]}}
     assert fingerprint_of(other) != original
-
-
-def test_a_trained_tokenizer_spells_every_text_and_knows_its_end(tmp_path: Path):
-    train_tokenizer(iter(stories(20)), 2000).save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.vocab_size == 2000
-    for text in [*documents(20), "정말 재미있다 龍 Ж 🦉"]:
-        ids = tokenizer.reference.encode([text]).ids
-        assert tokenizer.decode(ids).strip() == text.strip()
-    assert tokenizer.decode(tokenizer.document_end) == "</s>"
 
 
 def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.data.packing import IGNORED, pack
 from pipeline.data.records import Document
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.evaluation import perplexity
 from pipeline.evaluation.perplexity import score_folder, windows

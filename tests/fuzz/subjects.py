@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import awkward  # noqa: F401  the fast encoder imports it when it is first used: every child would
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,9 +53,7 @@ _CONFIGS: dict[str, Callable[[Path], object]] = {
 
 def _make_corpus(name: str) -> None:
     INPUT.mkdir()
-    if name == "saved":
-        datasets.Dataset.from_list(_RECORDS).save_to_disk(INPUT / name)
-    elif name == "a.parquet":
+    if name == "a.parquet":
         pq.write_table(pa.Table.from_pylist(_RECORDS), INPUT / name, row_group_size=25)
     else:
         suffix = Path(name).suffix
@@ -64,7 +61,7 @@ def _make_corpus(name: str) -> None:
 
 
 def _tokenize(name: str) -> None:
-    prompt_key = "prompt" if name in ("a.csv", "a.parquet", "saved") else None
+    prompt_key = "prompt" if name in ("a.csv", "a.parquet") else None
     described = job(Path("tokens"), INPUT / name, prompt_key=prompt_key, unit_bytes=1000)
     # A worker as `scale-cpt tokenize` has it, which may die; forked from this process, which has imported all.
     fork = multiprocessing.get_context("fork")
@@ -81,7 +78,7 @@ def _make_finished(prompt_key: str | None) -> None:
 def _train_on() -> str:
     """Reads every sample as training does, after the check of its files; returns a hash of them."""
     corpus = TokenCorpus(INPUT / "tokens", tokenizer_fingerprint=load_tokenizer(STORIES).fingerprint)
-    corpus.check(blocks=None)
+    corpus.check(sampled=None)
     packed = PackedCorpus(corpus, 64, padding=0, document_mask=True, whole_documents=False)
     arrays = (array for at in range(len(packed)) for array in packed[at])
     return json_hash([np.asarray(array).tolist() for array in arrays])
@@ -108,7 +105,7 @@ def _make_config(source: str) -> None:
 
 
 def _subjects() -> Iterator[Subject]:
-    for name in (*_FILES, "a.parquet", "saved"):
+    for name in (*_FILES, "a.parquet"):
         yield Subject("corpora", name, partial(_make_corpus, name), partial(_tokenize, name))
     for name, key in (("plain", None), ("prompts", "prompt")):
         make = partial(_make_finished, key)

@@ -17,7 +17,7 @@ from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import convert, latest_conversion, run_probe
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from pipeline.data.vocabulary import EXPORTED, learn_extension, write_extension
 from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder

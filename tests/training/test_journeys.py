@@ -40,7 +40,7 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.corpora import corpus_jobs
 from pipeline.data.preprocess import preprocess
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from pipeline.data.vocabulary import learn_extension, write_extension
 from pipeline.data.workers import local_workers
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError

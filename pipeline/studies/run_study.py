@@ -54,6 +54,7 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
         KeyboardInterrupt, SystemExit: a signal asked this process to end.
     """
     tasks = runs.pending_tasks()
+    _logger.info("%s: %s; %d at a time", runs.study.folder, runs.progress(), jobs)
     running: list[_Process] = []
     failed: dict[str, StudyError] = {}
     signals: list[int] = []  # acted on below, so that no process is lost between its start and its place in the list
@@ -77,7 +78,7 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
                     failed[name] = process.error()
                 outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
                 took = timedelta(seconds=round(time.monotonic() - process.started))
-                _logger.info("%s: %s in %s; %d run(s) can start or are running", name, outcome, took, len(tasks))
+                _logger.info("%s: %s in %s; %s", name, outcome, took, runs.progress())
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -220,6 +220,14 @@ class StudyRuns:
         is_of_grid = run.config.seed == self.study.seeds[0]
         return is_of_grid and len(self.study.methods[run.method].learning_rates) > 1 and run.has_diverged
 
+    def progress(self) -> str:
+        """How many of the runs are finished, those that train the base included."""
+        methods = self.study.methods.values()
+        total = len(self.stages) + sum(len(own.learning_rates) + len(self.study.seeds) - 1 for own in methods)
+        stages = sum(run.is_converted for run in self.stages)
+        finished = stages + (sum(map(self.is_over, self.known_runs())) if stages == len(self.stages) else 0)
+        return f"{finished} of {total} runs are done"
+
     def pending_tasks(self, ended: Collection[str] = ()) -> list[Task]:
         """The tasks that can start now, all at the same time; empty where the study is finished.
 

@@ -98,6 +98,10 @@ class Compared(Section):
     """the rate with the lowest held-out perplexity of the new corpus, with the first seed, is chosen"""
     settings: ComparedSettings = {}
     """what differs from the study's `settings`, such as another share of replay"""
+    averages: list[Annotated[float, Field(gt=0, lt=1)]] = []
+    """of full fine-tuning: shares of the trained weights in averages with the base's, a row each"""
+    chosen_by: Name | None = None
+    """a method with a gate that, for each held-out document, chooses the base or this method's model: one more row"""
 
 
 class Study(Section):
@@ -128,6 +132,13 @@ class Study(Section):
             raise ValueError("give base or scratch, one of them")
         if taken := {SCRATCH, TOKENS} & self.stages.keys():
             raise ValueError(f"stages.{min(taken)}: the study uses a folder of that name itself; choose another name")
+        for name, compared in self.methods.items():
+            if compared.averages and compared.method.name != "fft":
+                raise ValueError(f"methods.{name}.averages: only of method fft, whose parameters are the base's own")
+            if (gated := compared.chosen_by) is not None and not (
+                gated in self.methods and (self.settings | self.methods[gated].settings).get("gate")
+            ):
+                raise ValueError(f"methods.{name}.chosen_by: {gated} is no method here with a gate")
         labels = [compared.label for compared in self.methods.values()]
         if repeated := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"methods: expected a different label for each, found {repeated[0]!r} twice")

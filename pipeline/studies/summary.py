@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.sizing.flops import count_flops
+from pipeline.studies.derived import BY_DOCUMENT, derived_perplexities
 from pipeline.studies.report import tables
 from pipeline.studies.report.runs import PERPLEXITY, Group, group, parts, value_of
 from pipeline.studies.results import SUMMARY, Row, recorded
@@ -29,7 +30,7 @@ def summarise(runs: StudyRuns) -> str:
     """Writes summary.json of a finished study, and returns its tables.
 
     Raises:
-        RunFolderError, CheckpointError: the metrics or the gate of a run are missing or damaged.
+        RunFolderError, CheckpointError, BaseModelError, DataError: the metrics, gate or model of a run cannot be read.
     """
     rows = [row for run in runs.known_runs() for row in _rows_of(run, runs)]
     write_json(runs.study.folder / SUMMARY, [row.model_dump() for row in rows])
@@ -39,15 +40,15 @@ def summarise(runs: StudyRuns) -> str:
 
 
 def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
-    """The row of a run, and at the chosen learning rate that of its gated model."""
-    config, label = run.config, runs.study.methods[run.method].label
+    """The row of a run, and at the chosen learning rate those of what it becomes without more training."""
+    config, compared = run.config, runs.study.methods[run.method]
     rate = config.schedule.learning_rate
     diverged: dict[str, Any] = {"steps": config.schedule.steps, "before": {}, "after": {}}
     found = diverged if run.has_diverged else recorded(run.folder)
     row = Row(
         **found
         | {
-            "label": label,
+            "label": compared.label,
             "method": config.method.variant if isinstance(config.method, ScaleMethod) else config.method.name,
             "seed": config.seed,
             "learning_rate": rate,
@@ -58,14 +59,31 @@ def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
         }
     )
     yield row
-    if row.chosen and config.gate is not None:
+    if not row.chosen or run.has_diverged:
+        return
+
+    def derived(suffix: str, perplexities: Mapping[str, float], **changes: object) -> Row:
         after = {}
-        for name, text in open_record(run.folder / GATE_FOLDER).heldout.items():
-            perplexity, before = text.gated_perplexity or math.inf, row.before[name]
+        for name, perplexity in perplexities.items():
+            before = row.before[name]
             # Bits per byte are in proportion to the logarithm, as before.
             bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])
             after[name] = {"perplexity": perplexity, "bits_per_byte": bits}
-        yield row.model_copy(update={"label": f"{label} + gate", "folder": None, "during": [], "after": after})
+        own: dict[str, object] = {"label": f"{row.label}{suffix}", "folder": None, "during": [], "after": after}
+        return row.model_copy(update=own | changes)
+
+    if config.gate is not None:
+        heldout = open_record(run.folder / GATE_FOLDER).heldout
+        yield derived(" + gate", {name: text.gated_perplexity or math.inf for name, text in heldout.items()})
+    gated = None
+    if compared.chosen_by is not None and (best := runs.chosen_rate(compared.chosen_by)) is not None:
+        gated = runs.compared(compared.chosen_by, best, config.seed).config
+    if compared.averages or gated is not None:
+        whole = compared.method.name in ("fft", "freeze")  # what it trained of the base is needed as it was, too
+        both = (row.total_parameters or 0) + (row.trainable_parameters or 0)
+        for suffix, perplexities in derived_perplexities(config, compared.averages, gated):
+            is_both = whole and suffix == BY_DOCUMENT
+            yield derived(suffix, perplexities, **({"total_parameters": both} if is_both else {}))
 
 
 def rates_table(groups: Sequence[Group]) -> str:

@@ -42,8 +42,13 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     values["methods"]["adapt"]["method"]["variant"] = "route"
     values["methods"]["adapt"]["settings"] = {"gate": {"tokens": 400, "max_open_fraction": 0.05}}
     values["methods"]["lora"]["learning_rates"] = [2e-3, BEYOND]
-    full = {"label": "Full", "method": {"name": "fft"}, "learning_rates": [1e-2]}
-    values["methods"]["fft"] = full
+    values["methods"]["fft"] = {
+        "label": "Full",
+        "method": {"name": "fft"},
+        "learning_rates": [1e-2],
+        "averages": [0.5],
+        "chosen_by": "adapt",
+    }
     path = write_study(folder, {**values, "seeds": [1]})
     interrupted = start(sys.executable, "-m", "pipeline", "study", str(path), "--jobs", "2")
     log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
@@ -70,8 +75,10 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
         ("LoRA", "lora", 2e-3, True),
         ("LoRA", "lora", BEYOND, False),
         ("Full", "fft", 1e-2, True),
+        ("Full, by document", "fft", 1e-2, True),
+        ("Full, averaged: 0.5", "fft", 1e-2, True),
     ]
-    route, gated, lora, diverged, full = rows
+    route, gated, lora, diverged, full, chosen, average = rows
     for row in (route, lora):
         lines = metrics(study / row["folder"])
         training = json.loads((study / row["folder"] / "training.json").read_text())
@@ -90,6 +97,10 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
     record = json.loads((study / route["folder"] / "gate" / "gate.json").read_text())["heldout"]
     assert gated["after"]["english"]["perplexity"] == record["english"]["gated_perplexity"]
     assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > full["inference_cost"] == 1.0
+    before, *ends = (own["korean"]["perplexity"] for own in (full["before"], full["after"], average["after"]))
+    assert ends[0] != ends[1] and max(ends) < before and average["inference_cost"] == 1.0
+    assert chosen["total_parameters"] == 2 * full["total_parameters"]
+    assert ends[0] <= chosen["after"]["korean"]["perplexity"] <= before
     assert (diverged["after"], (study / diverged["folder"] / "divergence.json").exists()) == ({}, True)
 
 
@@ -98,7 +109,8 @@ def test_the_tables_mark_the_rate_that_diverged_and_the_report_has_the_gated_mod
     (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)
     assert line.endswith("diverged") and "chosen, at the edge" in printed
     runs = read_runs([study])
-    assert [own.label for own in group(runs)] == ["SCALE-Adapt", "SCALE-Adapt + gate", "LoRA", "Full"]
+    more = ["Full, by document", "Full, averaged: 0.5"]
+    assert [own.label for own in group(runs)] == ["SCALE-Adapt", "SCALE-Adapt + gate", "LoRA", "Full", *more]
     assert "SCALE-Adapt + gate: " in page(runs, "Study")
 
 
@@ -119,7 +131,7 @@ def test_finished_runs_are_skipped(finished, tokens):
     path = study.parent / "study.yaml"
     before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}
     runs = open_study(path, study)
-    assert runs.pending_tasks() == []
+    assert runs.pending_tasks() == [] and runs.progress() == "4 of 4 runs are done"
     run_study(runs, jobs=2)
     assert summarise(runs) == printed.rstrip("\n")
     assert before == {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}

@@ -102,6 +102,8 @@ def test_the_folder_of_texts_is_substituted(opened, tmp_path):
         ({"methods": {"lora": {"learning_rates": []}}}, "methods.lora.learning_rates: "),
         ({"methods": {"lora": {"learning_rates": [1.0, 1.0]}}}, "learning_rates: each once"),
         ({"methods": {"lora": {"label": "SCALE-Adapt"}}}, "a different label for each, found 'SCALE-Adapt' twice"),
+        ({"methods": {"lora": {"chosen_by": "adapt"}}}, "methods.lora.chosen_by: adapt is no method here with a gate"),
+        ({"methods": {"lora": {"averages": [0.5]}}}, "methods.lora.averages: only of method fft"),
         ({"settings": {"sead": 1}}, "settings, for adapt: .*sead: unknown key"),
         ({"settings": {"folder": "runs/x"}}, "settings: folder: the study sets it"),
         ({"settings": {"schedule": {"learning_rate": 1.0}}}, "settings: schedule.learning_rate: the study sets it"),

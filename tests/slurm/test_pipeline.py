@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.data.tokenizer_training import texts
+from pipeline.data.units import texts
 from tests.data.helpers import write_jsonl
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT

@@ -59,7 +59,7 @@ setup(
         "torch>=2.13,<3",
         "deepspeed>=0.19.4,<0.20",
         "transformers>=5.4,<6",
-        "datasets>=4,<6",  # from 4 on they run no scripts
+        "datasets>=5,<6",  # from 5 on they take hf://datasets/…
         "huggingface_hub>=1,<3",
         "tokenizers>=0.21",
         "sentencepiece>=0.2",

@@ -37,5 +37,5 @@ if (here python -m pipeline config show "$CONFIG" "${changes[@]}" 2>/dev/null ||
 fi
 submit tokenization "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
 submit training "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate
-submit conversion --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" convert
-submit evaluation --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" evaluate
+submit conversion --nodes=1 --signal=B:USR1@10 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" convert
+submit evaluation --nodes=1 --signal=B:USR1@10 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" evaluate

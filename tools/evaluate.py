@@ -36,6 +36,7 @@ def main(options: argparse.Namespace) -> None:
                 summarise(
                     config,
                     max_bytes=options.max_bytes,
+                    prefix=options.prefix,
                     chats=options.chats,
                     max_answer_tokens=options.max_answer_tokens,
                 )

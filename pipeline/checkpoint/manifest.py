@@ -24,7 +24,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
 
 MANIFEST_FILE = "manifest.json"
-FORMAT: Literal["scale-cpt checkpoint 2"] = "scale-cpt checkpoint 2"
+FORMAT: Literal["scale-cpt checkpoint 3"] = "scale-cpt checkpoint 3"
 CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
 _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 SAME_MODEL = ("method", "base_precision")
@@ -137,7 +137,7 @@ def _versions() -> dict[str, str]:
 class Manifest(_Record):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
-    format: Literal["scale-cpt checkpoint 2"] = FORMAT
+    format: Literal["scale-cpt checkpoint 3"] = FORMAT
     run: RunRecord
     position: Position
     layout: LayoutRecord

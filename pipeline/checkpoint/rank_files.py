@@ -151,6 +151,14 @@ class CheckpointReader:
                 "use the checkpoint with the method and base it was trained with"
             )
         self.names = [name for name in self._parameters if name in found]
+        for (name, tp_rank), parts in index.parts.items():
+            parameter = self._parameters[name]
+            shard = local_shape(full_shape_of(parameter), partition_of(parameter), self.tp_size)
+            if parts[:, 1].sum() > prod(shard):
+                raise CheckpointError(
+                    f"{self.folder}: the files of tensor-parallel rank {tp_rank} hold more of {name} than there is; "
+                    "use another checkpoint"
+                )
 
     def read(self, name: str, kind: Kind = "fp32") -> Tensor:
         """The whole trained parameter `name`, or a moment of it, in fp32."""

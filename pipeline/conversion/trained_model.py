@@ -26,7 +26,7 @@ from pipeline.model.new_rows import EMBEDDING, OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.layers import LowRankAdapter
-from pipeline.parallel.sharding import full_shape_of
+from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
 from pipeline.scale.layers import WidenedNorm
@@ -188,6 +188,11 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
         stored = method.build(replace(base.spec, new_rows=manifest.run.new_rows), SINGLE, "none")
     reader = CheckpointReader(read_index(checkpoint), stored)
+    if missing := sorted({name for name, _ in named_trained_parameters(stored)} - set(reader.names)):
+        raise CheckpointError(
+            f"{checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's method has; "
+            "use another checkpoint"
+        )
     return TrainedModel(checkpoint, base, manifest, settings, method, structure, stored, reader)
 
 

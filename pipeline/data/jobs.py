@@ -35,7 +35,7 @@ from pipeline.data.token_shards import FileContent, ShardFile, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, OutputError
 from pipeline.files import check_replaceable, in_threads, read_record, rename_aside, write_record
-from pipeline.log import progress_bar
+from pipeline.log import node, progress_bar
 
 STATE = ".units"
 """The folder of unfinished work, in a corpus's own."""
@@ -106,9 +106,11 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
             # Another job may have begun another corpus here, or finished this one, since the first look.
             manifest = finished(output, plan) or make(output / STATE)
             manifest.save(output)
-        except (FileNotFoundError, DataError):
+        except (FileNotFoundError, DataError) as fault:
             # Another job that shares the work may have finished, and removed the state.
             if not (output / MANIFEST).exists() or (manifest := finished(output, plan)) is None:
+                if isinstance(fault, FileNotFoundError):
+                    raise DataError(f"{fault.filename}: vanished during the work; put it back") from None
                 raise
     with contextlib.suppress(OSError):  # another job is doing the same
         shutil.rmtree(rename_aside(output / STATE), ignore_errors=True)  # renamed first: another job may be reading it
@@ -125,8 +127,11 @@ def _begin(output: Path, plan: Plan) -> None:
                 raise
         Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
     (output / STATE).mkdir(exist_ok=True)
-    if read_plan(output) is None:
-        write_record(output / STATE / _PLAN, plan)
+    own = output / STATE / f".{node()}.{os.getpid()}"
+    write_record(own, plan)
+    with contextlib.suppress(FileExistsError):  # of two jobs that begin at once one is first
+        os.link(own, output / STATE / _PLAN)
+    own.unlink()
 
 
 def finished(output: Path, plan: Plan) -> Manifest | None:
@@ -235,7 +240,7 @@ def _do(state: Path, schema: type[_Record], work: Callable[[_Unit], _Record], un
 def _record_of(state: Path, schema: type[_Record], name: str) -> _Record | None:
     try:
         return read_record(state / f"{name}.json", schema, DataError, "remove it to do its unit again")
-    except FileNotFoundError:
+    except (FileNotFoundError, DataError):  # damaged: the unit is done again
         return None
 
 

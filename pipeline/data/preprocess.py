@@ -134,7 +134,7 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
         encoding=keys.encoding,
         heldout_fraction=job.corpus.heldout_fraction,
         unit_size=job.unit_bytes or default_unit_bytes(sum(files.values())),
-        version=2,
+        version=3,
     )
 
 

@@ -255,6 +255,7 @@ def _parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no t
         if schema.names.count(key) > 1:
             raise DataError(f"{path}: has several columns {key!r}; rename all but one")
         found = schema.field(key).type
+        found = found.value_type if pa.types.is_dictionary(found) else found
         if keys.chat is None and found not in _BYTES_OF:
             raise DataError(f"{path}: expected strings in the column {key!r}, found {found}; name another column")
     return file
@@ -262,6 +263,9 @@ def _parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no t
 
 def _values(column: pa.Array) -> list[Any]:
     """The values of a column, whose offsets lie within its data; text as bytes."""
+    if pa.types.is_dictionary(column.type):
+        column.validate(full=True)
+        column = column.dictionary_decode()
     if column.type in _BYTES_OF:
         column = column.view(_BYTES_OF[column.type])
     column.validate(full=True)

@@ -79,6 +79,8 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
             )
         found += map(Path, matches)
     for file in found:
+        if not file.exists():
+            raise DataError(f"{file}: no such file, or a link to none; put it back, or leave it out")
         if file.is_dir():
             raise DataError(f"{file}: is a folder; name its files by a pattern, such as '{file}/*.jsonl'")
         _kind(file)

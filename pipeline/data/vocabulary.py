@@ -119,8 +119,10 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
             "not have; give more text, or keep this tokenizer"
         )
     # The rows of the base's embedding; of a tokenizer alone, its largest id plus one.
-    rows_in_config = json_beside(tokenizer_file(base), "config.json").get("vocab_size")
-    first = max(tokenizer.vocab_size, rows_in_config if isinstance(rows_in_config, int) else 0)
+    rows_in_config = json_beside(tokenizer_file(base), "config.json").get("vocab_size", 0)
+    if not isinstance(rows_in_config, int) or rows_in_config > 2**24:
+        raise DataError(f"{base}/config.json: vocab_size: expected a number of rows, found {rows_in_config!r:.80}")
+    first = max(tokenizer.vocab_size, rows_in_config)
     content = pieces.extended(first, [piece.piece for piece in found], merges)
     record = Vocabulary(
         kind=pieces.kind,

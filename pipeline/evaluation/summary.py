@@ -13,7 +13,7 @@ from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, UserError
 from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats
-from pipeline.evaluation.perplexity import DEFAULT_BYTES, score_folder
+from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, score_folder
 from pipeline.evaluation.table import score_table, table
 from pipeline.files import read_object, write_json
 from pipeline.run_folder.status import TRAINING
@@ -26,13 +26,14 @@ def summarise(
     config: RunConfig,
     *,
     max_bytes: int = DEFAULT_BYTES,
+    prefix: Prefix = "document",
     chats: Sequence[str] = (),
     max_answer_tokens: int = DEFAULT_ANSWER_TOKENS,
 ) -> str:
     """Scores the base and the exported model on the run's held-out texts; writes `summary.json` into its folder.
 
-    `max_bytes` is that of `score_folder`, `chats` are files of chats, whose results the model card gets too. Returns a
-    table of the results, and where they are.
+    `max_bytes` and `prefix` are those of `score_folder`, `chats` are files of chats, whose results the model card gets
+    too. Returns a table of the results, and where they are.
 
     Raises:
         CheckpointError: the training of the run is not finished.
@@ -44,7 +45,7 @@ def summarise(
     gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
     asked, folders = read_chats(chats), {"before": config.base, "after": hf_folder}
     scores = {
-        when: score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes)
+        when: score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix)
         for when, folder in folders.items()
     }
     answered = {
@@ -76,8 +77,6 @@ def summarise(
         tables.append(table(head, lines))
         add_to_card(hf_folder, "Chats", markdown_table(["greedy answers", *head[1:]], lines))
     paths = {
-        "TensorBoard": training.get("tensorboard"),
-        "checkpoint": training.get("checkpoint"),
         "Hugging Face folder": hf_folder,
         "this summary": config.folder / SUMMARY,
     }

@@ -101,6 +101,12 @@ def warn_of_cost(record: GateRecord) -> None:
                 *(name, 100 * text.cost, FIRST_TOKENS),
                 *(text.cost_of_first_tokens or 0.0, text.cost_of_later_tokens or 0.0),
             )
+        if text.impossible_fraction > MOST_COST:
+            _logger.warning(
+                "%s: %.1f %% of its tokens are new pieces behind a token on which the gate closes: the gated model "
+                "cannot write them",
+                *(name, 100 * text.impossible_fraction),
+            )
 
 
 class BaseStream:
@@ -211,9 +217,11 @@ def as_text(record: GateRecord) -> str:
         rows.append([f"{name} ({text.role})", f"{text.open_fraction:.2%}", *shown, *costs])
     header = ["held-out corpus", "open", "perplexity: base", "ungated", "gated"]
     header += [f"nats lost: first {FIRST_TOKENS}", "later"]
+    impossible = max(text.impossible_fraction for text in record.heldout.values())
     facts = (
         f"reads {record.features} before layer {record.layer}; of unused text: AUC {record.auc:.5f}, "
         f"closed, of new: {record.closed_fraction_of_new:.2%}; open, of other: "
-        f"{record.open_fraction_of_negatives:.2%}; left out of the base's own: {record.left_out_of_own_text:.2%}"
+        f"{record.open_fraction_of_negatives:.2%}; left out of the base's own: {record.left_out_of_own_text:.2%}; "
+        f"impossible, as new pieces after a closed token: {impossible:.2%} of the tokens of a corpus at most"
     )
     return f"{table(header, rows)}\n\n{facts}"

@@ -249,7 +249,7 @@ class Channel:
         """What has come: a rank and its message, or None when its end of the connection is gone."""
         for key, _ in self._ready.select(0):
             if key.data is None:
-                with contextlib.suppress(BlockingIOError):
+                with contextlib.suppress(OSError):  # none waits, or it is gone already
                     while True:
                         self._add(self._own.accept()[0], None)
             else:
@@ -270,9 +270,12 @@ class Channel:
             self.peers[rank] = peer
 
     def _read(self, peer: _Peer) -> Iterator[tuple[int, Message | None]]:
-        data = b""
-        with contextlib.suppress(OSError):  # a connection that broke has nothing more to say
+        try:
             data = peer.connection.recv(_LONGEST_LINE)
+        except BlockingIOError:
+            return
+        except OSError:  # a connection that broke has nothing more to say
+            data = b""
         *lines, peer.rest = (peer.rest + data).split(b"\n")
         try:
             for line in lines:
@@ -282,7 +285,7 @@ class Channel:
                 elif message["token"] == self._token:
                     peer.rank = int(message["rank"])
                     self.peers[peer.rank] = peer
-        except (ValueError, TypeError, KeyError):  # not of one of our ranks
+        except (ValueError, TypeError, KeyError, RecursionError):  # not of one of our ranks
             data = b""
         if not data or len(peer.rest) > _LONGEST_LINE or (lines and peer.rank is None):
             self._ready.unregister(peer.connection)

@@ -177,10 +177,6 @@ def _opened(file: Path) -> Iterator[Any]:  # safetensors has no types
         raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 
 
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and is_plain_name(name)
-
-
 def _checked(view: StoredTensor, file: Path, tensor: str) -> StoredTensor:
     if view.get_dtype() not in _TYPES:
         raise BaseModelError(

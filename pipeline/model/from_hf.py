@@ -6,6 +6,7 @@ our decoder cannot do is a BaseModelError that names the entry.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -85,7 +86,7 @@ def _check_type(values: Mapping[str, Any]) -> None:
 def _spec_of(config: Config) -> DecoderSpec:
     """The architecture of a config of a supported type; raises also what transformers and torch raise."""
     for name, largest in _LARGEST.items():
-        size = getattr(config, name, None)
+        size = getattr(config, name, None) if hasattr(type(config), name) else None
         if size is not None and not 1 <= size <= largest:
             raise BaseModelError(f"{name}: expected a whole number from 1 to {largest}, found {size}")
     family = FAMILIES[config.model_type]
@@ -117,22 +118,37 @@ def _spec_of(config: Config) -> DecoderSpec:
     )
     if spec.activation not in ACTIVATIONS:
         raise BaseModelError(f"hidden_act {spec.activation!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}")
+    rotary = {layer.rotary for layer in spec.layers if layer.rotary is not None}
+    numbers = [("frequency", one) for each in rotary for one in each.frequencies]
+    numbers += [("attention_factor", each.attention_factor) for each in rotary] + [
+        (name, getattr(spec, name))
+        for name in ("norm_eps", "embedding_scale", "attention_scale", "attention_softcap", "output_softcap")
+    ]
+    for name, number in numbers:
+        if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
+            raise BaseModelError(f"{name}: expected a number above 0, found {number!r:.80}")
+    if spec.residual is not None and not (
+        math.frexp(spec.residual.scale)[0] == 0.5 and 0 < spec.residual.normed_size <= config.hidden_size
+    ):
+        raise BaseModelError(f"{RESIDUAL_KEY}: expected a scale that is a power of two, and a part of the channels")
     return spec
 
 
 def _layers(config: Config, unrotated: Collection[int], dense: Collection[int]) -> Iterator[LayerKind]:
     window = getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
-    if not getattr(config, "use_sliding_window", True):
+    if hasattr(type(config), "use_sliding_window") and not config.use_sliding_window:
         window = None
     alike = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     types = config.layer_types if hasattr(type(config), "layer_types") else alike
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise BaseModelError(f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention")
+    if "sliding_attention" in types and not (isinstance(window, int) and window > 0):
+        raise BaseModelError(f"sliding_window: expected a number of tokens for sliding layers, found {window!r:.80}")
     rotary = {kind: _rotary(config, kind if kind in config.rope_parameters else None) for kind in set(types)}
     for layer, kind in enumerate(types):
         yield LayerKind(
             rotary=None if layer in unrotated else rotary[kind],
-            window=(window or None) if kind == "sliding_attention" else None,
+            window=window if kind == "sliding_attention" else None,
             has_experts=layer not in dense,
         )
 

@@ -25,7 +25,7 @@ from pipeline.data.blend import mix
 from pipeline.data.chats import chat_template
 from pipeline.data.corpora import train_folder
 from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
-from pipeline.data.token_corpus import InputFile, Manifest, SamplingRecord
+from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, SamplingRecord, load_manifest
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
@@ -122,7 +122,7 @@ def plan_of(job: SamplingJob) -> Plan:
         raise ConfigError(
             "thinking and system_prompts are of openings that are chats: give messages_key or chat_template"
         )
-    batch_size = job.batch_size or _batch_size(job, base.spec)
+    batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     sampling = SamplingRecord(
         base=base.hashes,
         **job.sampling.model_dump(exclude={"max_tokens", "openings"}),
@@ -137,6 +137,13 @@ def plan_of(job: SamplingJob) -> Plan:
         unit_size=max(batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)),
         sampling=sampling,
     )
+
+
+def _begun_batch_size(job: SamplingJob) -> int | None:
+    """The batch size of the corpus in the job's folder, if there is one: a pipeline continues with it."""
+    has_manifest = (job.output / MANIFEST).exists()
+    begun = load_manifest(job.output) if has_manifest else jobs.read_plan(job.output)
+    return begun.sampling.batch_size if begun is not None and begun.sampling is not None else None
 
 
 def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share = (0, 1)) -> Manifest:
@@ -189,13 +196,19 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
             # At first no more documents than are needed if all are as long as they may be. Later an eighth more than
             # the mean length suggests: few documents take almost as long as a whole batch.
             needed = 1.125 * left * shard.documents / shard.tokens if shard.documents else left / sampling.max_tokens
-            documents = writer.write(
-                list(islice(openings, math.ceil(needed))),
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_tokens,
-                batch_size=sampling.batch_size,
-                seed=mix(sampling.seed, unit.number, shard.documents),
-            )
+            try:
+                documents = writer.write(
+                    list(islice(openings, math.ceil(needed))),
+                    temperature=sampling.temperature,
+                    max_tokens=sampling.max_tokens,
+                    batch_size=sampling.batch_size,
+                    seed=mix(sampling.seed, unit.number, shard.documents),
+                )
+            except torch.OutOfMemoryError:
+                raise ConfigError(
+                    f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} tokens at a time do not "
+                    f"fit into its memory; remove {job.output}, and give a smaller --batch-size"
+                ) from None
             if not start:  # the end of another document, which the base began with, is no part of this one
                 documents = [document[int(document[0] == end[-1]) :] for document in documents]
             shard.add(np.concatenate(documents), np.array([len(document) for document in documents]))

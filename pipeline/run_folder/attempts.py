@@ -25,6 +25,7 @@ from pipeline.errors import (
     FOLDER_TAKEN,
     INTERRUPTED,
     RESUME_LATER,
+    USER_ERROR,
     exit_code_of,
     in_one_line,
     worth_another_attempt,
@@ -172,7 +173,10 @@ def _append(folder: Path, record: _Record) -> None:
             cut_short = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
             file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
             os.fsync(file.fileno())
-    except OSError as error:  # a full disk must not end the work
+    except OSError as error:
+        if isinstance(record, StageStart) and exit_code_of(error) == USER_ERROR:
+            raise  # nothing else could be written there either
+        # A full disk must not end the work.
         _logger.error("%s: this attempt is not recorded: %s", folder / NAME, error.strerror)
 
 

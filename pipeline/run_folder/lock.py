@@ -98,11 +98,8 @@ class RunLock:
     def __enter__(self) -> RunLock:
         """Raises FolderTakenError if another process owns the lock."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(self._own.model_dump_json())
-        except FileExistsError:
-            self._take_over()
+        while not self._create():
+            self._remove_dead()
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
         return self
 
@@ -111,8 +108,22 @@ class RunLock:
         if read_lock_owner(self._path) == self._own:
             self._path.unlink(missing_ok=True)
 
-    def _take_over(self) -> None:
-        """Replaces the lock once its owner is gone or silent; refuses one that is touched, or lives, a second later."""
+    def _create(self) -> bool:
+        """Creates the lock; False if it exists."""
+        try:
+            file = self._path.open("x", encoding="utf-8")
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(self._own.model_dump_json())
+        except OSError:  # a full disk
+            self._path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _remove_dead(self) -> None:
+        """Removes the lock once its owner is gone or silent; refuses one that is touched, or lives, a second later."""
         first: float | None = None
         with contextlib.suppress(FileNotFoundError):  # its owner has released it
             while (owner := living_owner(self._path)) is not None:
@@ -121,14 +132,13 @@ class RunLock:
                     raise _refusal(self._path, owner)
                 first = touched
                 time.sleep(1)
-        dead = read_lock_owner(self._path)
-        own = self._path.with_name(f".{self._path.name}.{node()}.{os.getpid()}")
-        own.write_text(self._own.model_dump_json(), encoding="utf-8")
-        own.replace(self._path)
-        time.sleep(1)  # of several processes that take it over together, the last one has it
-        if (owner := read_lock_owner(self._path)) != self._own:
-            raise _refusal(self._path, owner or _UNKNOWN)
-        if dead is not None:
+            dead = read_lock_owner(self._path)
+            aside = self._path.with_name(f".{self._path.name}.{node()}.{os.getpid()}")
+            self._path.rename(aside)  # of two processes that do this, one finds no file
+            if read_lock_owner(aside) != dead:
+                aside.rename(self._path)  # another process took it over just before
+                return
+            aside.unlink()
             _logger.warning("%s: taken over from %s, which is gone", self._path, dead)
 
     def _touch(self) -> None:

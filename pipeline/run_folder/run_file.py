@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -26,10 +27,11 @@ def write_run(config: RunConfig) -> None:
             section[key] = source_of(Path(section[key])) or section[key]
     text = _HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     if path.exists():
-        before = path.read_text(encoding="utf-8")
+        before = path.read_text(encoding="utf-8", errors="replace")
         if before == text or not before.startswith(_HEADER):
             return
-        lines = difflib.ndiff(before.splitlines(), text.splitlines())
-        _logger.info("%s: changed: %s", path, ", ".join(" ".join(line.split()) for line in lines if line[0] in "+-"))
+        lines = difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm="")
+        changed = [" ".join(line.split()) for line in islice(lines, 2, None) if not line.startswith("@@")]
+        _logger.info("%s: changed: %s", path, ", ".join(changed))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

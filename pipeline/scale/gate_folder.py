@@ -70,6 +70,8 @@ class GateRecord(BaseModel):
     bias: float
     threshold: float
     """of the score, the log odds of new text; the score of an open token is above it"""
+    lower: None = None
+    """of gates of earlier versions, which had a mean between two thresholds: they are fitted again"""
     auc: float
     """on text not used for fitting, as all that follows: the share of the pairs of a new token and another that the
     score orders correctly"""

@@ -82,7 +82,7 @@ def measure_micro_batch(
 ) -> MicroBatchCosts:
     """The costs of a micro-batch of `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks runs it.
 
-    Where the run rehearses, it is a micro-batch with rehearsed sequences.
+    Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
@@ -99,7 +99,14 @@ def measure_micro_batch(
         return iter(chunks[:3] + chunks[3:][-2:])
 
     model.output.chunks = few_chunks  # type: ignore[method-assign]
-    held, read_again, recomputed = _run(model, config)
+    rows = config.data.kl_fraction * config.schedule.micro_batch_size
+    held, read_again, recomputed = _run(model, config, math.ceil(rows))
+    sent = Counter(payload_bytes)
+    if share := math.ceil(rows) - rows:  # some micro-batches rehearse fewer sequences
+        payload_bytes.clear()
+        _run(model, config, 0)
+        share /= math.ceil(rows)
+        sent = Counter({kind: round(share * payload_bytes[kind] + (1 - share) * sent[kind]) for kind in sent})
 
     def use_of(name: str, weight: nn.Parameter) -> ParameterUse:
         by_muon = config.schedule.optimizer == "muon" and weight.requires_grad and is_layer_matrix(name, weight)
@@ -115,11 +122,13 @@ def measure_micro_batch(
 
     uses = tuple(use_of(*named) for named in model.named_parameters())
     held_bytes = sum(weight.nbytes for weight in model.parameters())
-    return MicroBatchCosts(**held, payload_bytes=payload_bytes, parameters=uses, parameter_bytes=held_bytes)
+    return MicroBatchCosts(**held, payload_bytes=sent, parameters=uses, parameter_bytes=held_bytes)
 
 
-def _run(model: Decoder, config: RunConfig) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
-    """Runs a micro-batch.
+def _run(
+    model: Decoder, config: RunConfig, kl_rows: int
+) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
+    """Runs a micro-batch of which `kl_rows` sequences are rehearsed.
 
     Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
     layers that run again for it.
@@ -128,7 +137,6 @@ def _run(model: Decoder, config: RunConfig) -> tuple[dict[str, int], set[nn.Para
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")
     ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
     documents = Documents(torch.zeros_like(tokens), ends, (1,) * shape[0]) if config.data.document_mask else None
-    kl_rows = math.ceil(config.data.kl_fraction * config.schedule.micro_batch_size)
     live = LiveMemory(*model.parameters())
     forward_peak = activations = 0
     read_again: set[nn.Parameter] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import newest_checkpoint
-from pipeline.conversion.trained_model import open_trained
+from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.data.packing import IGNORED
 from pipeline.data.samples import HeldoutSamples, load_heldout
 from pipeline.data.tokenizer import load_tokenizer
@@ -20,6 +21,7 @@ from pipeline.gating.effect import decoder_inputs, loaded
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base
+from pipeline.model.new_rows import is_new_row
 from pipeline.model.output import perplexity
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate_folder import GATE_FOLDER, open_gate
@@ -27,6 +29,22 @@ from pipeline.scale.gate_folder import GATE_FOLDER, open_gate
 BY_DOCUMENT = ", by document"
 NllOf = Callable[[Windows], Tensor]
 """The nll of each target of a group of windows: [N, S]."""
+
+
+@dataclass(frozen=True)
+class AveragedModel(TrainedModel):
+    """A fully fine-tuned model whose weights are averaged with its base's: `share` of the trained ones.
+
+    The base has no rows of an extended vocabulary: they stay what they became.
+    """
+
+    share: float = 0.5
+
+    def read_stored(self, name: str) -> Tensor:
+        found = super().read_stored(name)
+        if name not in self.trained or is_new_row(name):
+            return found
+        return torch.lerp(self.base.read(self.method.base_name(name, self.base.spec)).float(), found, self.share)
 
 
 @torch.no_grad()
@@ -41,9 +59,6 @@ def derived_perplexities(
     Raises CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
     """
     model = open_trained(newest_checkpoint(config), config.base)
-    trained, base = loaded(model), Decoder(model.base.spec)
-    load_base(base, model.base, SINGLE)
-    base = base.to(trained.embedding.base.weight).eval()
     heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
 
     def nll_of(decoder: Decoder) -> NllOf:
@@ -54,23 +69,24 @@ def derived_perplexities(
 
         return nll
 
-    if gated is not None:
-        gate, _ = open_gate(gated.folder / GATE_FOLDER)
-
-        def chosen(group: Windows) -> Tensor:
-            inputs, _ = decoder_inputs(group, config, base)
-            stream = base.base_stream(*inputs, layer=gate.layer)
-            is_open = gate.is_open(stream, group.document_ids.to(stream.device)).cpu()
-            return torch.where(group.mostly(is_open), nll_of(trained)(group), nll_of(base)(group))
-
-        yield BY_DOCUMENT, _perplexities(heldout, config, chosen)
-    own = {name: weight.clone() for name, weight in trained.named_parameters()}
+    parts = {field.name: getattr(model, field.name) for field in fields(model)}
     for share in averages:
-        for name, weight in base.named_parameters():
-            # Rows of new pieces, which follow those of the base, stay what they became.
-            rows = slice(len(weight))
-            trained.get_parameter(name).data[rows] = torch.lerp(weight, own[name][rows], share)
-        yield f", averaged: {share:g}", _perplexities(heldout, config, nll_of(trained))
+        averaged = loaded(AveragedModel(**parts, share=share))
+        yield f", averaged: {share:g}", _perplexities(heldout, config, nll_of(averaged))
+    if gated is None:
+        return
+    trained, base = loaded(model), Decoder(model.base.spec)
+    load_base(base, model.base, SINGLE)
+    base = base.to(trained.embedding.base.weight).eval()
+    gate, _ = open_gate(gated.folder / GATE_FOLDER)
+
+    def chosen(group: Windows) -> Tensor:
+        inputs, _ = decoder_inputs(group, config, base)
+        stream = base.base_stream(*inputs, layer=gate.layer)
+        is_open = gate.is_open(stream, group.document_ids.to(stream.device)).cpu()
+        return torch.where(group.mostly(is_open), nll_of(trained)(group), nll_of(base)(group))
+
+    yield BY_DOCUMENT, _perplexities(heldout, config, chosen)
 
 
 def _perplexities(heldout: Mapping[str, HeldoutSamples], config: RunConfig, nll_of: NllOf) -> dict[str, float]:

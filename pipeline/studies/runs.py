@@ -17,6 +17,7 @@ from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
 from pipeline.data.corpora import has_heldout, is_tokenized, named_inputs, unfinished_corpora
 from pipeline.data.units import input_files
 from pipeline.errors import CONFIG_ERROR, CheckpointError, ConfigError, StudyError
+from pipeline.hub import source_of
 from pipeline.model.from_hf import read_spec
 from pipeline.run_folder.metrics import METRICS, geometric_mean, read_history
 from pipeline.run_folder.run_file import write_run
@@ -57,6 +58,10 @@ class StudyRun:
             return
         runs = load_config(self.path, base="named"), self.config
         found, wanted = (run.model_dump(exclude={"gate"}) for run in runs)  # a gate may be added to a finished run
+        for values in (found, wanted):  # models of the hub by their names, as in the file
+            for section, key in ((values, "base"), (values["vocabulary"] or {}, "folder")):
+                if key in section:
+                    section[key] = source_of(Path(section[key])) or str(section[key])
         if changed := [key for key in wanted if found[key] != wanted[key]]:
             raise ConfigError(
                 f"{self.path}: this run was made with other settings than the study has now ({', '.join(changed)}); "

@@ -34,7 +34,8 @@ def _without(*keys: str) -> AfterValidator:
 
 
 def _each_once(values: list[Any]) -> list[Any]:
-    if len(set(values)) < len(values):
+    names = {f"{value:g}" if isinstance(value, float) else value for value in values}  # as folders have them
+    if len(names) < len(values):
         raise ValueError("each once")
     return values
 

@@ -74,7 +74,9 @@ def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
 
     if config.gate is not None:
         heldout = open_record(run.folder / GATE_FOLDER).heldout
-        yield derived(" + gate", {name: text.gated_perplexity or math.inf for name, text in heldout.items()})
+        # A perplexity without the tokens that the gate makes impossible compares with no other.
+        if not any(text.impossible_fraction for text in heldout.values()):
+            yield derived(" + gate", {name: text.gated_perplexity or math.inf for name, text in heldout.items()})
     gated = None
     if compared.chosen_by is not None and (best := runs.chosen_rate(compared.chosen_by)) is not None:
         gated = runs.compared(compared.chosen_by, best, config.seed).config

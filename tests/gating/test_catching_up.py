@@ -35,7 +35,7 @@ def gated(name: str, bias: float) -> ScaleForCausalLM:
     frequencies = {"frequencies": [1.0, 0.1, 0.01, 0.001], "long_frequencies": None, "context": None}
     config = ScaleConfig(
         num_hidden_layers=4,
-        rotary=[frequencies | {"factor": 1.0, "theta": 1e4, "attention_factor": 1.0}],
+        rotary=[frequencies | {"attention_factor": 1.0}],
         layer_rotary=[0] * 4,
         sliding_window=6,
         gate_bias=bias,

@@ -110,7 +110,8 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
     assert record.closed_max_abs_logit_difference == 0.0 and english.closed_sequences > 0
     assert english.impossible_fraction == 0 and english.open_fraction < 0.05 < 0.5 < korean.open_fraction
     assert 0 < korean.impossible_fraction < 0.2 and korean.base_perplexity is None
-    assert korean.ungated_perplexity < korean.gated_perplexity
+    assert korean.gated_perplexity == pytest.approx(korean.ungated_perplexity, rel=0.05)
+    assert korean.gated_perplexity != korean.ungated_perplexity  # the base's choice on closed tokens, possible ones
     convert(latest_conversion(config), run_probe(config))
     folder = config.folder / "hf"
     for text in json.loads((folder / "verification.json").read_text())["texts"].values():

@@ -75,10 +75,10 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
         ("LoRA", "lora", 2e-3, True),
         ("LoRA", "lora", BEYOND, False),
         ("Full", "fft", 1e-2, True),
-        ("Full, by document", "fft", 1e-2, True),
         ("Full, averaged: 0.5", "fft", 1e-2, True),
+        ("Full, by document", "fft", 1e-2, True),
     ]
-    route, gated, lora, diverged, full, chosen, average = rows
+    route, gated, lora, diverged, full, average, chosen = rows
     for row in (route, lora):
         lines = metrics(study / row["folder"])
         training = json.loads((study / row["folder"] / "training.json").read_text())
@@ -109,7 +109,7 @@ def test_the_tables_mark_the_rate_that_diverged_and_the_report_has_the_gated_mod
     (line,) = (line for line in printed.splitlines() if f" {BEYOND:g} " in line)
     assert line.endswith("diverged") and "chosen, at the edge" in printed
     runs = read_runs([study])
-    more = ["Full, by document", "Full, averaged: 0.5"]
+    more = ["Full, averaged: 0.5", "Full, by document"]
     assert [own.label for own in group(runs)] == ["SCALE-Adapt", "SCALE-Adapt + gate", "LoRA", "Full", *more]
     assert "SCALE-Adapt + gate: " in page(runs, "Study")
 

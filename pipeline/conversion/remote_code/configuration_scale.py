@@ -75,6 +75,11 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         # transformers before and after configurations became dataclasses: both take this.
         for name in ScaleConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
+        grouped = self.mixture is not None and self.mixture.get("groups", 1) > 1
+        rotary: Any = self.rotary
+        dynamic = isinstance(rotary, dict) or any(one.get("factor") is not None for one in rotary)
+        if grouped or dynamic or kwargs.get("gate_lower") is not None:
+            raise ValueError("written by an earlier version of this model's code; convert the checkpoint again")
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
         self.layer_rotary = self.layer_rotary or [None] * self.num_hidden_layers
         super().__init__(**kwargs)

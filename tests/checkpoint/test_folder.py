@@ -49,7 +49,7 @@ def test_latest_names_nothing_outside_the_folder(folder):
     assert len(all_checkpoints(folder)) == 3
     for name in ("../elsewhere", "step_00000200/../..", "/etc", "step_00000150.damaged", too_long):
         (folder / "latest").write_text(name)
-        with pytest.raises(CheckpointError, match=r"names .* not a checkpoint's name; .* these names: step_00000100"):
+        with pytest.raises(CheckpointError, match="write a checkpoint's name into it"):
             folders.candidates(folder)
 
 

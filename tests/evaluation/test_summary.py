@@ -27,8 +27,6 @@ TRAINING = {
     "step0_max_abs_logit_difference": 0.0,
     "trainable_parameters": 250,
     "total_parameters": 1000,
-    "checkpoint": "somewhere/step_00000002",
-    "tensorboard": "somewhere/tensorboard",
 }
 
 

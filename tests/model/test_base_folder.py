@@ -210,12 +210,15 @@ FILE_FAULTS = {
         "model-00000.safetensors: damaged",
     ),
     "an index cut off": (lambda path: truncate(path / INDEX_FILE), "index.json: not JSON"),
-    "an index that lists": (lambda path: change_index(path, lambda index: {"weight_map": ["a"]}), "names no files"),
+    "an index that lists": (
+        lambda path: change_index(path, lambda index: {"weight_map": ["a"]}),
+        "not an index of files in its folder",
+    ),
     "an index that promises too little": (
         lambda path: change_index(path, lambda index: {"weight_map": dict(list(index["weight_map"].items())[1:])}),
         "lacks the tensor",
     ),
-    "an index that leads outside": (move_weights_out, "files outside its folder"),
+    "an index that leads outside": (move_weights_out, "not an index of files in its folder"),
 }
 
 

@@ -101,6 +101,7 @@ def _rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=PATIENCE_S)}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", **options)
+    dist.barrier()  # a rank that ends at once would close connections that others still make
     failed = 0
     try:
         answer = pickle.dumps((time.monotonic(), True, function(*arguments)))

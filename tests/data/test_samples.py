@@ -111,7 +111,7 @@ def test_a_corpus_that_is_not_usable_is_refused(data: Data, tmp_path: Path):
     whole = (data.folder / "korean" / "manifest.json").read_text()
     manifests = {
         None: r"is unfinished: start scale-cpt tokenize .* again",
-        '{"documents": "many"}': r"manifest\.json: tokenizer: Field required; copy the corpus again, or remove",
+        '{"documents": "many"}': r"manifest\.json: documents: .* valid integer, .*; copy the corpus again, or remove",
         whole.replace("00000-000000", "../../etc/passwd"): "outside the folder",
     }
     for content, message in manifests.items():

@@ -74,6 +74,7 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
 
 
 FEATURES = [
+    Case("llama", "fft"),
     Case("llama", "freeze", {"frozen_layers": 1}, new_rows=True, rehearses=True),
     Case("llama", "llama_pro", {"added_layers": 1}),
     Case("llama", "lora", {"rank": 4}, precision="fp8"),

@@ -25,7 +25,7 @@ FAULTS: dict[int, list[tuple[dict[str, object], str, str]]] = {
         (
             {"parallel": {"tp_size": 2, "sequence_parallel": True}, "data__sequence_length": 33, "method": LORA},
             "LayoutError",
-            "data.sequence_length: 33 does not divide by parallel.tp_size 2",
+            "data.sequence_length: parallel.sequence_parallel needs a multiple of parallel.tp_size 2, found 33",
         ),
         ({"base_precision": "nf4", "zero": 1, "method": LORA, "parallel__tp_size": 2}, "ConfigError", "2 would cut in"),
     ],

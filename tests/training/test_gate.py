@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pipeline.files import file_hash
-from pipeline.parallel.sharding import split
+from pipeline.parallel.sharding import fill_whole
 from pipeline.scale.expansion import MANIFEST
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, train
@@ -19,7 +19,7 @@ from tests.training.runs import in_turn, make_run, train
 TAMPERED = {3: "layers.4.attention.output.expansion_to_base.weight", 1: "output.expansion"}
 SABOTAGED = {
     "llama_pro": ({"name": "llama_pro", "added_layers": 1}, "_ZEROED", ()),
-    "lora": ({"name": "lora", "rank": 2}, "split", lambda whole, *place: split(whole + 0.1, *place)),
+    "lora": ({"name": "lora", "rank": 2}, "fill_whole", lambda p, tp, whole: fill_whole(p, tp, whole + 0.1)),
 }
 
 

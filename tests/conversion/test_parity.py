@@ -82,5 +82,5 @@ def test_a_mistral_with_layer_types_is_the_ministral_that_users_load(tmp_path, m
         check_against_transformers(all_windows)
 
     change_config(path, sliding_window=None)
-    with pytest.raises(BaseModelError, match="sliding_window: expected a number of tokens for sliding layers, found None"):
+    with pytest.raises(BaseModelError, match="expected a number of tokens for sliding layers, found None"):
         open_base(path)

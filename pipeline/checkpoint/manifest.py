@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,7 @@ _USE_ANOTHER = "use another checkpoint: for a run, write its name into the file 
 SAME_MODEL = ("method", "base_precision")
 SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "optimizer", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
 _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"openings"}}
-_PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
+PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
 
 class _Record(BaseModel):
@@ -157,7 +158,7 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
         base_precision=config.base_precision,
         method=config.method.model_dump(mode="json"),
         expansion=None if model.plan is None else asdict(model.plan.expansion),
-        data=config.data.model_dump(mode="json", exclude=_PATHS),
+        data=config.data.model_dump(mode="json", exclude=PATHS),
         global_batch_size=config.schedule.global_batch_size,
         optimizer=config.schedule.optimizer,
         seed=config.seed,
@@ -239,7 +240,15 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tupl
 
 def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
     """The settings `names` of a run by their dotted names, without where its corpora come from."""
-    data = with_defaults(Data, run.data)
-    data["corpora"] = {name: corpus | {"source": None} for name, corpus in data["corpora"].items()}
+    corpora = {name: _with_files(corpus) for name, corpus in run.data["corpora"].items()}
+    data = with_defaults(Data, run.data | {"folder": "-", "corpora": corpora})
     record = run.model_dump() | {"data": data, "method": with_defaults(Method, run.method)}
     return dict(flattened({name: record[name] for name in names}))
+
+
+def _with_files(corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a corpus without its source, and with names for its files: without these it is not valid."""
+    files: dict[str, Any] = {"input": ["-"]}
+    if sample := corpus.get("sample"):
+        files = {"sample": {**sample, "openings": ["-"]}}
+    return {name: value for name, value in corpus.items() if name != "source"} | files

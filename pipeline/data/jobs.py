@@ -119,12 +119,14 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
 
 def _begin(output: Path, plan: Plan) -> None:
     """Makes the folders, and the state with the plan, where no other job has."""
-    for folder in _folders(output, plan):
+    folders = _folders(output, plan)
+    for folder in folders:
         try:
             check_replaceable(folder, CORPUS)
         except OutputError:
             if not (output / STATE).is_dir():  # begun, perhaps by another job at this moment
                 raise
+    for folder in folders:
         Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
     (output / STATE).mkdir(exist_ok=True)
     own = output / STATE / f".{node()}.{os.getpid()}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.checkpoint.manifest import BaseRecord, LayoutRecord, Manifest, Position, RunRecord, check_same_run
+from pipeline.checkpoint.manifest import PATHS, BaseRecord, LayoutRecord, Manifest, Position, RunRecord, check_same_run
 from pipeline.config.data import Data
 from pipeline.config.method import Lora
 from pipeline.errors import CheckpointError
@@ -20,7 +20,7 @@ def record() -> RunRecord:
         base=BaseRecord(path="b", hashes={}),
         method=Lora(name="lora", rank=4).model_dump(mode="json"),
         expansion=None,
-        data=Data.model_validate(DATA).model_dump(mode="json"),
+        data=Data.model_validate(DATA).model_dump(mode="json", exclude=PATHS),
         global_batch_size=1,
         seed=0,
         tokenizer_fingerprint="t",

@@ -17,6 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.config.run import RunConfig, load_config
 from pipeline.model.attention import Documents
+from pipeline.model.from_hf import read_spec
+from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import quantization_of
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 from pipeline.sizing.micro_batch import LiveMemory
@@ -73,13 +75,14 @@ def real_batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Documents | N
     return tokens, tokens, torch.arange(shape[1]).expand(shape), documents
 
 
-def real_model(config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE) -> nn.Module:
-    """The run's model with random values."""
+def real_model(
+    config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE, spec: DecoderSpec | None = None
+) -> nn.Module:
+    """The run's model with random values; `spec` is that of its base, where it is read already."""
     from pipeline import methods
-    from pipeline.model.from_hf import read_spec
 
     torch.set_default_dtype(dtype)
-    model = methods.build_model(config, read_spec(config.base), tp)
+    model = methods.build_model(config, spec or read_spec(config.base), tp)
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
         quantization = quantization_of(parameter)
@@ -108,8 +111,9 @@ def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None  # there are no others
+    spec = read_spec(config.base)  # from numbers, which such tensors have not
     with FakeTensorMode(allow_non_fake_inputs=True), _Simulation() as live:
-        return _steps(config, live)
+        return _steps(config, live, spec)
 
 
 class _Simulation(LiveMemory):
@@ -123,7 +127,7 @@ class _Simulation(LiveMemory):
         return None if "_fused_adamw" in str(operation) else super().__torch_dispatch__(operation, types, args, kwargs)
 
 
-def _steps(config: RunConfig, live: LiveMemory | None = None) -> dict[str, Any]:
+def _steps(config: RunConfig, live: LiveMemory | None = None, spec: DecoderSpec | None = None) -> dict[str, Any]:
     from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
     from pipeline.training.batches import MicroBatch
     from pipeline.training.engine import Engine
@@ -131,7 +135,7 @@ def _steps(config: RunConfig, live: LiveMemory | None = None) -> dict[str, Any]:
     layout = Layout(dist.get_world_size(), config.parallel.tp_size)
     groups = ProcessGroups(layout, sequence_parallel=config.parallel.sequence_parallel)
     deepspeed_config = load_deepspeed_config(config.deepspeed, layout)
-    model = real_model(config, deepspeed_config.dtype, groups.tensor_parallel)
+    model = real_model(config, deepspeed_config.dtype, groups.tensor_parallel, spec)
     held: Counter[str] = Counter()
 
     def before_loss(*_: Any) -> None:

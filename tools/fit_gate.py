@@ -41,7 +41,3 @@ def _fit(config: RunConfig) -> None:
     write_run(config)  # a gate may be added to a finished run, and is exported with it
     print(as_text(record))
     logger.info("%s %s", config.folder / GATE_FOLDER, "is written" if is_new else "is already fitted")
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

@@ -41,10 +41,9 @@ PROGRAMS = {
     "report": "report",
     # many runs
     "study": "run_study",
-    # for scripts and shells
+    # for scripts
     "may-retry": "may_retry",
     "describe-config": "describe_config",
-    "completion": "completion",
 }
 """The program of each command: a file of tools/, or the module pipeline.train."""
 

@@ -53,8 +53,7 @@ class Texts(NamedTuple):
 def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> Texts:
     """Estimates the tokens of a corpus of `inputs` from a sample of it.
 
-    Raises:
-        DataError: a file is missing, or holds no text.
+    Raises DataError: a file is missing, or holds no text.
     """
     sample, factor = sampled_documents(inputs, Keys(text_key), _SAMPLE_BYTES)
     found = fertility(tokenizer, (document.text for document in sample))

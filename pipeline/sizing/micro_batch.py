@@ -84,8 +84,7 @@ def measure_micro_batch(
 
     Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
 
-    Raises:
-        UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
+    Raises UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
     """
     payload_bytes: Counter[tuple[int, str]] = Counter()
     tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)

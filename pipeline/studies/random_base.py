@@ -91,8 +91,7 @@ def _write_tokenizer_config(folder: Path, **special: str) -> None:
 def train_tokenizer(documents: Iterator[str], vocab_size: int, *, character_coverage: float = 0.9999) -> Tokenizer:
     """A tokenizer like Llama's, BPE with byte fallback, which SentencePiece learns from these documents.
 
-    Raises:
-        DataError: there is too little text, or it is too uniform, for this vocabulary size.
+    Raises DataError: there is too little text, or it is too uniform, for this vocabulary size.
     """
     with tempfile.TemporaryDirectory() as temporary:
         try:

@@ -104,8 +104,7 @@ class StudyRun:
     def perplexity(self) -> float:
         """The geometric mean at the end over the held-out new corpora, infinite where one is.
 
-        Raises:
-            RunFolderError: the run's metrics are missing or damaged.
+        Raises RunFolderError: the run's metrics are missing or damaged.
         """
         figures, corpora = read_history(self.folder / METRICS).validations[-1].figures, self.config.data.corpora
         return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == "new"])
@@ -130,8 +129,7 @@ class StudyRuns:
 
     `stages` train the `base` of the compared runs.
 
-    Raises:
-        ConfigError: one of the runs has no valid configuration, or nothing to choose learning rates by.
+    Raises ConfigError: one of the runs has no valid configuration, or nothing to choose learning rates by.
     """
 
     def __init__(self, study: Study, source: str) -> None:
@@ -193,8 +191,7 @@ class StudyRuns:
 
         None until all runs of its grid are finished.
 
-        Raises:
-            StudyError: all of them diverged.
+        Raises StudyError: all of them diverged.
         """
         seed = self.study.seeds[0]
         runs = {rate: self.compared(method, rate, seed) for rate in sorted(self.study.methods[method].learning_rates)}
@@ -239,8 +236,7 @@ class StudyRuns:
         `ended` are the names of tasks whose jobs are over. None is submitted twice, however its job ended: an error,
         `scancel`, a lost node.
 
-        Raises:
-            StudyError: a method diverged at every learning rate, or some of `ended` are still pending.
+        Raises StudyError: a method diverged at every learning rate, or some of `ended` are still pending.
         """
         tasks = self._pending()
         if unfinished := [task for task in tasks if task.name in ended]:

@@ -132,10 +132,7 @@ def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_export(path: Path) -> Export:
-    """The export in a folder, or of the run in it.
-
-    Raises ConversionError: it is no export that can be combined; says why.
-    """
+    """The export in a folder, or of the run in it. Raises ConversionError: it cannot be combined; says why."""
     folder = path / HF_FOLDER if (path / RUN_FILE).exists() else path
     if not holds(EXPORT, folder):
         raise ConversionError(f"{folder}: holds no export; convert the run first: scale-cpt convert")
@@ -185,7 +182,6 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copies tokenizer, terms and settings, and the record of an extended vocabulary."""
     copy_base_files(folder, source, source)
     if (source / EXTENDED).exists():
         (folder / EXTENDED).write_bytes(read_inside(source, EXTENDED, ConversionError))

@@ -128,7 +128,7 @@ def _row_of_run(folder: Path, name: str) -> Row:
 
 
 def _check_same_base(runs: Sequence[Row]) -> None:
-    """Raises RunFolderError where two runs began with other figures of a corpus: distances from the base would lie."""
+    """Distances from the base would lie where two runs began with other figures of a corpus."""
     first: dict[tuple[str, str], tuple[Row, float]] = {}
     for run in runs:
         for corpus, figures in run.before.items():

@@ -47,7 +47,7 @@ class StudyRun:
         return self.folder / RUN_FILE
 
     def write(self) -> None:
-        """Writes the configuration into the run's folder. Raises as `check_same` once there are checkpoints."""
+        """Writes run.yaml. Raises as `check_same` once there are checkpoints."""
         if (self.folder / CHECKPOINTS).exists():
             self.check_same()
         write_run(self.config)
@@ -86,7 +86,7 @@ class StudyRun:
 
     @property
     def has_its_gate(self) -> bool:
-        """Whether the run has no gate, or one of these settings: others may be given to a finished run."""
+        """Whether its gate, if any, has these settings: others may be given to a finished run."""
         if self.config.gate is None:
             return True
         try:
@@ -112,7 +112,7 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Task:
-    """Some stages of slurm/cpt_korean.sh for one run; `ranks` is the number of processes on this machine."""
+    """Some stages of slurm/cpt_korean.sh for one run, in so many processes on this machine."""
 
     run: StudyRun
     stages: tuple[str, ...]
@@ -120,7 +120,6 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The run's name, and the stages where training is not among them."""
         return self.run.name if "train" in self.stages else f"{self.run.name}: {' '.join(self.stages)}"
 
 
@@ -150,7 +149,6 @@ class StudyRuns:
                 )
 
     def compared(self, method: str, learning_rate: float, seed: int) -> StudyRun:
-        """The run of a method at that learning rate, with that seed."""
         compared = self.study.methods[method]
         varied = {
             "method": compared.method.model_dump(mode="json", exclude_none=True),

@@ -21,10 +21,7 @@ Warp = Callable[[float], float]
 
 
 class Drawing:
-    """The parts of an SVG element, with all text escaped; `name` makes its ids unique on a page.
-
-    Without a title it is decoration, which screen readers skip.
-    """
+    """The parts of an SVG element, with all text escaped; `name` makes its ids unique on a page."""
 
     def __init__(self, width: float, height: float, name: str = "", title: str = "", description: str = "") -> None:
         self.width, self.height = width, height
@@ -35,12 +32,10 @@ class Drawing:
         self.parts.append(Markup(template).format(*values))
 
     def line(self, points: Sequence[Point], kind: str) -> None:
-        """A line of the style class `kind` through `points`; nothing where there are fewer than two."""
         if len(points) > 1:
             self._add('<path class="{}" d="M{}"/>', kind, "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
 
     def text(self, at: Point, text: str, kind: str, anchor: str = "start") -> None:
-        """A text with the start, middle or end of its baseline at a point."""
         self._add('<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>', kind, anchor, *at, text)
 
     def mark(self, at: Point, style: int, kind: str = "mark", size: float = 1.0, tooltip: str = "") -> None:
@@ -81,7 +76,7 @@ _SHAPES = [_polygon(corners, turn * math.pi, radius) for corners, turn, radius i
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to pixels from `start` to `end`; `ticks` are labelled by `words`.
+    """Maps values to pixels from `start` to `end`; `words` label ticks.
 
     `warp` is the scale's function, such as a logarithm; `low` and `high` are its results at the ends.
     """
@@ -141,22 +136,18 @@ def _multiples(low: float, high: float, most: float) -> list[float]:
 
 
 class Box(NamedTuple):
-    """A rectangle."""
-
     left: float
     top: float
     right: float
     bottom: float
 
     def overlap(self, other: Box) -> float:
-        """The area that both cover."""
         wide = min(self.right, other.right) - max(self.left, other.left)
         high = min(self.bottom, other.bottom) - max(self.top, other.top)
         return max(0.0, wide) * max(0.0, high)
 
 
 def around(point: Point, half: float) -> Box:
-    """The square about a point."""
     return Box(point[0] - half, point[1] - half, point[0] + half, point[1] + half)
 
 

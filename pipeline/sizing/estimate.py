@@ -76,7 +76,6 @@ class Estimate:
         return sum(traffic.sent_bytes for traffic in self.traffic) - self.between_bytes
 
     def fits(self, cluster: Cluster) -> bool:
-        """Whether it fits into the memory of a GPU."""
         return self.memory.total <= cluster.usable_bytes
 
 
@@ -95,23 +94,18 @@ class Estimator:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """The parameter counts of the run's model."""
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
             base = Decoder(replace(self.spec, new_rows=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
-        """FLOPs of the forward and backward pass, recomputation included."""
         with torch.device("meta"):
             model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
         return count_flops(model, self.config.data.sequence_length, self.config.data.kl_fraction)
 
     def estimate(self, choice: Choice) -> Estimate:
-        """The cost of the run on the layout `choice`.
-
-        Raises UserError: the model or the batch cannot be split this way.
-        """
+        """Raises UserError: the model or the batch cannot be split this way."""
         cluster, layout = self.cluster, Layout(self.cluster.gpus, choice.tp_size)
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
@@ -123,10 +117,7 @@ class Estimator:
         return Estimate(choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s)
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
-        """The memory of a GPU, and the bytes that are offloaded to its host: the quickest part of an estimate.
-
-        Raises UserError: the model cannot be split this way.
-        """
+        """The quickest part of an estimate: a GPU's memory, and bytes on its host. Raises UserError as `estimate`."""
         zero, costs = self._micro_batch(choice)
         dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
         return estimate_memory(costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous)
@@ -163,10 +154,10 @@ class Estimator:
 
 
 def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfig, cluster: Cluster) -> float:
-    """The time of a step, in seconds.
+    """Tensor-parallel messages block the computation, as Muon's do.
 
-    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with it where
-    `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after the update.
+    Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2
+    gathers after the update.
     """
 
     def seconds(*purposes: str) -> float:

@@ -85,7 +85,6 @@ class FlopsPerToken:
 
     @property
     def total(self) -> float:
-        """Matrix products and attention together."""
         return self.matrix + self.attention
 
 

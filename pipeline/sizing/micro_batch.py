@@ -69,7 +69,6 @@ class MicroBatchCosts:
 
     @property
     def trained(self) -> list[ParameterUse]:
-        """The parameters that train."""
         return [parameter for parameter in self.parameters if parameter.trained]
 
 
@@ -129,8 +128,7 @@ def _run(
 ) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
     """Runs a micro-batch of which `kl_rows` sequences are rehearsed.
 
-    Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
-    layers that run again for it.
+    Returns the bytes held; parameters of modules whose outputs have a gradient; frozen ones of layers that run again.
     """
     shape = config.schedule.micro_batch_size, config.data.sequence_length
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")

@@ -32,9 +32,10 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.vocabulary import learn_extension
 from pipeline.errors import ConversionError, DataError, OutputError
-from pipeline.files import file_hash, write_json, write_record
+from pipeline.files import write_json, write_record
 from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily
+from tests.data.helpers import contents
 from tests.programs import call
 from tests.tolerances import assert_near, rounding_of
 from tools import combine as combine_tool
@@ -237,18 +238,14 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
             model(tokens, **options)
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): file_hash(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 @torch.no_grad()
 def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tmp_path):
     folder, tokens = tmp_path / "served", prompts()[0]
     combine(folder, {"ko": exports["ko"]})
-    first, one = hashes(folder), load_hf_model(folder)(tokens).logits
+    first, one = contents(folder), load_hf_model(folder)(tokens).logits
     combine(folder, {name: exports[name] for name in ("law", "code", "pieces", "ko")})
-    changed = {name for name, value in hashes(folder).items() if first.get(name, value) != value}
-    assert changed == {"config.json", "README.md", "tokenizer.json"}
+    changed = {name for name, value in contents(folder).items() if first.get(name, value) != value}
+    assert changed == {"served/config.json", "served/README.md", "served/tokenizer.json"}
     only = CombinedForCausalLM.from_pretrained(folder, active=["ko"])
     assert only.names == ["ko", "pieces"] and only.active == ["ko"]  # new pieces too, as the tokenizer may give them
     assert torch.equal(only(tokens).logits[..., :BASE_TOKENS], one)
@@ -302,14 +299,14 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
 def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_path, error, changes):
     folder, other = tmp_path / "served", export(tmp_path / "other", "ko", **changes)
     combine(folder, {"pieces": exports["pieces"]})
-    before = hashes(folder)
+    before = contents(folder)
     with pytest.raises((ConversionError, DataError), match=error):
         combine(folder, {"pieces": exports["pieces"], "other": other})
-    assert hashes(folder) == before
+    assert contents(folder) == before
 
 
 def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, tmp_path, model):
-    before, other = hashes(combined), export(tmp_path / "other", "ko")
+    before, other = contents(combined), export(tmp_path / "other", "ko")
     described = json.loads((other / "tokenizer.json").read_text())
     described["model"]["merges"].pop()
     (other / "tokenizer.json").write_text(json.dumps(described))
@@ -323,7 +320,7 @@ def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, t
             combine(combined, runs)
     with pytest.raises(OutputError):
         combine(tmp_path, {"ko": exports["ko"]})
-    assert hashes(combined) == before
+    assert contents(combined) == before
     active = model.active
     for ask in (
         lambda: model.set_active(["nobody"]),

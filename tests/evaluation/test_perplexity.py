@@ -26,6 +26,7 @@ from pipeline.evaluation.perplexity import score_folder, windows
 from pipeline.model.attention import Documents
 from tests.bases import STORIES
 from tests.data.helpers import stories_tokenizer
+from tests.files import change_json
 from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories, own_decoder
 from tests.texts import REVIEWS_HELDOUT as KOREAN
@@ -151,8 +152,7 @@ def test_command_lines_that_are_refused():
 
 @pytest.fixture
 def folder(tmp_path):
-    shutil.copytree(STORIES, tmp_path / "model")
-    return tmp_path / "model"
+    return shutil.copytree(STORIES, tmp_path / "model")
 
 
 def refusal(folder) -> str | None:
@@ -163,10 +163,6 @@ def refusal(folder) -> str | None:
         assert str(error).startswith(str(folder)) and len(str(error).splitlines()) == 1 and len(str(error)) < 800
         return str(error)
     return None
-
-
-def change(file, **entries):
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
 CONFIGS = {
@@ -181,16 +177,16 @@ CONFIGS = {
 @pytest.mark.parametrize("expected", CONFIGS)
 def test_a_config_that_cannot_be_loaded_is_refused(folder, expected):
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    change(folder / "config.json", **CONFIGS[expected])
+    change_json(folder / "config.json", **CONFIGS[expected])
     assert expected in refusal(folder)
     assert not (folder / "ran").exists()
 
 
 def test_tokenizers_that_do_not_fit(folder):
     code = {"auto_map": {"AutoTokenizer": ["evil.E", None]}}
-    change(folder / "tokenizer_config.json", tokenizer_class="ChatGLMTokenizer", **code)
+    change_json(folder / "tokenizer_config.json", tokenizer_class="ChatGLMTokenizer", **code)
     assert refusal(folder) is None, "texts need no class of the tokenizer"
-    described = json.loads((folder / "tokenizer.json").read_text())
-    described["added_tokens"].append({**described["added_tokens"][0], "id": 600, "content": "cat", "special": False})
-    (folder / "tokenizer.json").write_text(json.dumps(described))
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    added.append({**added[0], "id": 600, "content": "cat", "special": False})
+    change_json(folder / "tokenizer.json", added_tokens=added)
     assert "gives the id" in refusal(folder)

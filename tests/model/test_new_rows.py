@@ -22,16 +22,7 @@ from pipeline.model.new_rows import NewRows
 from pipeline.model.output import OutputProjection
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import (
-    METHODS,
-    SEED,
-    balance_router,
-    plain_logits,
-    shake,
-    some_batch,
-    some_tokens,
-    trained_gradients,
-)
+from tests.widened import METHODS, SEED, balance_router, plain_logits, shake, some_batch, some_tokens, trained_gradients
 
 NEW = NewRows([[3], [5, 7], [5, 7, 96], [0, 1, 2, 3], [8, 8]])  # 5: divides over no number of ranks here
 

@@ -78,6 +78,7 @@ setup(
         "tqdm>=4.66",
         "jinja2>=3.1",
         "ninja>=1.11",
+        "shtab>=1.7,<2",
     ],
     extras_require={
         "clean": CLEAN,

@@ -41,9 +41,10 @@ PROGRAMS = {
     "report": "report",
     # many runs
     "study": "run_study",
-    # for scripts
+    # for scripts and shells
     "may-retry": "may_retry",
     "describe-config": "describe_config",
+    "completion": "completion",
 }
 """The program of each command: a file of tools/, or the module pipeline.train."""
 

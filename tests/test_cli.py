@@ -52,3 +52,13 @@ def test_the_effective_configuration_is_shown(tmp_path):
     assert parse_config(yaml.safe_load(shown), source="shown") == load_config(path, ["schedule.steps=20"])
     refused = scale_cpt("config", "show", path, "--set", "schedule.step=20")
     assert refused.returncode == CONFIG_ERROR and "did you mean steps?" in refused.stderr
+
+
+def test_completion_knows_commands_and_options():
+    pytest.importorskip("shtab")
+    for shell, syntax in (("bash", ["bash", "-n"]), ("zsh", None)):
+        script = scale_cpt("completion", shell).stdout
+        for word in ("tokenize", "inspect-data", "--max-bad-fraction", "--ranks"):
+            assert word in script, (shell, word)
+        if syntax:
+            subprocess.run(syntax, input=script, text=True, check=True)

@@ -23,7 +23,7 @@ from pipeline.hub import model_folder
 def run_program(
     add_options: Callable[[argparse.ArgumentParser], None], main: Callable[[argparse.Namespace], int | None], text: str
 ) -> None:
-    """Runs a module as a program, such as `pipeline.train` on a rank; `text`, its docstring, is the help."""
+    """Runs a program by itself, a file of tools/ or `pipeline.train` on a rank; `text`, its docstring, is the help."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     run_parsed(main, parser.parse_args())

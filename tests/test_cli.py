@@ -31,6 +31,12 @@ def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
         assert capsys.readouterr().out.startswith(f"usage: scale-cpt {command} ")
 
 
+def test_a_program_runs_as_a_file_too():
+    program = shipped() / "tools" / "status.py"
+    done = subprocess.run([sys.executable, str(program), "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: {program.name} ")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from pipeline.command_line import add_run, positive
+from pipeline.command_line import add_run, positive, run_program
 from pipeline.config.run import load_config
 from pipeline.data.corpora import cleaned_folder, named_inputs
 from pipeline.data.units import named_files
@@ -62,3 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="clean a sample of 1 %% only, and say what all will leave and take")
     add("--slurm", metavar="PARTITION", help="submit the next corpus as job arrays; given again, finish it")
     add("--time", default="24:00:00", help="limit of a task of these (default: 24:00:00)")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pipeline import command_line
 from pipeline.errors import ConfigError
 
 
@@ -36,3 +37,7 @@ def main(arguments: argparse.Namespace) -> None:
     from pipeline.conversion.combine import combine
 
     combine(arguments.folder, runs)
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 
+from pipeline import command_line
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=["bash", "zsh"])
@@ -21,3 +23,7 @@ def main(arguments: argparse.Namespace) -> None:
     from pipeline.cli import build_parser
 
     print(shtab.complete(build_parser(), arguments.shell))
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

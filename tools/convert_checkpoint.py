@@ -77,3 +77,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     )
     is_new = convert(conversion, make_probe)
     logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from pipeline import command_line
 from pipeline.config.run import RunConfig
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
@@ -105,3 +106,7 @@ def _type(annotation: Any) -> str:  # noqa: ANN401
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     return "one section a name" if origin is dict else _WORDS.get(annotation, str(annotation))
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

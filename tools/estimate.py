@@ -31,3 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     text, recommended = report(open_estimator(config, cluster, base_config=arguments.base_config))
     print(text)
     return 0 if recommended else 1
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import orjson
 
-from pipeline.command_line import add_run, folder_or_hub, positive
+from pipeline.command_line import add_run, folder_or_hub, positive, run_program
 from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
@@ -117,3 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--chat-template", action="store_true", help="ask as a user does, framed by the tokenizer's chat template")
     add = parser.add_argument_group("chats").add_argument
     add("--max-answer-tokens", type=positive, default=256, help="where an answer that does not end is cut (256)")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import add_overwrite_option, folder_or_hub, mebibytes, positive
+from pipeline.command_line import add_overwrite_option, folder_or_hub, mebibytes, positive, run_program
 from pipeline.data.corpora import is_heldout
 from pipeline.data.merges import ROW_BITS
 from pipeline.data.units import texts
@@ -80,3 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of that sample (default: 0)")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
     add("--report-on", nargs="*", default=[], metavar="NAME=FILE", help="more texts for the table")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

@@ -34,3 +34,7 @@ def main(arguments: argparse.Namespace) -> None:
     facts = describe_checkpoint(folder, arguments.base)
     text = json.dumps(facts, indent=2) if arguments.json else yaml.safe_dump(facts, sort_keys=False)
     print(text.rstrip("\n"))
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

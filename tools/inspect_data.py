@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.command_line import folder_or_hub
+from pipeline.command_line import folder_or_hub, run_program
 from pipeline.data.blend import Permutation
 from pipeline.data.jobs import QUARANTINE, STATE, check_finished
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BYTES, Manifest, TokenCorpus, load_manifest
@@ -95,3 +95,7 @@ def _print_documents(corpus: TokenCorpus, tokenizer: Tokenizer, options: argpars
         text = tokenizer.decode(shard.document(document))
         shown = text[: options.characters] + "…" * (len(text) > options.characters)
         print(f"\n--- {shard.prefix.name}, document {document} ---\n{shown}")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

@@ -35,3 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     print(decision.why)
     return 0 if decision.again else NO
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

@@ -12,6 +12,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from pipeline import command_line
 from pipeline.files import SHIPPED, published_folder, shipped
 
 
@@ -25,3 +26,7 @@ def main(arguments: argparse.Namespace) -> None:
         for name in SHIPPED:
             shutil.copytree(shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__"))
     print(f"made {folder} with {', '.join(SHIPPED)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml")
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

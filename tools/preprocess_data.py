@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import log
-from pipeline.command_line import add_run, folder_or_hub, positive, share
+from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
 from pipeline.config.data import Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
@@ -107,3 +107,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--reference-only", action="store_true", help="do not use gigatoken: encode with the reference library")
     add("--mpi", action="store_true", help="this is a rank of an MPI job (srun, mpirun), and does its share")
     add("--unit-mib", type=float, help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pipeline import command_line
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of studies or runs")
@@ -35,3 +37,7 @@ def main(arguments: argparse.Namespace) -> None:
         for figure in figures_of(group(runs)):
             write_text(arguments.svg / f"{figure.name}.svg", svg_file(figure.draw(WIDE)))
             print(arguments.svg / f"{figure.name}.svg")
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

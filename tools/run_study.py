@@ -39,3 +39,7 @@ def main(arguments: argparse.Namespace) -> None:
     folder = runs.study.folder
     print(summarise(runs))
     logger.info("wrote %s/summary.json; as a page: scale-cpt report %s --output %s/report.html", folder, folder, folder)
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

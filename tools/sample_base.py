@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import add_run, folder_or_hub, positive, share
+from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
 from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
 from pipeline.config.run import load_config
@@ -71,3 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--thinking", action=argparse.BooleanOptionalAction, help="whether the base thinks before it answers")
     add("--system-prompts", nargs="+", default=[], metavar="TEXT", help="one is drawn for each message")
     add("--seed", type=int, default=0, help="of the text (default: 0)")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

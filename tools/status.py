@@ -14,6 +14,7 @@ from pathlib import Path
 
 import orjson
 
+from pipeline import command_line
 from pipeline.run_folder.status import as_lines, as_text, read_status, runs_in
 
 
@@ -28,3 +29,7 @@ def main(arguments: argparse.Namespace) -> None:
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
     else:
         print(as_lines(found) if isinstance(found, list) else as_text(found))
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.command_line import mebibytes
+from pipeline.command_line import mebibytes, run_program
 from pipeline.data.tokenizer import fertility, load_tokenizer
 from pipeline.data.units import texts
 from pipeline.files import write_text
@@ -43,3 +43,7 @@ def main(options: argparse.Namespace) -> None:
         for name, file in reports.items():
             found = fertility(tokenizer, texts([file], text_key=options.text_key))
             print(f"{str(path)[-40:]:40} {name:12} {found.tokens_per_character:17.4f} {found.tokens_per_byte:12.4f}")
+
+
+if __name__ == "__main__":
+    run_program(add_options, main, __doc__)

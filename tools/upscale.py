@@ -54,3 +54,7 @@ def _upscale(config: RunConfig) -> None:
     check_against_transformers(base)
     upscale(config.method, base, output, config.seed)
     logger.info("wrote the initial expansion to %s", output)
+
+
+if __name__ == "__main__":
+    command_line.run_program(add_options, main, __doc__)

@@ -5,7 +5,7 @@ Of the held-out documents the hashes are kept in memory, eight bytes each, of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
@@ -34,7 +34,7 @@ class _Compared(Work):
     heldout: tuple[Path, ...]
 
 
-def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, share: Share) -> Iterator[object]:
+def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, share: Share) -> None:
     """Compares the shards that a job has `written` with those of the parts that they are to be apart from.
 
     Each shard is given with the file that its documents come from. Parts that are not made yet are compared later.
@@ -57,7 +57,8 @@ def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, s
         for shard, source in training.items()
     ]
     compare = partial(_compare, job)
-    yield from run_units(state, UnitPart, compare, units, workers, share, what="comparing", measured_in=" shards")
+    for _ in run_units(state, UnitPart, compare, units, workers, share, what="comparing", measured_in=" shards"):
+        pass
 
 
 def _compare(job: Job, shard: _Compared) -> UnitPart:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -105,7 +105,6 @@ def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
 
 
 def joined(ids: Sequence[Sequence[int]]) -> Encoded:
-    """The ids of several texts as Encoded."""
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
     return Encoded(np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(lengths.sum())), lengths)
 
@@ -189,15 +188,21 @@ class Fertility(NamedTuple):
     tokens_per_byte: float
 
 
-def fertility(tokenizer: Tokenizer, documents: Iterator[str]) -> Fertility:
-    """How many tokens `tokenizer` makes of `documents`."""
+def fertility(tokenizer: Tokenizer, documents: Iterable[str]) -> Fertility:
     encoder = tokenizer.fast or tokenizer.reference
     characters = size = tokens = 0
-    while batch := list(islice(documents, _BATCH)):
+    for batch in batches(documents):
         characters += sum(map(len, batch))
         size += sum(len(text.encode()) for text in batch)
         tokens += len(encoder.encode(batch).ids)
     return Fertility(tokens, tokens / max(characters, 1), tokens / max(size, 1))
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts, so many at a time as are encoded together."""
+    remaining = iter(texts)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch
 
 
 @lru_cache(maxsize=1)

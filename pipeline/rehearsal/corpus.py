@@ -108,8 +108,7 @@ def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, sp
 def plan_of(job: SamplingJob) -> Plan:
     """Opens everything that `job` reads, and describes it.
 
-    Raises:
-        UserError: the base, its tokenizer or the openings cannot be used, or do not fit the settings.
+    Raises UserError where the base, its tokenizer or the openings cannot be used, or do not fit the settings.
     """
     base = open_base(job.base)
     tokenizer = load_tokenizer(job.base)
@@ -150,9 +149,7 @@ def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share =
     """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
     Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one corpus together.
-
-    Raises:
-        UserError: the openings cannot be used, or the folder holds another corpus.
+    Raises UserError where the openings cannot be used, or the folder holds another corpus.
     """
 
     def make(state: Path) -> Manifest:
@@ -181,7 +178,6 @@ def default_workers(base: Path) -> int:
 
 
 def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
-    """Writes one unit and publishes its shard."""
     device = f"cuda:{worker_number() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     sampling = plan.sampling
     assert sampling is not None  # of plan_of

@@ -33,8 +33,7 @@ def write_openings(
     With `messages_key` the files hold chats: an opening is what precedes an answer, one for each message of the
     assistant, with all earlier turns. Openings of more than `longest` ids are left out.
 
-    Raises:
-        DataError: the files hold no opening that can be used, or the tokenizer has no chat template.
+    Raises DataError where the files hold no opening that can be used, or the tokenizer has no chat template.
     """
     tokenizer = load_tokenizer(base)
     template = None

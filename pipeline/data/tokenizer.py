@@ -54,21 +54,17 @@ class Encoded(NamedTuple):
     lengths: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
 class HuggingFaceEncoder:
     """The reference: the `tokenizers` library."""
 
+    library: tokenizers.Tokenizer
     name = "tokenizers"
-
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
-        self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         with faults_of_library("the tokenizer cannot encode a text", DataError):
-            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return joined([encoding.ids for encoding in encodings])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(ids, skip_special_tokens=False))
 
 
 class GigatokenEncoder:
@@ -144,7 +140,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of `ids`, including special tokens if the library shows them."""
-        return self.reference.decode([int(token) for token in ids])
+        return str(self.reference.library.decode([int(token) for token in ids], skip_special_tokens=False))
 
 
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:

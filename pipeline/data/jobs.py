@@ -136,7 +136,7 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
 
     Raises DataError where it is another corpus than that of `plan`, was begun as another one, or is damaged.
     """
-    found = load_manifest(output) if (output / MANIFEST).exists() else read_plan(output)
+    found = begun(output)
     if found is not None:
         _check_same(output, plan, found)
     folders = _folders(output, plan)
@@ -147,8 +147,10 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
     return found
 
 
-def read_plan(output: Path) -> Plan | None:
-    """The plan that the unfinished corpus in `output` was begun for; None where none was."""
+def begun(output: Path) -> Manifest | Plan | None:
+    """The manifest of the corpus in `output`, of an unfinished one its plan; None where none was begun."""
+    if (output / MANIFEST).exists():
+        return load_manifest(output)
     try:
         return read_record(output / STATE / _PLAN, Plan, DataError, f"remove {output} to start again")
     except FileNotFoundError:

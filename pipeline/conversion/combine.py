@@ -154,12 +154,8 @@ def open_export(path: Path) -> Export:
 def combine(folder: Path, runs: Mapping[str, Path]) -> None:
     """Writes a folder of the base and of the exports of `runs`, by the names that their expansions get there.
 
-    It appears, in place of an earlier combination, when each of them has been verified.
-
-    Raises:
-        ConversionError: an export cannot be combined, or is of another base; a name is none; what was written computes
-            something else than the export.
-        OutputError: `folder` holds something else.
+    It appears, in place of an earlier combination, when each of them has been verified. Raises ConversionError,
+    OutputError.
     """
     if bad := [name for name in runs if not NAME.fullmatch(name)]:
         raise ConversionError(f"{bad[0]}: expected a name of ASCII letters, digits, - or _")

@@ -102,8 +102,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     Returns False, and writes nothing, if an equal request has already made it, with this version's code.
 
     Raises:
-        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
-            gate that is not fitted for this checkpoint.
+        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
         OutputError: the output holds something else.
         ConversionError: the format cannot express the model, or what was written differs from it.
     """

@@ -158,9 +158,7 @@ class TrainedModel:
 def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     """Opens a checkpoint folder and the base that it was trained on.
 
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, or does not fit the base's architecture.
-        BaseModelError: the base is missing, damaged, or another one than the checkpoint's.
+    Raises CheckpointError, BaseModelError: one is missing or damaged, or they do not fit together.
     """
     manifest = load_manifest(checkpoint)
     base = open_base(base_path)

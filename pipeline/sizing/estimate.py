@@ -52,10 +52,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run costs on one layout: the memory of a GPU, the traffic and the time of a step.
-
-    `host_bytes` are offloaded to the host's memory, per GPU.
-    """
+    """What a run costs on one layout: a GPU's memory, its part of the host's, and a step's traffic and time."""
 
     choice: Choice
     memory: Memory
@@ -174,11 +171,7 @@ def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfi
 def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | None = None) -> Estimator:
     """Reads the run's base and DeepSpeed file. `base_config` is the base's config.json, if its folder is missing.
 
-    Raises:
-        ConfigError: the DeepSpeed file is invalid for the layout or the run.
-        BaseModelError: neither the base's folder nor `base_config` exists.
-        LayoutError: the number of GPUs does not divide by the tensor-parallel size.
-        DataError: the extended vocabulary is missing, or of another base.
+    Raises ConfigError, LayoutError, BaseModelError, DataError: the layout is impossible, or a file missing or wrong.
     """
     source = base_config or config.base
     if not source.exists():

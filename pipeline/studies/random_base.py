@@ -33,10 +33,8 @@ _logger = log.get_logger(__name__)
 def make_random_base(wanted: RandomBase, folder: Path) -> None:
     """Writes the base into `folder`, unless it exists.
 
-    Raises:
-        OutputError, ConfigError: the folder holds something else, or a base that was made of something else.
-        BaseModelError: the architecture is not supported.
-        DataError: the tokenizer cannot be read, or cannot be trained on these texts.
+    Raises OutputError, ConfigError: the folder holds something else, or a base that was made of something else.
+    Raises BaseModelError, DataError: the architecture is not supported; no tokenizer can be read or trained.
     """
     spec, made_of = read_spec(wanted.architecture), wanted.model_dump(mode="json")
     if (path := folder / _MADE_OF).exists():

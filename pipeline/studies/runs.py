@@ -167,9 +167,7 @@ class StudyRuns:
     def check(self) -> None:
         """Checks every method against the base, if that exists yet, and looks for all texts, before the first run.
 
-        Raises:
-            ConfigError: the base cannot be trained by one of the methods.
-            DataError: a file that is yet to be tokenized is missing, empty, or of an unknown format.
+        Raises ConfigError, DataError: one of the methods cannot train the base; a file cannot be read.
         """
         for name, run in self._first.items() if self.base.exists() else ():
             try:

@@ -52,7 +52,7 @@ def style_class(style: int) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """An estimate of the width of a text; the reader's fonts are not known."""
+    """An estimate; the reader's fonts are not known."""
     return size * sum(1.0 if ord(letter) > 0x1100 else 0.58 for letter in text)
 
 
@@ -159,10 +159,7 @@ _DIRECTIONS = ((1.0, 0.0), (-1.0, 0.0), (0.8, -0.8), (0.8, 0.8), (-0.8, -0.8), (
 def place_labels(
     points: Sequence[Point], widths: Sequence[float], height: float, taken: Sequence[Box], room: Box
 ) -> list[Box | None]:
-    """A box for each point's label: near it, within `room`, and if possible not over `taken`.
-
-    None where it would cover the label of an earlier point.
-    """
+    """A box for each label: near its point, in `room`, rather not over `taken`; None where it would cover another's."""
     boxes: list[Box | None] = []
     marks = [around(point, 8) for point in points]
     for (x, y), width in zip(points, widths, strict=True):

@@ -136,7 +136,7 @@ class Series(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Lines over steps. The y axis is logarithmic, or of shares from 0 to 1."""
+    """Lines over steps; the y axis is logarithmic, or of shares from 0 to 1."""
 
     heading: str
     series: Sequence[Series]

@@ -271,10 +271,6 @@ class RecordingGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
         self._record("reduce-scatter", given)
 
-    # Their names before torch 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-
     def _record(self, collective: str, *tensors: Tensor) -> None:
         self._payload_bytes[self.size(), collective] += sum(tensor.nbytes for tensor in tensors)
 

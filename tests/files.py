@@ -1,10 +1,14 @@
-"""Changes to files that a program wrote: other settings, and damage."""
+"""Files that a program wrote: reading them, giving them other settings, and damage."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+
+def read_jsonl(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_bytes().splitlines()]
 
 
 def change_json(file: Path, **entries: Any) -> None:

@@ -171,7 +171,7 @@ def test_neither_a_folder_of_that_name_nor_its_code_is_taken(tmp_path, monkeypat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_dry_run_downloads_nothing(dataset, tokens, tmp_path):
+def test_a_dry_run_downloads_nothing(dataset, tmp_path):
     path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"])
     assert faults_of(Inputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

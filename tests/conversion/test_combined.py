@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zlib
 from collections import Counter
 from dataclasses import asdict
@@ -19,7 +16,6 @@ from safetensors.torch import load_file
 from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import EXPORT
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.remote_code.modeling_scale_combined import (
     LARGEST_MARGIN,
@@ -34,7 +30,7 @@ from pipeline.data.vocabulary import learn_extension
 from pipeline.errors import ConversionError, DataError, OutputError
 from pipeline.files import write_json, write_record
 from pipeline.model.spec import MixtureSpec
-from tests.conversion.checkpoints import generate_greedily
+from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
 from tests.programs import call
 from tests.tolerances import assert_near, rounding_of
@@ -60,12 +56,8 @@ TEXTS = {"pieces": "나는 너를 나의 나라에서 너의 나비로 보았다
 def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
     """An export with random weights. Those of its base depend on `base` alone, the others on `name`."""
     settings, width, heads = EXPANSIONS[name]
-    rotary = {"frequencies": [1.0, 0.1, 0.01, 0.001], "long_frequencies": None, "context": None}
-    config = ScaleConfig(
-        num_hidden_layers=LAYERS,
+    config = scale_config(
         base_vocab_size=BASE_TOKENS,
-        rotary=[rotary | {"attention_factor": 1.0}],
-        layer_rotary=[0] * LAYERS,
         expansion_hidden_size=width,
         expansion_num_attention_heads=heads,
         expansion_num_key_value_heads=heads,
@@ -332,9 +324,6 @@ def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, t
 
 
 PROGRAM = """
-import sys
-for name in ("pipeline", "deepspeed", "orjson", "pydantic"):
-    sys.modules[name] = None  # importing it is an error
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, active=["ko"])
@@ -346,7 +335,5 @@ model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
 def test_the_folder_is_a_model_without_this_project(exports, tmp_path):
     folder = tmp_path / "served"
     call(combine_tool, folder, f"ko={exports['ko']}", f"pieces={exports['pieces']}")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
-    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    ran = without_this_project(PROGRAM, folder, tmp_path)
     assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, ran.stderr

@@ -24,13 +24,15 @@ from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.evaluation import perplexity
 from pipeline.evaluation.perplexity import score_folder, windows
 from pipeline.model.attention import Documents
+from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.data.helpers import stories_tokenizer
 from tests.files import change_json
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import copied_stories, own_decoder
+from tests.rehearsal.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT as KOREAN
 from tests.texts import STORIES_HELDOUT as ENGLISH
+from tests.widened import unwidened
 
 
 def documents(file: Path, count: int) -> list[str]:
@@ -92,7 +94,7 @@ def test_a_document_is_scored_as_it_is_trained(has_start, tmp_path):
     starts = 1 + np.cumsum([0, *map(len, framed)])[:-1] - (not has_start)
     sample = pack(window, starts, len(window) + 2, padding=0, begins_with_end=not has_start)
     tokens, targets, positions, ids, _ = (torch.from_numpy(tensor)[None] for tensor in sample)
-    nll = own_decoder(base)(tokens, targets, positions, Documents.of(ids)).nll.detach()
+    nll = unwidened(open_base(base))(tokens, targets, positions, Documents.of(ids)).nll.detach()
     is_text = (targets != IGNORED) & (targets != tokenizer.document_end[-1])
     found = score_folder(base, {"x": chosen})["x"]
     assert found.tokens == int(is_text.sum()) == sum(map(len, encoded))

@@ -13,7 +13,6 @@ from pipeline.config.data import Sampling
 from pipeline.data.token_corpus import Manifest, TokenCorpus
 from pipeline.data.workers import local_workers
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import load_base, open_base
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
 from tests.bases import STORIES, copy_tokenizer, save_base
 from tests.files import change_json
@@ -37,14 +36,6 @@ def random_base(name: str, folder: Path) -> Path:
     if name == "stories260K":
         return STORIES
     return copy_tokenizer(save_base(name, folder, vocab_size=ROWS))
-
-
-def own_decoder(base: Path) -> Decoder:
-    """The base as this project trains it."""
-    folder = open_base(base)
-    decoder = Decoder(folder.spec)
-    load_base(decoder, folder)
-    return decoder
 
 
 def known_logits(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:

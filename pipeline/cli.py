@@ -80,7 +80,6 @@ def build_parser(commands: Collection[str] = PROGRAMS.keys()) -> argparse.Argume
 
 
 def load(program: str) -> ModuleType:
-    """The module of a program."""
     spec = spec_from_file_location(f"scale_cpt_{program}", _path_of(program))
     assert spec is not None and spec.loader is not None  # a Python file has both
     module = module_from_spec(spec)

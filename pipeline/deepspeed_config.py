@@ -70,7 +70,6 @@ class DeepSpeedConfig:
 
     @property
     def zero(self) -> dict[str, Any]:
-        """The section `zero_optimization`."""
         zero: dict[str, Any] = self.values["zero_optimization"]
         return zero
 
@@ -141,8 +140,7 @@ class DeepSpeedConfig:
 def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
     """How many micro-batches each rank accumulates for one optimizer step.
 
-    Raises:
-        LayoutError: the global batch does not consist of whole micro-batches; names the nearest sizes that do.
+    Raises LayoutError, with the nearest sizes that do, where the global batch does not consist of whole micro-batches.
     """
     batch, at_once = schedule.global_batch_size, schedule.micro_batch_size * dp_size
     if batch % at_once:
@@ -158,8 +156,7 @@ def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
 def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
     """Reads and checks the JSON file at `path` for a run on `layout`; outside a checkout also one of the package's own.
 
-    Raises:
-        ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has settings that do not work.
+    Raises ConfigError where it is missing, no JSON, sets what the run configuration sets, or what does not work.
     """
     try:
         found = path if path.exists() else shipped() / path

@@ -106,23 +106,18 @@ def first_fault(error: ValidationError) -> str:
     return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"
 
 
-def path_inside(folder: Path, name: str, error: type[UserError]) -> Path:
-    """Where the file `name` of `folder`, which someone else made and which is to be passed on, really lies.
+def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
+    """The content of the file `name` of `folder`, which someone else made and which is to be passed on.
 
-    Raises `error` for a link to a file elsewhere. Links into the blobs of a download by huggingface_hub, of which its
-    snapshots consist, are followed.
+    Raises as `read_bytes`, and `error` for a link to a file elsewhere. Links into the blobs of a download by
+    huggingface_hub, of which its snapshots consist, are followed.
     """
     path = folder / name
     found, home = path.resolve(), folder.resolve()
     allowed = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
     if not any(found.is_relative_to(place) for place in allowed):
         raise error(f"{path}: links to {found}, outside its folder; put a copy of the file there")
-    return found
-
-
-def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
-    """The content of a file at `path_inside`; raises also as `read_bytes`."""
-    return read_bytes(path_inside(folder, name, error), error)
+    return read_bytes(found, error)
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
@@ -158,11 +153,9 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
             os.fsync(file.fileno())
         unfinished.replace(path)
     except IsADirectoryError:
-        unfinished.unlink(missing_ok=True)
         raise UserError(f"{path}: expected a file, found a folder; move it away and start again") from None
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    finally:
+        unfinished.unlink(missing_ok=True)  # of a block that failed
     sync(path.parent)
 
 
@@ -172,7 +165,6 @@ def is_plain_name(name: str) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path`, in UTF-8."""
     with published_file(path) as file:
         file.write(text.encode())
 
@@ -231,7 +223,8 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
     Raises as `check_replaceable`.
     """
     path = Path(os.path.realpath(path))
-    finish_replacement(path)
+    if _aside(path).exists() and not path.exists():  # a program that replaced it ended before the new one was there
+        _aside(path).rename(path)
     check_replaceable(path, kind, overwrite=overwrite)
     # Processes of several machines may write the same folder at the same time.
     own = f".{path.name}.{socket.gethostname()}."
@@ -261,12 +254,6 @@ def replace_directory(new: Path, path: Path) -> Path:
     new.rename(path)
     sync(path.parent)
     return replaced
-
-
-def finish_replacement(path: Path) -> None:
-    """Brings back the folder `path` if a program that replaced it ended between taking it away and putting the new."""
-    if _aside(path).exists() and not path.exists():
-        _aside(path).rename(path)
 
 
 def _aside(path: Path) -> Path:

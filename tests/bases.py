@@ -38,6 +38,7 @@ from transformers import (
 from transformers.utils import logging
 
 from pipeline.model.from_hf import hf_config, loading_options
+from tests.files import change_json
 
 logging.disable_progress_bar()
 
@@ -210,8 +211,14 @@ def save_base(name: str, folder: Path, **changes: Any) -> Path:
     if model.config.hidden_size % model.config.num_attention_heads:  # transformers runs such a model, and saves none
         model.config.hidden_size = model.config.num_attention_heads
     model.save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"hidden_size": values["hidden_size"]}))
+    change_json(folder / "config.json", hidden_size=values["hidden_size"])
+    return folder
+
+
+def copy_tokenizer(folder: Path) -> Path:
+    """Gives the folder stories260K's tokenizer."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(STORIES / file, folder)
     return folder
 
 

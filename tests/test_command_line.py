@@ -11,14 +11,7 @@ import sys
 import pytest
 
 from pipeline.command_line import run
-from pipeline.errors import (
-    INTERNAL_FAULT,
-    PASSING_FAULT,
-    USER_ERROR,
-    DataError,
-    StudyError,
-    worth_another_attempt,
-)
+from pipeline.errors import INTERNAL_FAULT, PASSING_FAULT, USER_ERROR, DataError, StudyError, worth_another_attempt
 
 CODES = {
     USER_ERROR: ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP"),

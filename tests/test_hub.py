@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from pipeline.checks.door import begin, faults_of
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
-from pipeline.data.hub_datasets import dataset_files, is_downloaded
+from pipeline.data.hub_datasets import dataset_files, downloaded_files
 from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import model_folder, source_of
 from pipeline.sizing.cluster import Cluster
@@ -133,7 +133,7 @@ def test_a_dataset_is_downloaded_once_and_read_in_order(dataset, tmp_path):
     assert files[0].parent.name == COMMIT
     assert tokenize(tmp_path / "tokens", DATASET).documents == 150
     files[0].unlink()
-    assert not is_downloaded(DATASET)
+    assert downloaded_files(DATASET) is None
 
 
 def test_some_files_of_a_split_of_a_revision(dataset, tmp_path):
@@ -171,7 +171,7 @@ def test_neither_a_folder_of_that_name_nor_its_code_is_taken(tmp_path, monkeypat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_dry_run_downloads_nothing(dataset, tokens, tmp_path):
+def test_a_dry_run_downloads_nothing(dataset, tmp_path):
     path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"])
     assert faults_of(Inputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

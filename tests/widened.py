@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,10 @@ def unwidened(base: BaseFolder, tp: TensorParallel = SINGLE) -> Decoder:
 
 
 @torch.no_grad()
-def shake(model: Decoder, noise: float, seed: int = 0) -> None:
+def shake(model: Decoder, noise: float) -> None:
     """Adds the same noise to every trained parameter, however the model is split."""
     for name, parameter in named_trained_parameters(model):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"0:{name}".encode()))
         full = noise * torch.randn(full_shape_of(parameter), generator=generator)
         parameter.add_(split(full, partition_of(parameter), model.tp.rank, model.tp.size))
 
@@ -170,6 +171,19 @@ def trained_gradients(model: Decoder) -> dict[str, Tensor]:
     missing = [name for name, gradient in gradients.items() if gradient is None]
     assert not missing, f"no gradient: {missing}"
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[dict[int, Tensor]]:
+    """Collects what autograd keeps for the backward pass: one tensor for each storage, by its address."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
 
 
 class Watched(TorchDispatchMode):

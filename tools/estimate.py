@@ -25,8 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
         raise ConfigError("--gpus: give the number of GPUs")
-    from pipeline.sizing.estimate import open_estimator  # here, so that --help does not import torch
-    from pipeline.sizing.table import report
+    from pipeline.sizing.estimate import open_estimator, report  # here, so that --help does not import torch
 
     config, cluster = load_config(arguments.run, arguments.set, base="described"), cluster_of(arguments)
     text, recommended = report(open_estimator(config, cluster, base_config=arguments.base_config))

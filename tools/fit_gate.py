@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline import command_line, log
-from pipeline.config.run import RunConfig, load_config
+from pipeline.config.run import load_config
 from pipeline.run_folder.attempts import stage_of
 from pipeline.run_folder.run_file import write_run
 
@@ -29,18 +29,14 @@ def main(arguments: argparse.Namespace) -> None:
         logger.info("the configuration has no section gate: nothing to fit")
         return
     with stage_of(config, "gate", alone=True):
-        _fit(config)
+        # Imported after the configuration is checked: a mistake in it is reported at once.
+        from pipeline.gating.fit_run import as_text, fit_gate
+        from pipeline.scale.gate_folder import GATE_FOLDER
 
-
-def _fit(config: RunConfig) -> None:
-    # Imported after the configuration is checked: a mistake in it is reported at once.
-    from pipeline.gating.fit_run import as_text, fit_gate
-    from pipeline.scale.gate_folder import GATE_FOLDER
-
-    record, is_new = fit_gate(config)
-    write_run(config)  # a gate may be added to a finished run, and is exported with it
-    print(as_text(record))
-    logger.info("%s %s", config.folder / GATE_FOLDER, "is written" if is_new else "is already fitted")
+        record, is_new = fit_gate(config)
+        write_run(config)  # a gate may be added to a finished run, and is exported with it
+        print(as_text(record))
+        logger.info("%s %s", config.folder / GATE_FOLDER, "is written" if is_new else "is already fitted")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ ROLLED_BACK = ".rolled_back"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The number of steps in a checkpoint's name."""
     step = step_in(checkpoint.name)
     assert step is not None, checkpoint
     return step

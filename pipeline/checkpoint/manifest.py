@@ -74,7 +74,6 @@ class Position(_Record):
     recent: tuple[StepRecord, ...] = ()
 
     def changed(self, **changes: object) -> Position:
-        """A copy with some attributes replaced."""
         return self.model_copy(update=changes)
 
     def skipping(self, *steps: int) -> Position:
@@ -146,12 +145,10 @@ class Manifest(_Record):
     files: dict[str, FileRecord]
 
     def save(self, folder: Path) -> None:
-        """Writes the manifest into `folder`."""
         write_json(folder / MANIFEST_FILE, self.model_dump(mode="json"))
 
 
 def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_fingerprint: str) -> RunRecord:
-    """The record of a run, for its checkpoints."""
     return RunRecord(
         name=config.name,
         base=BaseRecord(path=str(config.base), hashes=base.hashes, hub=source_of(config.base)),
@@ -169,7 +166,6 @@ def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_
 
 
 def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> LayoutRecord:
-    """The record of a parallel layout."""
     return LayoutRecord(
         world_size=layout.world_size,
         tp_size=layout.tp_size,

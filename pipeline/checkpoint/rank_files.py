@@ -56,7 +56,6 @@ class RankState(NamedTuple):
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """The file of a rank in a checkpoint."""
     return folder / f"rank_{rank:05d}.safetensors"
 
 

@@ -47,12 +47,10 @@ class Allocation:
 
     @property
     def is_first_on_node(self) -> bool:
-        """Whether this rank is the first of its node."""
         return dist.get_rank() in self.first_ranks
 
     @property
     def ranks_here(self) -> int:
-        """How many ranks share this one's node."""
         return self.nodes.count(self.nodes[dist.get_rank()])
 
     def estimator(self) -> Estimator:

@@ -78,7 +78,6 @@ class Inputs:
 
     @cached_property
     def deepspeed_config(self) -> DeepSpeedConfig:
-        """DeepSpeed's configuration."""
         return deepspeed_config_of(self.config, self.layout)
 
     @cached_property
@@ -101,12 +100,10 @@ class Inputs:
 
     @cached_property
     def method(self) -> TrainingMethod:
-        """What trains."""
         return training_method(self.config)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer."""
         if not self.config.tokenizer.exists():
             self.base  # noqa: B018  # its fault is that of the tokenizer, which is missing with it
         return load_tokenizer(self.config.tokenizer)

@@ -142,7 +142,6 @@ def _times(config: RunConfig, every_steps: int) -> int:
 
 
 def _stages(config: RunConfig) -> Iterator[str]:
-    """The stages of the run, in order."""
     sampled = any(corpus.sample is not None for corpus in config.data.corpora.values())
     wanted = {"sample": sampled, "upscale": isinstance(config.method, ScaleMethod), "gate": config.gate is not None}
     stages = ("tokenize", "sample", "upscale", "train", "gate", "convert", "evaluate")

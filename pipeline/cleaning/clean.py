@@ -29,13 +29,7 @@ from pipeline.data.text_streams import likely_encoding
 from pipeline.data.units import input_files, named_files, sampled_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line
-from pipeline.files import (
-    FolderKind,
-    check_replaceable,
-    read_record,
-    replace_directory,
-    write_record,
-)
+from pipeline.files import FolderKind, check_replaceable, read_record, replace_directory, write_record
 
 _FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
 _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
@@ -62,7 +56,6 @@ class CleanedText(Plan):
 
     @property
     def documents(self) -> int:
-        """How many are left."""
         return self.steps.get("written", {}).get("total", 0)
 
 
@@ -80,9 +73,8 @@ class _Arrays(SlurmPipelineExecutor):
 def clean(job: CleaningJob, workers: int) -> CleanedText:
     """Cleans a corpus, or continues; text that is cleaned already is left as it is.
 
-    Raises:
-        DataError: an input cannot be used, nothing is left, or the folder was made for another corpus.
-        OutputError: the folder holds something else.
+    Raises DataError where an input cannot be used, nothing is left, or the folder was made for another corpus, and
+    OutputError where it holds something else.
     """
     check_replaceable(job.output, _CLEANED)
     check_replaceable(job.work, FolderKind("unfinished cleaning", _PLAN, _FORMAT))

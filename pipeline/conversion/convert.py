@@ -53,10 +53,9 @@ _logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """A request to convert a checkpoint.
+    """A request to convert a checkpoint; `gate` and `vocabulary` are folders.
 
-    `dtype` None is the base's own type; `gate` the folder of its gate, if any. `vocabulary` is the folder of an
-    extended vocabulary, by default where it was in training. `overwrite`: whatever is at `output` may be replaced.
+    `dtype` None is the base's; `vocabulary` None where it was in training. `overwrite` replaces anything at `output`.
     """
 
     checkpoint: Path
@@ -90,10 +89,7 @@ def newest_checkpoint(config: RunConfig) -> Path:
 
 
 def run_probe(config: RunConfig) -> MakeProbe:
-    """The text to verify a run's export on: each corpus's held-out files, or else its inputs.
-
-    Text that the base wrote has neither, and a corpus that came as tokens no text.
-    """
+    """The text to verify a run's export on: each corpus's held-out files, or else its inputs, where they are text."""
     sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
     texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
     keys = {name: keys_of(of, config.tokenizer) for name, of in texts.items()}
@@ -106,8 +102,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     Returns False, and writes nothing, if an equal request has already made it, with this version's code.
 
     Raises:
-        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
-            gate that is not fitted for this checkpoint.
+        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
         OutputError: the output holds something else.
         ConversionError: the format cannot express the model, or what was written differs from it.
     """
@@ -154,7 +149,6 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
 
 
 def _open(conversion: Conversion) -> TrainedModel:
-    """The model to be converted, with its vocabulary and gate."""
     model = open_trained(conversion.checkpoint, conversion.base)
     if conversion.vocabulary is not None:
         model = model.with_tokenizer(conversion.vocabulary)
@@ -171,7 +165,6 @@ def _open(conversion: Conversion) -> TrainedModel:
 
 
 def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeProbe, record: dict[str, Any]) -> None:
-    """Publishes the export, with its verification and model card."""
     run, output = model.manifest.run, conversion.output
     if run.vocabulary is not None and load_tokenizer(model.tokenizer).fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(

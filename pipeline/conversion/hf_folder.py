@@ -56,10 +56,7 @@ _MORE_TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written: its shape is known beforehand, `make` reads or computes its values.
-
-    `dtype`: the type in which it is written; None: that of the export.
-    """
+    """A tensor to be written, in `dtype` or else the export's; `make` reads or computes its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,11 +66,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Export:
-    """A Hugging Face folder to be written.
-
-    `config` is the contents of config.json; `tensors` are written in this order and in `dtype`; `code` are the Python
-    files that the folder carries.
-    """
+    """A Hugging Face folder to be written: config.json, tensors in this order and in `dtype`, and files of code."""
 
     format: Exported
     config: Mapping[str, Any]
@@ -121,10 +114,7 @@ def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.d
 
 
 def stored_tensors(folder: Path) -> dict[str, PlannedTensor]:
-    """The tensors of the files of weights in `folder`, by name, each read when it is made.
-
-    Raises ConversionError: a file is damaged; so does `make`.
-    """
+    """The stored tensors by name; `make` reads one. Both raise ConversionError: a file is damaged."""
 
     def read(path: Path, name: str) -> Tensor:
         with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:

@@ -31,7 +31,6 @@ _logger = log.get_logger(__name__)
 
 
 def model_card(model: TrainedModel, export: Export, report: Report) -> str:
-    """The text of the card."""
     run, position, (trained, total) = model.manifest.run, model.manifest.position, model.counts
     kind = str(run.method.get("variant") or model.settings.name)
     source = run.base.hub or source_of(model.base.path)

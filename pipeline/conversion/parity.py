@@ -1,7 +1,6 @@
 """A base as this package reads it, compared with what transformers makes of the same folder.
 
-The gate before the first step compares the widened model with our own reading of the base, so it cannot see a config
-that we read otherwise than transformers does.
+The gate before the first step compares with our own reading of the base: it cannot see a config that we misread.
 """
 
 from __future__ import annotations

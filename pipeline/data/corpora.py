@@ -18,31 +18,26 @@ from pipeline.errors import DataError
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it.
-
-    Attributes:
-        output: its folder; one whose name ends in .heldout is a held-out part.
-        end_of_document: the token that ends a document, where that is not the tokenizer's own.
-        unit_bytes: the size of a unit of work; None derives it from the size of the input.
-        apart_from: the held-out parts of which no document may be in it; of a held-out part the training parts.
-    """
+    """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it."""
 
     corpus: Corpus
     tokenizer: Path
     output: Path
+    """its folder; one whose name ends in .heldout is a held-out part"""
     end_of_document: str | None = None
+    """the token that ends a document, where that is not the tokenizer's own"""
     unit_bytes: int | None = None
+    """the size of a unit of work; None derives it from the size of the input"""
     reference_only: bool = False
     apart_from: tuple[Path, ...] = ()
+    """the held-out parts of which no document may be in it; of a held-out part the training parts"""
 
     @property
     def keys(self) -> Keys:
-        """Where documents are in the inputs."""
         return keys_of(self.corpus, self.tokenizer)
 
     @property
     def part(self) -> str:
-        """What the manifest says it is."""
         return "heldout" if self.output.name.endswith(".heldout") else "train"
 
 
@@ -88,7 +83,6 @@ def heldout_source(data: Data, name: str) -> Corpus:
 
 
 def has_heldout(data: Data, corpus: str) -> bool:
-    """Whether `corpus` has a held-out part."""
     described = data.corpora[corpus]
     return bool(described.heldout_input) or described.heldout_fraction > 0
 
@@ -104,7 +98,6 @@ def unfinished_corpora(data: Data) -> list[str]:
 
 
 def is_tokenized(data: Data) -> bool:
-    """Whether every corpus of a run is complete."""
     return not unfinished_corpora(data)
 
 
@@ -145,28 +138,27 @@ def _is_to_be_memorised(corpus: Corpus) -> bool:
     return held == read
 
 
-def check_heldout(config: RunConfig) -> None:
-    """Raises DataError where no corpus has held-out text, without which a run can be neither gated nor evaluated."""
-    if not _heldout_texts(config.data):
+def check_heldout(config: RunConfig) -> dict[str, Corpus]:
+    """The corpora that have held-out documents as text, each with the files that hold them as input.
+
+    Raises DataError where there is none, without which a run can be neither gated nor evaluated.
+    """
+    named = {name: heldout_source(config.data, name) for name in config.data.corpora if has_heldout(config.data, name)}
+    found = {name: corpus for name, corpus in named.items() if is_text(corpus.input)}
+    if not found:
         raise DataError(
             f"data.corpora of {config.name}: none has held-out text to score; name other files as heldout_input, or "
             "set heldout_fraction, such as 0.005, before the corpus is tokenized"
         )
-
-
-def _heldout_texts(data: Data) -> dict[str, Corpus]:
-    """The corpora that have held-out documents as text, each with the files that hold them as input."""
-    named = {name: heldout_source(data, name) for name in data.corpora if has_heldout(data, name)}
-    return {name: corpus for name, corpus in named.items() if is_text(corpus.input)}
+    return found
 
 
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
-    """The held-out documents of every corpus that has any as text, by its name; raises DataError where none has."""
-    check_heldout(config)
-    return {name: _heldout_documents(corpus, config.tokenizer) for name, corpus in _heldout_texts(config.data).items()}
+    """The held-out documents of every corpus that has any as text, by its name. Raises as `check_heldout`."""
 
+    def documents(corpus: Corpus) -> Iterator[Document]:
+        for document in good_documents(corpus.input, keys_of(corpus, config.tokenizer)):
+            if corpus.heldout_input or is_heldout(document.held_out_by, corpus.heldout_fraction):
+                yield document
 
-def _heldout_documents(corpus: Corpus, tokenizer: Path) -> Iterator[Document]:
-    for document in good_documents(corpus.input, keys_of(corpus, tokenizer)):
-        if corpus.heldout_input or is_heldout(document.held_out_by, corpus.heldout_fraction):
-            yield document
+    return {name: documents(corpus) for name, corpus in check_heldout(config).items()}

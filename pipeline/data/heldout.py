@@ -5,7 +5,7 @@ Of the held-out documents the hashes are kept in memory, eight bytes each, of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
@@ -27,14 +27,12 @@ from pipeline.files import published_file
 
 @dataclass(frozen=True)
 class _Compared(Work):
-    """A training shard, to compare with the hashes in the file `known` of the documents in the shards `heldout`."""
+    """A training shard, and the input file that its documents come from."""
 
     source: str
-    known: Path
-    heldout: tuple[Path, ...]
 
 
-def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, share: Share) -> Iterator[object]:
+def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, share: Share) -> None:
     """Compares the shards that a job has `written` with those of the parts that they are to be apart from.
 
     Each shard is given with the file that its documents come from. Parts that are not made yet are compared later.
@@ -53,20 +51,21 @@ def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, s
     with published_file(saved) as file:
         np.save(file, known)
     units = [
-        _Compared(f"{digest}.{shard.parent.name}.{shard.name}", 1, str(shard), source, saved, tuple(heldout))
+        _Compared(f"{digest}.{shard.parent.name}.{shard.name}", 1, str(shard), source)
         for shard, source in training.items()
     ]
-    compare = partial(_compare, job)
-    yield from run_units(state, UnitPart, compare, units, workers, share, what="comparing", measured_in=" shards")
+    compare = partial(_compare, job, saved, tuple(heldout))
+    for _ in run_units(state, UnitPart, compare, units, workers, share, what="comparing", measured_in=" shards"):
+        pass
 
 
-def _compare(job: Job, shard: _Compared) -> UnitPart:
-    hashes, known = _hashes(Path(shard.path)), np.load(shard.known, mmap_mode="r")
+def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> UnitPart:
+    hashes, known = _hashes(Path(shard.path)), np.load(saved, mmap_mode="r")
     same = np.flatnonzero(known[np.searchsorted(known[:-1], hashes)] == hashes)
     if len(same):
         first, tokenizer = int(same[0]), cached_tokenizer(job.tokenizer, job.end_of_document)
         text = tokenizer.decode(Shard(Path(shard.path)).document(first)[len(tokenizer.document_start) :][:60])
-        folder = next(path.parent for path in shard.heldout if hashes[first] in _hashes(path))
+        folder = next(path.parent for path in heldout if hashes[first] in _hashes(path))
         raise DataError(
             f"{shard.source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the "
             "two, as scale-cpt clean does, remove the folder of that one, and start again"

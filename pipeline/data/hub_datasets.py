@@ -36,11 +36,11 @@ def dataset_files(name: str) -> list[Path]:
 
     Raises DataError where it does not exist, or cannot be reached.
     """
-    named = _parsed(name)
-    if (found := _downloaded(name)) is not None:
+    if (found := downloaded_files(name)) is not None:
         return found
     from datasets import load_dataset_builder  # takes seconds to import
 
+    named = _parsed(name)
     with faults_of_library(f"{name}: cannot be downloaded ({ADVICE})", DataError):
         # With the prefix no folder of that name on this machine is taken instead.
         builder = load_dataset_builder(f"hf://datasets/{named['repo']}", named["config"], revision=named["revision"])
@@ -54,12 +54,6 @@ def dataset_files(name: str) -> list[Path]:
     _record_of(name).parent.mkdir(parents=True, exist_ok=True)
     write_record(_record_of(name), Downloaded(files=files))
     return files
-
-
-def is_downloaded(name: str) -> bool:
-    """Whether the dataset `name` is on this machine. Raises DataError where that is no name of one."""
-    _parsed(name)
-    return _downloaded(name) is not None
 
 
 def _parsed(name: str) -> re.Match[str]:
@@ -78,8 +72,12 @@ def _record_of(name: str) -> Path:
     return Path(constants.HF_HOME, "scale-cpt", re.sub(r"[/?]", "--", name.removeprefix(PREFIX)) + ".json")
 
 
-def _downloaded(name: str) -> list[Path] | None:
-    """The files of a dataset that was downloaded; None where it was not, or one was removed."""
+def downloaded_files(name: str) -> list[Path] | None:
+    """The files of the dataset `name` where it was downloaded; None where it was not, or one was removed.
+
+    Raises DataError where that is no name of one.
+    """
+    _parsed(name)
     record = _record_of(name)
     try:
         files = read_record(record, Downloaded, DataError, f"remove {record} to download it again").files

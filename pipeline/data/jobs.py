@@ -92,11 +92,8 @@ _Record = TypeVar("_Record", bound=BaseModel)
 def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
     """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as it is.
 
-    `make` fills the folder, with the folder of unfinished work as argument.
-
-    Raises:
-        OutputError: one of the folders holds something else.
-        DataError: the folder holds or was begun for another corpus.
+    `make` fills the folder, with the folder of unfinished work as argument. Raises OutputError where one of the folders
+    holds something else, DataError where it holds or was begun for another corpus.
     """
     if (manifest := finished(output, plan)) is not None:
         _logger.info("%s: already complete, %d documents, %d tokens", output, manifest.documents, manifest.tokens)
@@ -141,7 +138,7 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
 
     Raises DataError where it is another corpus than that of `plan`, was begun as another one, or is damaged.
     """
-    found = load_manifest(output) if (output / MANIFEST).exists() else read_plan(output)
+    found = begun(output)
     if found is not None:
         _check_same(output, plan, found)
     folders = _folders(output, plan)
@@ -152,8 +149,10 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
     return found
 
 
-def read_plan(output: Path) -> Plan | None:
-    """The plan that the unfinished corpus in `output` was begun for; None where none was."""
+def begun(output: Path) -> Manifest | Plan | None:
+    """The manifest of the corpus in `output`, of an unfinished one its plan; None where none was begun."""
+    if (output / MANIFEST).exists():
+        return load_manifest(output)
     try:
         return read_record(output / STATE / _PLAN, Plan, DataError, f"remove {output} to start again")
     except FileNotFoundError:
@@ -195,7 +194,6 @@ def check_finished(folder: Path, *, sampled: int | None = SAMPLED_BYTES) -> None
 
 
 def heldout_of(output: Path) -> Path:
-    """The folder of the held-out part of the corpus in `output`."""
     return output.with_name(output.name + ".heldout")
 
 
@@ -212,11 +210,9 @@ def run_units(
 ) -> Iterator[tuple[str, _Record]]:
     """The name and the record of every unit; those that are done first, then the others as they are finished.
 
-    Args:
-        state: the folder of the records, which are of type `schema`.
-        work: does a unit, and returns its record.
-        share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
-        what, measured_in: what is done, and the unit of the sizes, for the progress bar.
+    `work` does a unit and returns its record, of type `schema`, which is kept in the folder `state`. The units of this
+    job's `share` come first, then the others' from the end, which those jobs reach last. `what` is done, and sizes are
+    `measured_in` that unit, for the progress bar.
     """
     sizes = {unit.name: unit.size for unit in units}
     found = zip(sizes, in_threads(partial(_record_of, state, schema), sizes), strict=True)

@@ -102,8 +102,7 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
         if not any(record.train.documents for record in records.values()):
             raise DataError(f"{', '.join(job.corpus.input)}: no usable document in {total} records: {dict(rejected)}")
         written = {job.output / unit.name: unit.path for unit in units if records[unit.name].train.documents}
-        for _ in compare_documents(job, written, workers, share):
-            pass
+        compare_documents(job, written, workers, share)
         if rejected:
             with published_file(job.output / QUARANTINE, state) as whole:
                 for unit in units:
@@ -146,7 +145,6 @@ def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
 
 
 def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: Iterable[Path]) -> DataError:
-    """The error about too many rejected records, with three examples."""
     lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
     examples = list(islice(lines, 3))
     shown = "; ".join(f"{one['file']} at {one['offset']}: {one['reason']} {one['excerpt'][:60]!r}" for one in examples)

@@ -133,7 +133,6 @@ def _json_records(offset: int, content: bytes, keys: Keys) -> Iterator[Record]:
 
 
 def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") -> Iterator[Record]:
-    """The records in a JSON value."""
     if not isinstance(value, dict):
         yield Rejected(offset, "not_an_object", excerpt or repr(value)[:EXCERPT_BYTES].encode(errors="replace"))
     elif missing := [key for key in keys.all if key not in value]:
@@ -149,7 +148,6 @@ def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") ->
 
 
 def begins_array(stream: Stream) -> bool:
-    """Whether the text of `stream` begins as a JSON array does."""
     return _ARRAY_START.match(stream.read_at(0, _BLOCK_BYTES)) is not None
 
 

@@ -59,7 +59,6 @@ class Document(NamedTuple):
 
     @property
     def utf8_bytes(self) -> int:
-        """The length of the whole text in UTF-8."""
         return len(self.whole_text.encode(errors="replace"))
 
     @property

@@ -57,7 +57,6 @@ class FileContent(NamedTuple):
 
 
 def content_of(path: Path) -> FileContent:
-    """What a file that was just written holds."""
     return FileContent(path.stat().st_size, file_hash(path)[:_DIGITS])
 
 
@@ -130,7 +129,6 @@ def writing_shard(prefix: Path, dtype: np.dtype[Any], scratch: Path | None = Non
 
 
 def shard_file(prefix: Path, end: ShardFile) -> Path:
-    """A file of a shard."""
     return prefix.with_name(prefix.name + end)
 
 
@@ -209,7 +207,6 @@ class Shard:
         return self.bin_path.open("rb")
 
     def document(self, document: int) -> npt.NDArray[Any]:
-        """The ids of one document."""
         return self.read(self.document_start(document), self.document_start(document + 1))
 
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -54,21 +54,17 @@ class Encoded(NamedTuple):
     lengths: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True)
 class HuggingFaceEncoder:
     """The reference: the `tokenizers` library."""
 
+    library: tokenizers.Tokenizer
     name = "tokenizers"
-
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
-        self._library = library
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         with faults_of_library("the tokenizer cannot encode a text", DataError):
-            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return joined([encoding.ids for encoding in encodings])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library.decode(ids, skip_special_tokens=False))
 
 
 class GigatokenEncoder:
@@ -105,7 +101,6 @@ def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
 
 
 def joined(ids: Sequence[Sequence[int]]) -> Encoded:
-    """The ids of several texts as Encoded."""
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
     return Encoded(np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(lengths.sum())), lengths)
 
@@ -145,7 +140,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of `ids`, including special tokens if the library shows them."""
-        return self.reference.decode([int(token) for token in ids])
+        return str(self.reference.library.decode([int(token) for token in ids], skip_special_tokens=False))
 
 
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
@@ -189,15 +184,21 @@ class Fertility(NamedTuple):
     tokens_per_byte: float
 
 
-def fertility(tokenizer: Tokenizer, documents: Iterator[str]) -> Fertility:
-    """How many tokens `tokenizer` makes of `documents`."""
+def fertility(tokenizer: Tokenizer, documents: Iterable[str]) -> Fertility:
     encoder = tokenizer.fast or tokenizer.reference
     characters = size = tokens = 0
-    while batch := list(islice(documents, _BATCH)):
+    for batch in batches(documents):
         characters += sum(map(len, batch))
         size += sum(len(text.encode()) for text in batch)
         tokens += len(encoder.encode(batch).ids)
     return Fertility(tokens, tokens / max(characters, 1), tokens / max(size, 1))
+
+
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts, so many at a time as are encoded together."""
+    remaining = iter(texts)
+    while batch := list(islice(remaining, _BATCH)):
+        yield batch
 
 
 @lru_cache(maxsize=1)

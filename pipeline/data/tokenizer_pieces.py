@@ -44,11 +44,6 @@ class Pieces:
     bytes_of: dict[int, int]
     """the byte pieces by id, where characters without a piece become bytes"""
 
-    @property
-    def kind(self) -> str:
-        """How it cuts."""
-        return "byte-level BPE" if self.byte_level else "BPE"
-
     def raw(self, string: str) -> bytes:
         """The UTF-8 of a piece, which may be part of a character."""
         return bytes(_BYTE_OF[one] for one in string) if self.byte_level else string.replace(SPACE, " ").encode()

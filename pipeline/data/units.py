@@ -96,7 +96,8 @@ def is_text(inputs: Sequence[str]) -> bool:
 
 def is_here(inputs: Sequence[str]) -> bool:
     """Whether all `inputs` are on this machine; False where one would be downloaded from the hub first."""
-    return all(hub_datasets.is_downloaded(name) for name in inputs if name.startswith(hub_datasets.PREFIX))
+    on_hub = (name for name in inputs if name.startswith(hub_datasets.PREFIX))
+    return all(hub_datasets.downloaded_files(name) is not None for name in on_hub)
 
 
 def default_unit_bytes(total: int) -> int:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from pipeline.data.merges import ROW_BITS, Pair, Word, learn_merges, new_rows_of_characters, row_pattern
-from pipeline.data.tokenizer import Tokenizer, fingerprint_of, json_beside, load_tokenizer, tokenizer_file
+from pipeline.data.tokenizer import Tokenizer, batches, fingerprint_of, json_beside, load_tokenizer, tokenizer_file
 from pipeline.data.tokenizer_pieces import Pieces, read_pieces
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, published_folder, read_inside, read_record, write_json, write_record
@@ -35,7 +34,6 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )  # fmt: skip
 """What a Hugging Face folder's tokenizer is read from beside its tokenizer.json."""
-_BATCH = 256
 _MAX_PIECE_BYTES = 96
 _SPARE = 1.25  # learned beyond what is asked for, since some turn out to hardly save
 
@@ -109,7 +107,7 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
     rows = new_rows_of_characters(of_new, of_old)
     words: Counter[Word] = Counter()
     with progress_bar("cutting", len(new), " documents") as bar:
-        for batch in _batches(new):
+        for batch in batches(new):
             words.update(pieces.words(batch))
             bar.update(len(batch))
     found, merges = _new_pieces(pieces, words, rows, add, min_uses)
@@ -125,7 +123,7 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
     first = max(tokenizer.vocab_size, rows_in_config)
     content = pieces.extended(first, [piece.piece for piece in found], merges)
     record = Vocabulary(
-        kind=pieces.kind,
+        kind="byte-level BPE" if pieces.byte_level else "BPE",
         base_tokenizer=tokenizer.fingerprint,
         tokenizer=fingerprint_of(content),
         base_rows=first,
@@ -216,7 +214,7 @@ class Comparison:
     def of(self, texts: Iterable[str]) -> Cuts:
         """Cuts `texts` with both. Raises DataError where a text is cut in a way that the guarantee rules out."""
         cuts = Cuts()
-        for batch in _batches(texts):
+        for batch in batches(texts):
             for text, old, new in zip(batch, _cut(self._before, batch), _cut(self._after, batch), strict=True):
                 spelled = [number for piece in new for number in self._replaced.get(piece, [piece])]
                 if new != old and (spelled != old or not self._is_new.search(self._normalize(text).encode())):
@@ -277,9 +275,3 @@ def _new_pieces(
 def _cut(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
     ids, lengths = tokenizer.reference.encode(texts)
     yield from (own.tolist() for own in np.split(ids, np.cumsum(lengths)[:-1]))
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    remaining = iter(texts)
-    while batch := list(islice(remaining, _BATCH)):
-        yield batch

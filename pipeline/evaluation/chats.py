@@ -29,18 +29,15 @@ _BATCH_TOKENS = 2**13
 
 @dataclass(frozen=True)
 class ChatScore:
-    """A model's greedy answers to the chats of a file.
-
-    Attributes:
-        exact_match: the share that end and are the reference; thoughts before them and white space around them aside.
-        ended: the share that end by themselves, before the limit of tokens.
-        answer_tokens: the mean length, thoughts included, without the end.
-    """
+    """A model's greedy answers to the chats of a file."""
 
     chats: int
     exact_match: float
+    """the share that end and are the reference; thoughts before them and white space around them aside"""
     ended: float
+    """the share that end by themselves, before the limit of tokens"""
     answer_tokens: float
+    """the mean length, thoughts included, without the end"""
 
 
 class Chat(NamedTuple):
@@ -54,9 +51,8 @@ class Chat(NamedTuple):
 def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
     """The chats of each JSONL file, by its name without the folder and what follows the first dot.
 
-    Raises:
-        ConfigError: two files have the same name.
-        DataError: a line is no chat whose last message is the assistant's, or a file has no chat.
+    Raises ConfigError where two files have the same name, DataError where a line is no chat whose last message is the
+    assistant's, or a file has no chat.
     """
     found: dict[str, list[Chat]] = {}
     for name in names:
@@ -103,9 +99,8 @@ def score_chats(
     Chats are framed by the template of the folder's tokenizer. An answer ends at any `eos_token_id` of the model's
     generation_config.json; nothing else of that file is used.
 
-    Raises:
-        BaseModelError: the folder holds no model that can be loaded.
-        DataError: its tokenizer has no chat template, or that cannot frame a chat, or a chat leaves no room to answer.
+    Raises BaseModelError where the folder holds no model that can be loaded, DataError where its tokenizer has no chat
+    template, or that cannot frame a chat, or a chat leaves no room to answer.
     """
     template, tokenizer = chat_template(folder), load_tokenizer(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -35,9 +35,7 @@ def summarise(
     `max_bytes` and `prefix` are those of `score_folder`, `chats` are files of chats, whose results the model card gets
     too. Returns a table of the results, and where they are.
 
-    Raises:
-        CheckpointError: the training of the run is not finished.
-        ConversionError: it is not converted.
+    Raises CheckpointError where the run is not trained to its end, ConversionError where it is not converted.
     """
     hf_folder, context = config.folder / HF_FOLDER, config.data.sequence_length
     training = _result(config.folder / TRAINING, CheckpointError, "the run must be trained to its end first")
@@ -76,10 +74,7 @@ def summarise(
         head, lines = chat_rows({"base": answered["before"], name: answered["after"]})
         tables.append(table(head, lines))
         add_to_card(hf_folder, "Chats", markdown_table(["greedy answers", *head[1:]], lines))
-    paths = {
-        "Hugging Face folder": hf_folder,
-        "this summary": config.folder / SUMMARY,
-    }
+    paths = {"Hugging Face folder": hf_folder, "this summary": config.folder / SUMMARY}
     return "\n".join(["\n\n".join(tables), "", *notes, "", *(f"{label:<20} {path}" for label, path in paths.items())])
 
 

@@ -50,9 +50,9 @@ def measure(
                 rows = (closed.all(dim=1, keepdim=True) & group.present).flatten().to(targets.device)
                 if rows.any():
                     differences.append(_largest_difference(decoder, gated, base, rows))
-                nll = [_nll(decoder, hidden, targets).view(closed.shape) for hidden in (base, ungated, gated)]
+                nll = [decoder.output(hidden, targets).nll.double().cpu() for hidden in (base, ungated, gated)]
                 all_closed.append(closed)
-                all_nll.append(torch.stack(nll))
+                all_nll.append(torch.stack(nll).view(3, *closed.shape))
                 bar.update(len(group))
             figures = torch.cat(all_closed), torch.cat(all_nll, dim=1), decoder.output.base_columns
             texts[name] = _figures(config.data.corpora[name].role, windows, *figures)
@@ -80,11 +80,6 @@ def _figures(role: str, windows: Windows, closed: Tensor, nll: Tensor, base_toke
         ungated_perplexity=ungated,
         gated_perplexity=gated,
     )
-
-
-def _nll(decoder: Decoder, hidden: HiddenStates, targets: Tensor) -> Tensor:
-    """The nll of `targets` [N], in fp64 on the CPU."""
-    return decoder.output(hidden, targets).nll.double().cpu()
 
 
 def loaded(model: TrainedModel) -> Decoder:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeline.config.run import GateSettings, RunConfig
 from pipeline.data.blend import Permutation, mix
-from pipeline.data.packing import IGNORED
-from pipeline.data.samples import Sample, open_packed
+from pipeline.data.packing import IGNORED, Sample
+from pipeline.data.samples import open_packed
 from pipeline.errors import DataError
 from pipeline.model.attention import Documents
 
@@ -24,14 +24,7 @@ GROUP_TOKENS = 2**15
 
 @dataclass(frozen=True)
 class Windows:
-    """N windows of S tokens; every tensor is [N, S].
-
-    Attributes:
-        tokens, targets, positions, document_ids: the decoder's inputs.
-        is_new: which tokens are new text.
-        is_own: which the base wrote itself.
-        present: which are no padding, or are left out.
-    """
+    """N windows of S tokens; every tensor is [N, S]."""
 
     tokens: Tensor
     targets: Tensor
@@ -39,7 +32,9 @@ class Windows:
     document_ids: Tensor
     is_new: Tensor
     is_own: Tensor
+    """which tokens the base wrote itself"""
     present: Tensor
+    """which are neither padding nor left out"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,7 +46,6 @@ class Windows:
             yield self.rows(slice(first, first + size))
 
     def documents(self, device: torch.device) -> Documents:
-        """Where the windows' documents lie, on `device`."""
         return Documents.of(self.document_ids).moved(lambda tensor: tensor.to(device))
 
     def rows(self, rows: slice | Tensor) -> Windows:
@@ -173,5 +167,4 @@ def spliced(old: Windows, new: Windows, seed: int) -> Windows:
 
 
 def joined(parts: Sequence[Windows]) -> Windows:
-    """The windows of all `parts`, in order."""
     return Windows(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))

@@ -115,7 +115,6 @@ class RankReport:
 
     @property
     def progress(self) -> str:
-        """For messages."""
         return f"{self.step} step(s) done, in phase {self.phase}"
 
 
@@ -155,7 +154,6 @@ class RankHealth:
 
     @property
     def all_left(self) -> bool:
-        """Whether none of the ranks is there any more."""
         return not self._heard
 
     def on_disconnect(self, rank: int) -> None:

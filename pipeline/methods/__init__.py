@@ -36,7 +36,6 @@ def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingM
 
 
 def training_method(config: RunConfig) -> TrainingMethod:
-    """The method of a run."""
     return method_for(config.method, config.upscaled_folder, config.seed)
 
 

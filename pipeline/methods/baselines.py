@@ -86,7 +86,6 @@ class LoraMethod(TrainingMethod):
         return model
 
     def _targets(self, model: Decoder) -> Iterator[WidenedLinear]:
-        """The linear maps that get an adapter."""
         modules = ((path.rsplit(".", 1)[-1], module) for path, module in model.named_modules())
         maps = [(name, module) for name, module in modules if isinstance(module, WidenedLinear)]
         known = list(dict.fromkeys(name for name, _ in maps))

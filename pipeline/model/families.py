@@ -408,7 +408,6 @@ FAMILIES = {
 
 
 def family_of(spec: DecoderSpec) -> Family:
-    """The family of an architecture."""
     return FAMILIES[spec.family]
 
 

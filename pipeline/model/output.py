@@ -83,7 +83,6 @@ class Losses(NamedTuple):
     is_greedy_choice: Tensor | None
 
     def of_shape(self, shape: torch.Size) -> Losses:
-        """The same, reshaped to `shape`."""
         chosen = None if self.is_greedy_choice is None else self.is_greedy_choice.view(shape)
         return Losses(self.total, self.nll.view(shape), self.kl.view(shape), self.preserved.view(shape), chosen)
 
@@ -135,16 +134,6 @@ class OutputProjection(nn.Module):
     def logits(self, hidden: HiddenStates) -> Tensor:
         """This rank's columns of the logits: [N, V / tp_size], in fp32."""
         return self.route(hidden).logits
-
-    def greedy_tokens(self, hidden: HiddenStates) -> Tensor:
-        """The token of the largest logit of each row, the first of equal ones: [N]; the same on all ranks."""
-        places = greedy_choices_(self.logits(hidden), **self.all_columns())
-        if self.new_rows is None:
-            return places
-        old_width, new_width = self._widths
-        rank, column = places // sum(self._widths), places % sum(self._widths)
-        new = self.vocab_size + rank * new_width + column - old_width
-        return torch.where(column < old_width, rank * old_width + column, new)
 
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of rows that have at most `CHUNK_ELEMENTS` logits each; none holds rows on both sides of `kl_tokens`.

@@ -127,7 +127,6 @@ class DecoderSpec:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
         return len(self.layers)
 
 

@@ -6,7 +6,7 @@ What its servers split evenly depends on its widths: the expansion's may be chos
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from pipeline.model.families import family_of
 from pipeline.model.spec import DecoderSpec
@@ -15,17 +15,6 @@ from pipeline.scale.plan import ExpansionPlan, Widths
 _GGUF_BLOCK = 256
 """The elements of a row that GGUF's K-quants need a multiple of."""
 _MOST_RANKS = 8
-
-
-@dataclass(frozen=True)
-class Padding:
-    """What a server needs: heads and channels that `tp` ranks split evenly, rows of `row_multiple` elements."""
-
-    tp: int = 1
-    row_multiple: int = 1
-
-
-UNPADDED = Padding()
 
 
 def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool) -> str | None:
@@ -43,31 +32,32 @@ def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool)
     return None
 
 
-def stock_widths(added: Widths, spec: DecoderSpec, padding: Padding = UNPADDED) -> Widths:
+def stock_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: int = 1) -> Widths:
     """The widths of the ordinary model that a base of the architecture `spec` becomes with `added` widths."""
     base, more = asdict(spec.widths), asdict(added)
     sums = Widths(**{name: base[name] + more[name] for name in base})
-    return padded_widths(sums, spec.head_dim, padding, derives_head_dim=family_of(spec).derives_head_dim)
+    return padded_widths(sums, spec.head_dim, tp, row_multiple, derives_head_dim=family_of(spec).derives_head_dim)
 
 
 def describe_serving(added: Widths, spec: DecoderSpec) -> str:
     """How servers can split the ordinary model, and the added widths next above that need no padding."""
-    whole, everywhere = stock_widths(added, spec), Padding(_MOST_RANKS, _GGUF_BLOCK)
-    ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if stock_widths(added, spec, Padding(tp)) == whole]
-    rows = "whole" if stock_widths(added, spec, Padding(1, _GGUF_BLOCK)) == whole else "in a larger format"
+    whole = stock_widths(added, spec)
+    ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if stock_widths(added, spec, tp) == whole]
+    rows = "whole" if stock_widths(added, spec, row_multiple=_GGUF_BLOCK) == whole else "in a larger format"
     text = f"split by tp {', '.join(map(str, ranks))}; GGUF's K-quants: {rows}"
-    fitting, base = asdict(stock_widths(added, spec, everywhere)), asdict(spec.widths)
+    fitting, base = asdict(stock_widths(added, spec, _MOST_RANKS, _GGUF_BLOCK)), asdict(spec.widths)
     if fitting == asdict(whole):
         return text
     more = ", ".join(f"{name} {fitting[name] - base[name]}" for name in base if name != "num_key_value_heads")
     return f"{text}; for both up to tp {_MOST_RANKS} add {more}"
 
 
-def padded_widths(widths: Widths, head_dim: int, padding: Padding, *, derives_head_dim: bool) -> Widths:
-    """The widths with the fewest parameters from `widths` on that fit `padding`.
+def padded_widths(widths: Widths, head_dim: int, tp: int, row_multiple: int, *, derives_head_dim: bool) -> Widths:
+    """The widths with the fewest parameters from `widths` on that servers can split.
 
-    hidden_size is a multiple of the heads, as transformers requires, and heads · head_dim where servers derive the size
-    of a head from it. Query heads stay the same multiple of key/value heads.
+    `tp` ranks split heads and channels evenly, and rows have a multiple of `row_multiple` elements. hidden_size is a
+    multiple of the heads, as transformers requires, and heads · head_dim where servers derive the size of a head from
+    it. Query heads stay the same multiple of key/value heads.
     """
     group = widths.num_attention_heads // widths.num_key_value_heads
     least = widths.num_key_value_heads
@@ -76,26 +66,26 @@ def padded_widths(widths: Widths, head_dim: int, padding: Padding, *, derives_he
 
     def fitted(kv_heads: int) -> Widths:
         heads = group * kv_heads
-        row = head_dim * heads if derives_head_dim else math.lcm(heads, padding.row_multiple)
+        row = head_dim * heads if derives_head_dim else math.lcm(heads, row_multiple)
         return Widths(
             hidden_size=_up_to_multiple(widths.hidden_size, row),
-            intermediate_size=_up_to_multiple(widths.intermediate_size, math.lcm(padding.tp, padding.row_multiple)),
+            intermediate_size=_up_to_multiple(widths.intermediate_size, math.lcm(tp, row_multiple)),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
         )
 
     def fits(found: Widths) -> bool:
-        heads, kv_heads, tp = found.num_attention_heads, found.num_key_value_heads, padding.tp
+        heads, kv_heads = found.num_attention_heads, found.num_key_value_heads
         rows = (found.hidden_size, head_dim * heads)
         splits = heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-        return splits and all(row % padding.row_multiple == 0 for row in rows)
+        return splits and all(row % row_multiple == 0 for row in rows)
 
     def parameters(found: Widths) -> int:
         heads = 2 * head_dim * (found.num_attention_heads + found.num_key_value_heads)
         return found.hidden_size * (heads + 3 * found.intermediate_size)
 
     # Among so many successive numbers of heads is a multiple of all that is needed.
-    candidates = map(fitted, range(least, least + padding.tp * padding.row_multiple))
+    candidates = map(fitted, range(least, least + tp * row_multiple))
     return min(filter(fits, candidates), key=parameters)
 
 

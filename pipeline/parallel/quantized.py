@@ -76,7 +76,6 @@ class Quantization:
 
     @property
     def size(self) -> int:
-        """All bytes."""
         return self._table_at + (_TABLE_BYTES if self.precision == "nf4" else 0)
 
     def codes(self, stored: Tensor) -> Tensor:

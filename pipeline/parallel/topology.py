@@ -32,7 +32,6 @@ class Layout:
         return self.world_size // self.tp_size
 
     def tp_rank(self, rank: int) -> int:
-        """The rank of `rank` within its tensor-parallel group."""
         return rank % self.tp_size
 
     def dp_rank(self, rank: int) -> int:

@@ -22,10 +22,10 @@ from pipeline.config.data import Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data import jobs
 from pipeline.data.blend import mix
-from pipeline.data.chats import chat_template
+from pipeline.data.chats import ChatTemplate, chat_template
 from pipeline.data.corpora import train_folder
 from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
-from pipeline.data.token_corpus import MANIFEST, InputFile, Manifest, SamplingRecord, load_manifest
+from pipeline.data.token_corpus import InputFile, Manifest, SamplingRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
@@ -78,6 +78,14 @@ class SamplingJob:
         """The shard of the openings' ids, in the folder of unfinished work."""
         return self.output / STATE / "openings"
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        """What frames openings that are chats."""
+        sampling = self.sampling
+        if not (self.messages_key or sampling.chat_template):
+            return None
+        return chat_template(self.base, sampling.thinking, tuple(sampling.system_prompts), sampling.seed)
+
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
     """The jobs that make all corpora of role rehearsal of a run."""
@@ -108,17 +116,14 @@ def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, sp
 def plan_of(job: SamplingJob) -> Plan:
     """Opens everything that `job` reads, and describes it.
 
-    Raises:
-        UserError: the base, its tokenizer or the openings cannot be used, or do not fit the settings.
+    Raises UserError where the base, its tokenizer or the openings cannot be used, or do not fit the settings.
     """
     base = open_base(job.base)
     tokenizer = load_tokenizer(job.base)
     check_vocabulary(tokenizer, base.spec)
     check_sampling(job.sampling, job.max_tokens, tokenizer, base.spec)
-    template = None
-    if job.messages_key or job.sampling.chat_template:
-        template = chat_template(job.base, job.sampling.thinking)
-    elif job.sampling.thinking is not None or job.sampling.system_prompts:
+    template = job.template
+    if template is None and (job.sampling.thinking is not None or job.sampling.system_prompts):
         raise ConfigError(
             "thinking and system_prompts are of openings that are chats: give messages_key or chat_template"
         )
@@ -141,24 +146,21 @@ def plan_of(job: SamplingJob) -> Plan:
 
 def _begun_batch_size(job: SamplingJob) -> int | None:
     """The batch size of the corpus in the job's folder, if there is one: a pipeline continues with it."""
-    has_manifest = (job.output / MANIFEST).exists()
-    begun = load_manifest(job.output) if has_manifest else jobs.read_plan(job.output)
-    return begun.sampling.batch_size if begun is not None and begun.sampling is not None else None
+    found = jobs.begun(job.output)
+    return found.sampling.batch_size if found is not None and found.sampling is not None else None
 
 
 def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share = (0, 1)) -> Manifest:
     """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
     Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one corpus together.
-
-    Raises:
-        UserError: the openings cannot be used, or the folder holds another corpus.
+    Raises UserError where the openings cannot be used, or the folder holds another corpus.
     """
 
     def make(state: Path) -> Manifest:
         if plan.inputs and not job.openings.with_suffix(".bin").exists():  # it is published last
             longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
-            write_openings(job.openings, job.sampling, job.text_key, job.messages_key, base=job.base, longest=longest)
+            write_openings(job, longest)
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
         names = [f"00000-{number:06d}" for number in range(count)]
@@ -181,7 +183,6 @@ def default_workers(base: Path) -> int:
 
 
 def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
-    """Writes one unit and publishes its shard."""
     device = f"cuda:{worker_number() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     sampling = plan.sampling
     assert sampling is not None  # of plan_of

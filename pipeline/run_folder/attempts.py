@@ -112,7 +112,6 @@ class Attempt:
         return self.end is None or (self.end.stage in _RESUMING and self.end.exit_code == RESUME_LATER)
 
     def add(self, record: StageStart | StageEnd) -> None:
-        """Adds the next line."""
         if isinstance(record, StageEnd):
             self.end = record
         else:
@@ -141,7 +140,6 @@ def record_training(config: RunConfig, world_size: int, step: int) -> None:
 
 
 def record_start(folder: Path, stage: str, training: Training | None = None) -> None:
-    """Records that a stage starts in this process."""
     saved, by = newest_checkpoint_step(folder), LockOwner.this_process()
     _append(folder, StageStart(stage=stage, checkpoint_step=saved, by=by, training=training))
 

@@ -15,7 +15,6 @@ _NAME = re.compile(r"step_(\d{8,15})", re.ASCII)
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the checkpoint after `step` steps."""
     return f"step_{step:08d}"
 
 

@@ -47,7 +47,6 @@ class LockOwner(BaseModel):
 
     @staticmethod
     def this_process() -> LockOwner:
-        """The calling process."""
         return LockOwner(
             job=os.environ.get("SLURM_JOB_ID"),
             restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
@@ -160,9 +159,7 @@ class RunLock:
 def check_folder(folder: Path, stage: str = TRAINING) -> None:
     """Checks that a stage could enter its lock in `folder` now, and changes nothing.
 
-    Raises:
-        RunFolderError: nothing can be written there.
-        FolderTakenError: another process owns the lock.
+    Raises RunFolderError where nothing can be written, FolderTakenError where another process owns the lock.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -184,7 +181,6 @@ def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:
 
 
 def lock_path(folder: Path, stage: str = TRAINING) -> Path:
-    """The lock file of a stage of the run in `folder`."""
     return folder / f"{stage}.lock"
 
 

@@ -70,7 +70,8 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
     Computed from the smaller Gram matrix, in fp64: only the leading directions are needed, and a full SVD of an FFN
     matrix takes ten times as long. Signs are fixed so that the largest entry of each row is positive.
     """
-    wide = weight.to(_decomposing_device(), torch.float64)
+    # On a CPU the decompositions take minutes per billion parameters.
+    wide = weight.to("cuda" if torch.cuda.is_available() else "cpu", torch.float64)
     count = min(rows, *wide.shape)
     if wide.shape[0] <= wide.shape[1]:
         _, directions = torch.linalg.eigh(wide @ wide.T)
@@ -92,11 +93,6 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
     if (missing := columns - leading.shape[1]) == 0:
         return leading
     return torch.cat([leading, he_random(len(weight), missing, seed=seed, name=name)], dim=1)
-
-
-def _decomposing_device() -> torch.device:
-    """A GPU if there is one: on a CPU the decompositions take minutes per billion parameters."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 ReadBase = Callable[[str], Tensor]

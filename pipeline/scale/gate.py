@@ -60,7 +60,6 @@ class Gate:
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors by name."""
         return {name: getattr(self, name) for name in ("mean", "std", "weight")}
 
 

@@ -27,12 +27,7 @@ from pipeline.parallel.layers import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
 )
-from pipeline.parallel.sharding import (
-    REPLICATED,
-    sharded_parameter,
-    shared_by_neighbours,
-    used_between_regions,
-)
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours, used_between_regions
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
 Streams = tuple[Tensor, Tensor | None]

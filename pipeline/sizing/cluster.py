@@ -31,7 +31,6 @@ class Cluster:
     on_cpu: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where a value is impossible."""
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.name != "on_cpu" and value <= 0:
@@ -41,12 +40,11 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the GPUs fill, the last one perhaps in part."""
         return -(-self.gpus // self.gpus_per_node)
 
     @property
     def usable_bytes(self) -> float:
-        """How much memory of one GPU a run may use."""
+        """Of one GPU."""
         return self.gpu_memory_gib * GIB * USABLE_FRACTION
 
 

@@ -1,9 +1,9 @@
-"""The estimate of a run on one layout, and on every layout worth comparing."""
+"""The estimate of a run on one layout, and on every layout worth comparing: a table, and a recommendation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product, starmap
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from pipeline import log
+from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of, why_not_zero3
 from pipeline.errors import BaseModelError, UserError
@@ -20,8 +21,10 @@ from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
+from pipeline.model.stock_model import describe_serving, why_not_stock
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.sizing.cluster import Cluster
+from pipeline.scale.plan import plan_expansion
+from pipeline.sizing.cluster import GIB, Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
 from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
@@ -31,6 +34,8 @@ _logger = log.get_logger(__name__)
 
 CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = ("none", "collaborative", "all")
 TP_SIZES = (1, 2, 4, 8)
+_TOLERANCE = 0.03
+"""Steps whose times differ by less than this share count as equally fast: the estimate is not more precise."""
 
 
 class Choice(NamedTuple):
@@ -47,10 +52,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run costs on one layout: the memory of a GPU, the traffic and the time of a step.
-
-    `host_bytes` are offloaded to the host's memory, per GPU.
-    """
+    """What a run costs on one layout: a GPU's memory, its part of the host's, and a step's traffic and time."""
 
     choice: Choice
     memory: Memory
@@ -71,7 +73,6 @@ class Estimate:
         return sum(traffic.sent_bytes for traffic in self.traffic) - self.between_bytes
 
     def fits(self, cluster: Cluster) -> bool:
-        """Whether it fits into the memory of a GPU."""
         return self.memory.total <= cluster.usable_bytes
 
 
@@ -90,24 +91,18 @@ class Estimator:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """The parameter counts of the run's model."""
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
             base = Decoder(replace(self.spec, new_rows=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
-        """FLOPs of the forward and backward pass, recomputation included."""
         with torch.device("meta"):
             model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
         return count_flops(model, self.config.data.sequence_length, self.config.data.kl_fraction)
 
     def estimate(self, choice: Choice) -> Estimate:
-        """The cost of the run on the layout `choice`.
-
-        Raises:
-            UserError: the model or the batch cannot be split this way.
-        """
+        """Raises UserError: the model or the batch cannot be split this way."""
         cluster, layout = self.cluster, Layout(self.cluster.gpus, choice.tp_size)
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
@@ -119,11 +114,7 @@ class Estimator:
         return Estimate(choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s)
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
-        """The memory of a GPU, and the bytes that are offloaded to its host: the quickest part of an estimate.
-
-        Raises:
-            UserError: the model cannot be split this way.
-        """
+        """The quickest part of an estimate: a GPU's memory, and bytes on its host. Raises UserError as `estimate`."""
         zero, costs = self._micro_batch(choice)
         dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
         return estimate_memory(costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous)
@@ -160,10 +151,10 @@ class Estimator:
 
 
 def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfig, cluster: Cluster) -> float:
-    """The time of a step, in seconds.
+    """Tensor-parallel messages block the computation, as Muon's do.
 
-    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with it where
-    `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after the update.
+    Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2
+    gathers after the update.
     """
 
     def seconds(*purposes: str) -> float:
@@ -180,11 +171,7 @@ def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfi
 def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | None = None) -> Estimator:
     """Reads the run's base and DeepSpeed file. `base_config` is the base's config.json, if its folder is missing.
 
-    Raises:
-        ConfigError: the DeepSpeed file is invalid for the layout or the run.
-        BaseModelError: neither the base's folder nor `base_config` exists.
-        LayoutError: the number of GPUs does not divide by the tensor-parallel size.
-        DataError: the extended vocabulary is missing, or of another base.
+    Raises ConfigError, LayoutError, BaseModelError, DataError: the layout is impossible, or a file missing or wrong.
     """
     source = base_config or config.base
     if not source.exists():
@@ -193,3 +180,97 @@ def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | N
         )
     deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
     return Estimator(config, extended_spec(config, read_spec(source)), deepspeed, cluster)
+
+
+def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
+    """The fastest layout that fits, and the reason; None where none fits.
+
+    Among equally fast ones it is the one with the smallest tensor-parallel size, then the least recomputation, then the
+    lowest ZeRO stage.
+    """
+    if not estimates:
+        return None, "no layout is possible; see the reasons given for each"
+    fitting = [estimate for estimate in estimates if estimate.fits(cluster)]
+    usable = f"{cluster.usable_bytes / GIB:.0f}"
+    if not fitting:
+        least = min(estimates, key=lambda estimate: estimate.memory.total)
+        return None, (
+            f"nothing fits: {least.choice} needs {_gib(least)} GiB of the usable {usable}; "
+            "take more GPUs, a smaller schedule.micro_batch_size, or ds_configs/zero3_offload.json"
+        )
+    fastest = min(estimate.step_s for estimate in fitting)
+    best = min((estimate for estimate in fitting if estimate.step_s <= fastest * (1 + _TOLERANCE)), key=_effort)
+    reasons = [f"{_gib(best)} of {usable} usable GiB, {best.step_s:.2f} s a step"]
+    too_large = [other for other in estimates if _effort(other) < _effort(best) and not other.fits(cluster)]
+    if too_large:
+        nearest = min(too_large, key=lambda estimate: estimate.memory.total)
+        reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
+    for other in estimates:
+        if best.choice.zero_stage < 3 and other.choice == best.choice._replace(zero_stage=3):
+            more_gb = (other.inside_bytes + other.between_bytes - best.inside_bytes - best.between_bytes) / 1e9
+            reasons.append(f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits")
+    return best.choice, "; ".join(reasons)
+
+
+def _effort(estimate: Estimate) -> tuple[int, int, int]:
+    choice = estimate.choice
+    return choice.tp_size, CHECKPOINTINGS.index(choice.activation_checkpointing), choice.zero_stage
+
+
+def _gib(estimate: Estimate) -> str:
+    return f"{estimate.memory.total / GIB:.1f}"
+
+
+def report(estimator: Estimator) -> tuple[str, Choice | None]:
+    """The model, a table of layouts, the time of the run's own and of the recommended one; and the recommended one."""
+    estimates, refused = estimator.estimate_all()
+    recommended, reason = recommend(estimates, estimator.cluster)
+    lines = [*_model_lines(estimator), "", *_table_lines(estimates, estimator.cluster)]
+    lines += [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
+    chosen = {estimator.own_choice: "this run's", recommended: "recommended"}
+    lines += ["", *(_detail(one, chosen[one.choice], estimator) for one in estimates if one.choice in chosen)]
+    lines += ["", f"recommended: {recommended or 'no layout'}: {reason}"]
+    return "\n".join(lines), recommended
+
+
+def _model_lines(estimator: Estimator) -> Iterator[str]:
+    cluster, config, spec = estimator.cluster, estimator.config, estimator.spec
+    flops = estimator.flops_per_token("none")
+    yield f"parameters  {estimator.parameters}"
+    yield (
+        f"FLOPs       {flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
+        f"{flops.attention / 1e9:.2f} attention)"
+    )
+    yield f"batch       {estimator.tokens_per_step:,} tokens a step, {config.schedule.steps:,} steps"
+    yield (
+        f"cluster     {cluster.gpus} GPUs on {cluster.nodes} node(s), {cluster.usable_bytes / GIB:.0f} usable of "
+        f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s at MFU {cluster.mfu:.2f}"
+    )
+    if isinstance(config.method, ScaleMethod):
+        plan = plan_expansion(config.method, spec.widths, spec.num_layers)
+        if why_not_stock(plan, spec, gated=False) is None:
+            yield f"serving     a stock export: {describe_serving(plan.expansion, spec)}"
+
+
+def _table_lines(estimates: Sequence[Estimate], cluster: Cluster) -> Iterator[str]:
+    kinds = [kind.name for kind in fields(Memory)]
+    head = f"{'ZeRO':>4} {'tp':>3} {'checkpointing':<13} " + " ".join(f"{kind:>11}" for kind in kinds)
+    yield f"{head} {'total GiB':>10} {'fits':>4} {'in node GB':>10} {'network GB':>10} {'s/step':>8}"
+    for estimate in estimates:
+        stage, tp_size, checkpointing = estimate.choice
+        held = " ".join(f"{getattr(estimate.memory, kind) / GIB:>11.2f}" for kind in kinds)
+        yield (
+            f"{stage:>4} {tp_size:>3} {checkpointing:<13} {held} {estimate.memory.total / GIB:>10.2f} "
+            f"{'yes' if estimate.fits(cluster) else 'no':>4} {estimate.inside_bytes / 1e9:>10.2f} "
+            f"{estimate.between_bytes / 1e9:>10.2f} {estimate.step_s:>8.2f}"
+        )
+
+
+def _detail(estimate: Estimate, whose: str, estimator: Estimator) -> str:
+    steps, step_s = estimator.config.schedule.steps, estimate.step_s
+    per_gpu = estimator.tokens_per_step / step_s / estimator.cluster.gpus
+    on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory" if estimate.host_bytes else ""
+    return (
+        f"{estimate.choice} ({whose}): {estimate.micro_batches} micro-batches a step, {step_s:.2f} s "
+        f"({estimate.compute_s:.2f} computing), {per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h{on_host}"
+    )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operations
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from pipeline.config.run import RunConfig
@@ -53,12 +53,9 @@ _COUNTED = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_attention_backward_flops),
+    torch.ops.torch_attn._varlen_attn: shape_wrapper(_varlen_flops),
+    torch.ops.torch_attn._varlen_attn_backward: shape_wrapper(_varlen_backward_flops),
 }
-with suppress(ImportError):
-    import torch.nn.attention.varlen  # registers the operations; older versions of torch have none
-
-    _COUNTED[torch.ops.torch_attn._varlen_attn] = shape_wrapper(_varlen_flops)
-    _COUNTED[torch.ops.torch_attn._varlen_attn_backward] = shape_wrapper(_varlen_backward_flops)
 
 
 class _FlopCount(KnownSizes):
@@ -85,7 +82,6 @@ class FlopsPerToken:
 
     @property
     def total(self) -> float:
-        """Matrix products and attention together."""
         return self.matrix + self.attention
 
 

@@ -23,10 +23,9 @@ from pipeline.sizing.traffic import estimate_gathering, partition_size
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of the unsharded model, tied parameters counted once: of the base, of the expansion, trained.
+    """Parameter counts of the unsharded model, tied ones counted once.
 
-    `active`: those of the base that compute a token, without the experts of a mixture that it does not take. `by_muon`:
-    the trained ones that Muon updates.
+    `active`: of the base, without the experts that a token does not take. `by_muon`: trained ones that Muon updates.
     """
 
     base: int
@@ -37,7 +36,6 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All parameters of the model."""
         return self.base + self.expansion
 
     def __str__(self) -> str:
@@ -87,7 +85,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """The sum of all kinds."""
         return sum(getattr(self, kind.name) for kind in fields(self))
 
 
@@ -163,7 +160,6 @@ def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
 
 
 def held_bytes(folder: Path) -> int:
-    """The total size of the files in `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -69,7 +69,6 @@ class MicroBatchCosts:
 
     @property
     def trained(self) -> list[ParameterUse]:
-        """The parameters that train."""
         return [parameter for parameter in self.parameters if parameter.trained]
 
 
@@ -84,8 +83,7 @@ def measure_micro_batch(
 
     Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
 
-    Raises:
-        UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
+    Raises UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
     """
     payload_bytes: Counter[tuple[int, str]] = Counter()
     tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
@@ -130,8 +128,7 @@ def _run(
 ) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
     """Runs a micro-batch of which `kl_rows` sequences are rehearsed.
 
-    Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
-    layers that run again for it.
+    Returns the bytes held; parameters of modules whose outputs have a gradient; frozen ones of layers that run again.
     """
     shape = config.schedule.micro_batch_size, config.data.sequence_length
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")
@@ -273,10 +270,6 @@ class RecordingGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
         self._record("reduce-scatter", given)
-
-    # Their names before torch 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def _record(self, collective: str, *tensors: Tensor) -> None:
         self._payload_bytes[self.size(), collective] += sum(tensor.nbytes for tensor in tensors)

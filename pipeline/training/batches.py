@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.run import RunConfig
-from pipeline.data.samples import Sample, TrainingSamples, rank_indices
+from pipeline.data.packing import Sample
+from pipeline.data.samples import TrainingSamples, rank_indices
 from pipeline.deepspeed_config import accumulation_steps
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import Layout

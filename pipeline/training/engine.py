@@ -19,10 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
 from pipeline.model.output import HiddenStates, Losses
-from pipeline.parallel.sharding import (
-    default_dtype,
-    full_shape_of,
-)
+from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
 from pipeline.training.batches import MicroBatch
@@ -89,7 +86,6 @@ class Engine:
         deepspeed_internals.attach_muon(self._engine, self.model, groups)
 
     def loss(self, batch: MicroBatch) -> Losses:
-        """The losses of the targets of a micro-batch."""
         return Losses(*self._engine(*batch))
 
     def backward(self, loss_sum: Tensor) -> None:

@@ -87,10 +87,11 @@ class Validation:
                 nll = torch.stack([losses.nll.double().sum(dim=1), predicted.double()], dim=1)
                 answers = answer_sums(losses, batch.targets, starts)
                 rows[own.start : own.stop] = torch.cat([nll, answers], dim=1)[: len(own)]
-        nll_sum, predicted_count, *sums_of_answers = summed(rows).sum(dim=0).tolist()
+        nll_sum, predicted_count, answers, *right = summed(rows).sum(dim=0).tolist()
         nll_per_token = nll_sum / predicted_count if predicted_count else math.nan
         bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
-        return HeldoutScore(nll_per_token, bits_per_byte, answer_score(sums_of_answers))
+        score = AnswerScore(*(count / answers for count in right)) if answers else None
+        return HeldoutScore(nll_per_token, bits_per_byte, score)
 
 
 def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tensor:
@@ -111,12 +112,6 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
     whole = misses.gather(1, answer) == 0
     found = [starts, starts * losses.is_greedy_choice, starts * probabilities, starts * whole]
     return torch.stack([values.sum(dim=1) for values in found], dim=1)
-
-
-def answer_score(sums: list[float]) -> AnswerScore | None:
-    """The score from the sums of `answer_sums` over all sequences; None without any answer."""
-    answers, *counts = sums
-    return AnswerScore(*(count / answers for count in counts)) if answers else None
 
 
 def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float:

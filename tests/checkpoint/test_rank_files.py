@@ -20,6 +20,7 @@ from pipeline.parallel.sharding import Partition, merge, partition_of
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, Account, checkpoint_in, save, save_many, scale, trained, zero
 from tests.distributed import run_ranks
+from tests.files import cut
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "ZeRO-2, dp 2": (2, 1, zero(2)),
@@ -119,7 +120,7 @@ class Bomb:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "empty": lambda file: file.write_bytes(b""),
-    "cut short": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "cut short": cut,
     "a pickle": lambda file: torch.save(Bomb(file.parent / "mark"), file),
     "without layout": lambda file: save_file({"weights": torch.zeros(1)}, file),
     "another place": lambda file: shutil.copy(file.with_name("rank_00000.safetensors"), file),

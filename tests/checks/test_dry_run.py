@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.manifest import (
-    LayoutRecord,
-    Manifest,
-    Position,
-    describe_run,
-)
+from pipeline.checkpoint.manifest import LayoutRecord, Manifest, Position, describe_run
 from pipeline.checks.door import begin
 from pipeline.checks.plan import dry_run, make_plan
 from pipeline.config.run import load_config

@@ -13,6 +13,7 @@ from pipeline.config.run import load_config
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.memory import held_bytes
 from tests.distributed import run_ranks
+from tests.files import read_jsonl
 from tests.programs import scale_cpt
 from tests.training.runs import make_run, train, write_config
 
@@ -40,7 +41,7 @@ def test_the_plan_is_what_the_run_does(tokens, tmp_path):
 
     assert run_ranks(train, 2, config) == [0, 0]
     written, gb_each, at_once, gb_needed, _ = numbers(plan, "checkpoints")
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(list((tmp_path / "checkpoints").glob("step_*"))) == written == 2
     # Without random states, names and padding, which matter in so small a model.
     assert gb_each * 1e9 == pytest.approx(held_bytes(tmp_path / "checkpoints/step_00000004"), rel=0.1)

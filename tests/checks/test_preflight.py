@@ -24,6 +24,7 @@ from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
 from pipeline.parallel.topology import ProcessGroups
 from tests.bases import STORIES
 from tests.distributed import run_ranks
+from tests.files import flip_bit
 from tests.training.runs import write_config
 
 
@@ -67,11 +68,11 @@ def refusal(config: Path, world_size: int, *arguments: Any, exit_code: int = USE
 def test_damaged_tokens_are_found(tmp_path, tokens: Path):
     shutil.copytree(tokens, tmp_path / "tokens")
     damaged = sorted((tmp_path / "tokens" / "english").glob("*.bin"))[-1]
-    content = bytearray(damaged.read_bytes())
-    content[-5] ^= 1
-    damaged.write_bytes(content)
+    flip_bit(damaged, -5)
     line = refusal(configured(tmp_path), 2)
-    assert f"preflight: 1 fault(s): {damaged}: damaged: expected {len(content)} bytes, found other ones" in line
+    assert (
+        f"preflight: 1 fault(s): {damaged}: damaged: expected {damaged.stat().st_size} bytes, found other ones" in line
+    )
     assert line.endswith("text that the base writes) (seen on n1)")
 
 

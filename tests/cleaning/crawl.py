@@ -91,9 +91,7 @@ class Crawl:
     def _write(self, name: str, records: list[dict[str, object]]) -> None:
         (self.made / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
-    def _faulty(
-        self, at: int, copied: str, heldout: str, question: str, english: str
-    ) -> Iterator[tuple[str, str, str]]:
+    def _faulty(self, at: int, copied: str, heldout: str, question: str, english: str) -> Iterator[_Planted]:
         def page() -> str:
             return next(self._pages)
 

@@ -24,6 +24,7 @@ from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
 from tests.cleaning.crawl import Crawl, korean_pages
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
+from tests.files import read_jsonl
 from tests.programs import call
 from tools import clean_corpora, preprocess_data
 
@@ -199,6 +200,6 @@ def check(*options: str | Path) -> str:
 
 def test_the_crawl_is_written_for_the_study(tmp_path: Path) -> None:
     check("--write", tmp_path / "texts" / "crawl.jsonl")
-    texts = [json.loads(line)["text"] for line in (tmp_path / "texts" / "crawl.jsonl").read_text().splitlines()]
+    texts = [record["text"] for record in read_jsonl(tmp_path / "texts" / "crawl.jsonl")]
     assert len(texts) == 2 * (10 + 19)
     assert sum("최저가 할인 쿠폰" in text for text in texts) == 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
@@ -125,6 +129,24 @@ def trained(base_path: Path, folder: Path) -> TrainedModel:
 def training_decoder(model: TrainedModel) -> Decoder:
     """The training model itself, in fp32."""
     return model.loaded(torch.float32, torch.device("cpu"))
+
+
+def scale_config(**changes: Any) -> ScaleConfig:
+    """Of a model of four layers with a rotary embedding."""
+    rotary = {"frequencies": [1.0, 0.1, 0.01, 0.001], "long_frequencies": None, "context": None}
+    rotaries = [rotary | {"attention_factor": 1.0}]
+    return ScaleConfig(num_hidden_layers=4, rotary=rotaries, layer_rotary=[0] * 4, **changes)
+
+
+def without_this_project(program: str, model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program on an exported model, in `folder`, where nothing of this project can be imported."""
+    absent = ("pipeline", "deepspeed", "orjson", "pydantic", "zstandard", "lm_eval", "datasets")
+    program = f"import sys\nfor name in {absent}:\n    sys.modules[name] = None  # importing it is an error\n{program}"
+    environment = {**os.environ, "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, str(model)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def generate_greedily(model: Any, tokens: torch.Tensor, *, new_tokens: int, **options: Any) -> torch.Tensor:

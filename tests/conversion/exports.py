@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
+from tests.files import change_json
 from tests.gating.gates import random_gate
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import balance_router, some_tokens
@@ -98,9 +98,7 @@ class Exports:
             exported(replace(model, gate=decoder.gate), "scale", folder)
             if model.plan is not None and model.plan.routed and not gate:
                 balance_router(decoder, tokens)
-                config = folder / "config.json"
-                threshold = {"router_threshold": decoder.output.threshold}
-                config.write_text(json.dumps(json.loads(config.read_text()) | threshold))
+                change_json(folder / "config.json", router_threshold=decoder.output.threshold)
             self._made[key] = folder, decoder
         return self._made[key]
 

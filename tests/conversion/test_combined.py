@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zlib
 from collections import Counter
 from dataclasses import asdict
@@ -19,7 +16,6 @@ from safetensors.torch import load_file
 from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import EXPORT
 from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.remote_code.modeling_scale_combined import (
     LARGEST_MARGIN,
@@ -32,9 +28,10 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.vocabulary import learn_extension
 from pipeline.errors import ConversionError, DataError, OutputError
-from pipeline.files import file_hash, write_json, write_record
+from pipeline.files import write_json, write_record
 from pipeline.model.spec import MixtureSpec
-from tests.conversion.checkpoints import generate_greedily
+from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
+from tests.data.helpers import contents
 from tests.programs import call
 from tests.tolerances import assert_near, rounding_of
 from tools import combine as combine_tool
@@ -59,12 +56,8 @@ TEXTS = {"pieces": "나는 너를 나의 나라에서 너의 나비로 보았다
 def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
     """An export with random weights. Those of its base depend on `base` alone, the others on `name`."""
     settings, width, heads = EXPANSIONS[name]
-    rotary = {"frequencies": [1.0, 0.1, 0.01, 0.001], "long_frequencies": None, "context": None}
-    config = ScaleConfig(
-        num_hidden_layers=LAYERS,
+    config = scale_config(
         base_vocab_size=BASE_TOKENS,
-        rotary=[rotary | {"attention_factor": 1.0}],
-        layer_rotary=[0] * LAYERS,
         expansion_hidden_size=width,
         expansion_num_attention_heads=heads,
         expansion_num_key_value_heads=heads,
@@ -237,18 +230,14 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
             model(tokens, **options)
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): file_hash(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 @torch.no_grad()
 def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tmp_path):
     folder, tokens = tmp_path / "served", prompts()[0]
     combine(folder, {"ko": exports["ko"]})
-    first, one = hashes(folder), load_hf_model(folder)(tokens).logits
+    first, one = contents(folder), load_hf_model(folder)(tokens).logits
     combine(folder, {name: exports[name] for name in ("law", "code", "pieces", "ko")})
-    changed = {name for name, value in hashes(folder).items() if first.get(name, value) != value}
-    assert changed == {"config.json", "README.md", "tokenizer.json"}
+    changed = {name for name, value in contents(folder).items() if first.get(name, value) != value}
+    assert changed == {"served/config.json", "served/README.md", "served/tokenizer.json"}
     only = CombinedForCausalLM.from_pretrained(folder, active=["ko"])
     assert only.names == ["ko", "pieces"] and only.active == ["ko"]  # new pieces too, as the tokenizer may give them
     assert torch.equal(only(tokens).logits[..., :BASE_TOKENS], one)
@@ -302,14 +291,14 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
 def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_path, error, changes):
     folder, other = tmp_path / "served", export(tmp_path / "other", "ko", **changes)
     combine(folder, {"pieces": exports["pieces"]})
-    before = hashes(folder)
+    before = contents(folder)
     with pytest.raises((ConversionError, DataError), match=error):
         combine(folder, {"pieces": exports["pieces"], "other": other})
-    assert hashes(folder) == before
+    assert contents(folder) == before
 
 
 def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, tmp_path, model):
-    before, other = hashes(combined), export(tmp_path / "other", "ko")
+    before, other = contents(combined), export(tmp_path / "other", "ko")
     described = json.loads((other / "tokenizer.json").read_text())
     described["model"]["merges"].pop()
     (other / "tokenizer.json").write_text(json.dumps(described))
@@ -323,7 +312,7 @@ def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, t
             combine(combined, runs)
     with pytest.raises(OutputError):
         combine(tmp_path, {"ko": exports["ko"]})
-    assert hashes(combined) == before
+    assert contents(combined) == before
     active = model.active
     for ask in (
         lambda: model.set_active(["nobody"]),
@@ -335,9 +324,6 @@ def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, t
 
 
 PROGRAM = """
-import sys
-for name in ("pipeline", "deepspeed", "orjson", "pydantic"):
-    sys.modules[name] = None  # importing it is an error
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, active=["ko"])
@@ -349,7 +335,5 @@ model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
 def test_the_folder_is_a_model_without_this_project(exports, tmp_path):
     folder = tmp_path / "served"
     call(combine_tool, folder, f"ko={exports['ko']}", f"pieces={exports['pieces']}")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
-    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    ran = without_this_project(PROGRAM, folder, tmp_path)
     assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, ran.stderr

@@ -23,6 +23,7 @@ from pipeline.errors import BaseModelError, CheckpointError, ConversionError
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.distributed import run_ranks
+from tests.files import change_json, flip_bit
 from tests.programs import scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
@@ -75,8 +76,7 @@ def test_the_same_conversion_is_not_done_twice(published, tmp_path):
     before = (again.output / "model.safetensors").stat().st_mtime_ns
     assert not convert(again, probe)
     assert (again.output / "model.safetensors").stat().st_mtime_ns == before
-    record = json.loads((again.output / "conversion.json").read_text())
-    (again.output / "conversion.json").write_text(json.dumps({**record, "code": "of another version"}))
+    change_json(again.output / "conversion.json", code="of another version")
     assert convert(again, probe) and not convert(again, probe)
     assert convert(replace(again, dtype=torch.bfloat16), probe)
     assert load_hf_model(again.output).dtype == torch.bfloat16
@@ -129,10 +129,7 @@ def test_a_missing_tensor_is_not_filled_in(published, tmp_path):
 
 def test_a_changed_file_is_noticed(conversion, tmp_path):
     copied = shutil.copytree(conversion.checkpoint, tmp_path / "copy")
-    file = min(copied.glob("rank_*"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(min(copied.glob("rank_*")))
     with pytest.raises(CheckpointError, match="not what was written"):
         convert(replace(conversion, checkpoint=copied), probe_maker({}))
     assert not conversion.output.exists()
@@ -141,8 +138,7 @@ def test_a_changed_file_is_noticed(conversion, tmp_path):
 def test_code_of_the_base_is_neither_copied_nor_named(conversion, tmp_path):
     base = shutil.copytree(STORIES, tmp_path / "base")
     (base / "modeling_evil.py").write_text("raise SystemExit('run')")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}))
+    change_json(base / "config.json", auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     convert(replace(conversion, base=base, format="scale"), probe_maker({}))
     assert not (conversion.output / "modeling_evil.py").exists()
     assert "evil" not in (conversion.output / "config.json").read_text()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -15,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.conversion.hf_folder import load_hf_model
 from tests.bases import reference
-from tests.conversion.checkpoints import generate_greedily
+from tests.conversion.checkpoints import generate_greedily, without_this_project
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
@@ -173,9 +170,6 @@ def test_a_gate_that_never_opens_generates_what_the_base_does(key, exports, load
 
 
 _SCRIPT = """
-import sys
-for name in ("pipeline", "deepspeed", "orjson", "pydantic", "zstandard", "lm_eval", "datasets"):
-    sys.modules[name] = None  # importing it is an error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
@@ -188,11 +182,7 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 def test_it_generates_without_this_project_and_its_dependencies(exports, tmp_path):
     folder, _ = exports("stories260K", "route stories")
-    command = [sys.executable, "-c", _SCRIPT, str(folder)]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    tokens, text = done.stdout.strip().split("\n", 1)
+    tokens, text = without_this_project(_SCRIPT, folder, tmp_path).stdout.strip().split("\n", 1)
     here = load_hf_model(folder)
     prompt = torch.tensor([json.loads(tokens)[:-20]])
     assert generate(here, prompt)[0].tolist() == json.loads(tokens)[: prompt.shape[1] + NEW_TOKENS]

@@ -8,12 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.bases import STORIES
+from tests.bases import copy_tokenizer
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale, zero
 from tests.distributed import run_ranks
 
@@ -71,8 +71,7 @@ def test_peak_memory_is_far_below_the_model(tmp_path):
         )
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(base, max_shard_size="6MB")
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (base / file).write_bytes((STORIES / file).read_bytes())
+        copy_tokenizer(base)
         jobs.append((base, method, run, 1, zero(1), 1))
         paths += [checkpoint_in(run, 1), base]
     run_ranks(save_many, 1, jobs)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -16,28 +14,18 @@ from pipeline.conversion.parity import check_against_transformers
 from pipeline.conversion.verify import BUILT_IN
 from pipeline.errors import BaseModelError
 from pipeline.model.from_hf import open_base
-from tests.bases import STORIES, save_base
+from tests.bases import copy_tokenizer, save_base
+from tests.files import change_json
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
-
-
-def with_tokenizer(path):
-    """The folder `path` with stories260K's tokenizer."""
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(STORIES / file, path)
-    return path
-
-
-def change_config(path, **changes):
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 @pytest.fixture
 def mixed(tmp_path):
     """A base whose layers are of two kinds."""
-    path = save_base("exaone4", tmp_path / "base", vocab_size=512, num_hidden_layers=4, layer_types=None)
-    return with_tokenizer(path)
+    return copy_tokenizer(
+        save_base("exaone4", tmp_path / "base", vocab_size=512, num_hidden_layers=4, layer_types=None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +44,7 @@ def test_a_base_that_is_read_otherwise_is_refused(mixed):
     layers = tuple(replace(kind, rotary=rotary) for kind in base.spec.layers)  # the global ones have none
     with pytest.raises(BaseModelError, match=r"differ from those of transformers by .* 'exaone4' is not read rightly"):
         check_against_transformers(replace(base, spec=replace(base.spec, layers=layers)))
-    change_config(mixed, intermediate_size=40)
+    change_json(mixed / "config.json", intermediate_size=40)
     with pytest.raises(BaseModelError, match=r"config.json implies"):
         check_against_transformers(open_base(mixed))
 
@@ -64,8 +52,8 @@ def test_a_base_that_is_read_otherwise_is_refused(mixed):
 @torch.no_grad()
 def test_a_mistral_with_layer_types_is_the_ministral_that_users_load(tmp_path, monkeypatch):
     """AutoModel gives each layer its own window; MistralForCausalLM would give all the same."""
-    path = with_tokenizer(save_base("ministral", tmp_path / "base", vocab_size=512))
-    change_config(path, model_type="mistral", architectures=["MistralForCausalLM"])
+    path = copy_tokenizer(save_base("ministral", tmp_path / "base", vocab_size=512))
+    change_json(path / "config.json", model_type="mistral", architectures=["MistralForCausalLM"])
     base, tokens = open_base(path), some_tokens(open_base(path).spec, 2, 40)
     assert [kind.window for kind in base.spec.layers] == [12, 12, None]
     expected = AutoModelForCausalLM.from_pretrained(path).eval()(tokens).logits
@@ -81,6 +69,6 @@ def test_a_mistral_with_layer_types_is_the_ministral_that_users_load(tmp_path, m
     with pytest.raises(BaseModelError, match="not read rightly"):
         check_against_transformers(all_windows)
 
-    change_config(path, sliding_window=None)
+    change_json(path / "config.json", sliding_window=None)
     with pytest.raises(BaseModelError, match="expected a number of tokens for sliding layers, found None"):
         open_base(path)

@@ -24,6 +24,7 @@ from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
+from tests.rehearsal.helpers import copied_stories
 from tests.widened import some_tokens
 
 METHODS = {"stock": scale("preserve", norm="base"), "scale": scale("adapt")}
@@ -145,13 +146,12 @@ def test_which_files_are_kept(tmp_path):
 
 @pytest.mark.parametrize("where", ["file", "config", "both", "several"])
 def test_a_chat_template_is_where_every_server_looks(where, tmp_path):
-    base = shutil.copytree(STORIES, tmp_path / "base")
     held = {"config": TEMPLATE, "both": "another", "several": [{"name": "default", "template": TEMPLATE}]}.get(where)
+    code = {"auto_map": {"AutoTokenizer": ["evil/repo--tokenizer.Evil", None]}}
+    changes = code | ({"chat_template": held} if held else {})
+    base = copied_stories(tmp_path / "base", tokenizer_config=changes)
     if where in ("file", "both"):
         (base / "chat_template.jinja").write_text(TEMPLATE)
-    path = base / "tokenizer_config.json"
-    code = {"auto_map": {"AutoTokenizer": ["evil/repo--tokenizer.Evil", None]}}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **({"chat_template": held} if held else {}), **code}))
     kept_of(base, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE

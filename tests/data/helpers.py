@@ -59,8 +59,8 @@ def stories(count: int) -> list[str]:
     return [text for file in (STORIES_HELDOUT, REVIEWS_HELDOUT) for text in islice(texts([str(file)]), count)]
 
 
-def jsonl(texts: Iterable[object], key: str = "text") -> bytes:
-    return b"".join(json.dumps({"id": 7, key: text}, ensure_ascii=False).encode() + b"\n" for text in texts)
+def jsonl(texts: Iterable[object]) -> bytes:
+    return b"".join(json.dumps({"id": 7, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 
 
 def write_jsonl(path: Path, texts: Iterable[object]) -> Path:

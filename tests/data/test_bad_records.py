@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ from pipeline.data.records import Keys
 from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
 from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, tokenize
+from tests.files import read_jsonl
 
 GOOD = documents(40)
 BAD = {
@@ -28,10 +28,6 @@ BAD = {
 }
 
 
-def quarantined(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / QUARANTINE).read_bytes().splitlines()]
-
-
 @pytest.mark.parametrize("unit_bytes", [500, 10**9])
 def test_every_kind_is_quarantined(tmp_path: Path, unit_bytes: int):
     path, content, offsets = tmp_path / "x.jsonl", b"", {}
@@ -43,7 +39,7 @@ def test_every_kind_is_quarantined(tmp_path: Path, unit_bytes: int):
     made = tokenize(tmp_path / "out", path, unit_bytes=unit_bytes)
     assert texts_in(tmp_path / "out") == GOOD
     assert made.rejected == dict.fromkeys(sorted(BAD), 1)
-    found = quarantined(tmp_path / "out")
+    found = read_jsonl(tmp_path / "out" / QUARANTINE)
     assert {record["reason"]: record["offset"] for record in found} == offsets
     assert {record["file"] for record in found} == {str(path)}
     assert all(record["excerpt"] for record in found)
@@ -79,7 +75,7 @@ def test_documents_before_damage_are_kept(tmp_path: Path, kind: str, damage: str
     assert 1000 < len(kept) < len(texts)
     if damage == "truncated_file":  # damage in the middle may change a text before it is found
         assert kept == texts[: len(kept)]
-        (record,) = quarantined(tmp_path / "out")
+        (record,) = read_jsonl(tmp_path / "out" / QUARANTINE)
         assert record["offset"] == len(jsonl(kept))
     assert kept[:1000] == texts[:1000]
 
@@ -92,7 +88,8 @@ def test_bad_rows_of_parquet(tmp_path: Path):
     made = tokenize(tmp_path / "out", tmp_path / "x.parquet")
     assert texts_in(tmp_path / "out") == ["fine", "좋다"]
     assert made.rejected == {"empty_text": 1, "invalid_utf8": 1, "nul_character": 1, "text_not_string": 1}
-    assert {record["offset"]: record["reason"] for record in quarantined(tmp_path / "out")}[2] == "invalid_utf8"
+    found = read_jsonl(tmp_path / "out" / QUARANTINE)
+    assert {record["offset"]: record["reason"] for record in found}[2] == "invalid_utf8"
 
 
 def test_values_of_a_json_array_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

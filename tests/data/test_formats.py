@@ -22,16 +22,7 @@ from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.token_corpus import load_manifest
 from pipeline.data.units import split_file
 from pipeline.errors import DataError
-from tests.data.helpers import (
-    COMPRESS,
-    documents,
-    jsonl,
-    read,
-    texts_in,
-    texts_of,
-    tokenize,
-    write_jsonl,
-)  # fmt: skip
+from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, texts_of, tokenize, write_jsonl
 
 TEXTS = documents(60)
 DOCUMENTS = [f"{number}번째 문서입니다. 오늘은 날씨가 좋아서 산책을 갔다." for number in range(40)]

@@ -18,6 +18,7 @@ from pipeline.data.corpora import is_heldout
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize
+from tests.texts import chat, write_chats
 
 PAIRS = [(f"Who is {number}?\nAnswer:", answer) for number, answer in enumerate(documents(120))]
 TEMPLATE = (
@@ -83,16 +84,7 @@ def test_records_without_a_usable_prompt_are_rejected(tmp_path: Path):
 # --- Chats -----------------------------------------------------------------------------------------------------------
 
 
-def turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-CHAT = [
-    turn("user", "Who ran home? "),
-    turn("assistant", "Tom."),
-    turn("user", "Why?"),
-    turn("assistant", "It was late."),
-]
+CHAT = chat(("user", "Who ran home? "), ("assistant", "Tom."), ("user", "Why?"), ("assistant", "It was late."))
 
 
 @pytest.fixture
@@ -103,8 +95,7 @@ def model(tmp_path) -> Path:
 
 
 def make(model: Path, output: Path, chats: list[object], **settings: object):
-    path = output.with_suffix(".jsonl")
-    path.write_text("".join(json.dumps({"id": 1, "messages": chat}) + "\n" for chat in chats))
+    path = write_chats(output.with_suffix(".jsonl"), *chats)
     return tokenize(output, path, tokenizer=model, messages_key="messages", max_bad_fraction=0.9, **settings)
 
 
@@ -121,8 +112,8 @@ def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp
         assert pair == expected(text.removeprefix("<s>"), CHAT[at]["content"])
     for user, assistant in (("human", "gpt"), ("user", "chatgpt"), ("human", "assistant")):
         names = {"user": user, "assistant": assistant}
-        chat = [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]
-        make(model, tmp_path / f"{user}-{assistant}", [chat])
+        shared = [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]
+        make(model, tmp_path / f"{user}-{assistant}", [shared])
         assert stored(tmp_path / f"{user}-{assistant}") == found
     pq.write_table(pa.table({"messages": [CHAT], "source": ["hub"]}), tmp_path / "x.parquet")
     tokenize(tmp_path / "table", tmp_path / "x.parquet", tokenizer=model, messages_key="messages")
@@ -133,9 +124,9 @@ def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
     bad: list[object] = [
         "text",
         [{"role": "user"}, {"from": ["gpt"], "value": 1}],
-        [turn("user", "alone")],
-        [turn("user", "a"), turn("user", "b"), turn("assistant", "c")],
-        [turn("user", "a"), turn("assistant", "  ")],
+        chat(("user", "alone")),
+        chat(("user", "a"), ("user", "b"), ("assistant", "c")),
+        chat(("user", "a"), ("assistant", "  ")),
     ]
     made = make(model, tmp_path / "out", [CHAT, *bad])
     assert made.documents == 2
@@ -143,10 +134,10 @@ def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
 
 
 def test_the_answers_of_a_chat_are_held_out_together(model, tmp_path):
-    chats = [[turn("user", f"{number}?"), *CHAT[1:]] for number in range(40)]
+    chats = [[*chat(("user", f"{number}?")), *CHAT[1:]] for number in range(40)]
     train = make(model, tmp_path / "out", chats, heldout_fraction=0.5)
     heldout = TokenCorpus(tmp_path / "out.heldout").manifest
-    alone = sum(is_heldout(json.dumps(chat, separators=(",", ":")), 0.5) for chat in chats)
+    alone = sum(is_heldout(json.dumps(one, separators=(",", ":")), 0.5) for one in chats)
     assert 0 < heldout.documents == 2 * alone < 80
     assert train.documents + heldout.documents == 80
 

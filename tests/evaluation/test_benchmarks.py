@@ -13,14 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConfigError, DataError, MissingPackageError
-from pipeline.evaluation.benchmarks import (
-    AVERAGE,
-    Result,
-    benchmark_model,
-    comparison,
-    load_tasks,
-    task_results,
-)
+from pipeline.evaluation.benchmarks import AVERAGE, Result, benchmark_model, comparison, load_tasks, task_results
 from tests.bases import STORIES
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.programs import scale_cpt

@@ -15,6 +15,7 @@ from pipeline.evaluation.chats import ChatScore, read_chats, score_chats
 from tests.bases import STORIES
 from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories
+from tests.texts import chat, write_chats
 
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -29,15 +30,6 @@ ASKED = [
     [("user", "Mia"), ("assistant", "was sad."), ("user", "She")],
     [("user", "He ran and ran and")],
 ]
-
-
-def record(*messages: tuple[str, str]) -> dict[str, object]:
-    return {"messages": [{"role": role, "content": content} for role, content in messages]}
-
-
-def write(path: Path, *records: object) -> str:
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +63,9 @@ def test_a_score_is_of_transformers_greedy_answers(batch_tokens, model, answers,
     monkeypatch.setattr(chats, "_BATCH_TOKENS", batch_tokens)
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     texts = [tokenizer.decode(answer) for answer in answers]
-    right = [record(*asked, ("assistant", f" {text}\n")) for asked, text in zip(ASKED, texts, strict=True)]
-    wrong = [record(*asked, ("assistant", f"{text}!")) for asked, text in zip(ASKED, texts, strict=True)]
-    names = [write(tmp_path / "right.jsonl", *right), write(tmp_path / "half.x.jsonl", *right, *wrong)]
+    right = [chat(*asked, ("assistant", f" {text}\n")) for asked, text in zip(ASKED, texts, strict=True)]
+    wrong = [chat(*asked, ("assistant", f"{text}!")) for asked, text in zip(ASKED, texts, strict=True)]
+    names = [write_chats(tmp_path / "right.jsonl", *right), write_chats(tmp_path / "half.x.jsonl", *right, *wrong)]
     ended = sum(len(answer) < LIMIT for answer in answers) / len(answers)
     assert 0 < ended < 1, "some answers end, and some do not"
     length = pytest.approx(sum(map(len, answers)) / len(answers))
@@ -83,7 +75,7 @@ def test_a_score_is_of_transformers_greedy_answers(batch_tokens, model, answers,
     }
 
 
-def test_thoughts_are_no_part_of_an_answer(model, answers, tmp_path):
+def test_thoughts_are_no_part_of_an_answer(answers, tmp_path):
     """The model writes what it always does; its tokenizer shows the first word as the end of thoughts."""
     asked, text = next(
         (asked, AutoTokenizer.from_pretrained(STORIES).decode(answer))
@@ -100,7 +92,7 @@ def test_thoughts_are_no_part_of_an_answer(model, answers, tmp_path):
         generation_config={"eos_token_id": list(ENDS)},
     )
     references = [said, f"<think>\nOther thoughts.\n</think>\n\n{said}", text, f"{said}</think>"]
-    path = write(tmp_path / "x.jsonl", *(record(*asked, ("assistant", one)) for one in references))
+    path = write_chats(tmp_path / "x.jsonl", *(chat(*asked, ("assistant", one)) for one in references))
     score = score_chats(thinking, read_chats([path]), max_answer_tokens=LIMIT)["x"]
     assert (score.exact_match, score.ended) == (0.5, 1)
     assert score.answer_tokens > 2, "thoughts are part of the length"
@@ -115,32 +107,32 @@ def test_thoughts_are_no_part_of_an_answer(model, answers, tmp_path):
                 '{"messages": ',
                 '["messages"]',
                 '{"messages": [{"role": "user", "content": 1}]}',
-                record(("user", "a")),
-                record(("assistant", "a")),
-                record(("user", "a"), ("assistant", " ")),
+                chat(("user", "a")),
+                chat(("assistant", "a")),
+                chat(("user", "a"), ("assistant", " ")),
             )
         ),
         (
-            record(("tool", "a"), ("assistant", "b")),
+            chat(("tool", "a"), ("assistant", "b")),
             "line 2: .*chat: its chat template cannot frame a message.*no tools",
         ),
         (
-            record(("user", "a " * 600), ("assistant", "b")),
+            chat(("user", "a " * 600), ("assistant", "b")),
             "line 2: its [0-9]+ tokens leave no room to answer in a cont",
         ),
     ],
 )
 def test_bad_chats_are_named_with_their_line(lines, said, model, tmp_path):
-    good = json.dumps(record(*ASKED[0], ("assistant", "b")))
-    path = tmp_path / "x.jsonl"
-    path.write_text(f"{good}\n{lines if isinstance(lines, str) else json.dumps(lines)}\n")
+    path = Path(write_chats(tmp_path / "x.jsonl", chat(*ASKED[0], ("assistant", "b"))))
+    second = lines if isinstance(lines, str) else json.dumps({"messages": lines})
+    path.write_text(f"{path.read_text()}{second}\n")
     with pytest.raises(DataError, match=f"{path}, {said}") as caught:
         score_chats(model, read_chats([str(path)]))
     assert "\n" not in str(caught.value)
 
 
 def test_other_faults_of_files_and_models(tmp_path):
-    path = write(tmp_path / "x.jsonl", record(*ASKED[0], ("assistant", "b")))
+    path = write_chats(tmp_path / "x.jsonl", chat(*ASKED[0], ("assistant", "b")))
     with pytest.raises(DataError, match="its tokenizer has no chat template"):
         score_chats(STORIES, read_chats([path]))
     with pytest.raises(ConfigError, match="two files would be called x; rename one"):
@@ -148,7 +140,7 @@ def test_other_faults_of_files_and_models(tmp_path):
 
 
 def test_the_command_line_compares_models(model, tmp_path):
-    path = write(tmp_path / "x.jsonl", record(*ASKED[0], ("assistant", "b")))
+    path = write_chats(tmp_path / "x.jsonl", chat(*ASKED[0], ("assistant", "b")))
     options = ["--model", model, os.path.relpath(model), "--chats", path, "--max-answer-tokens", "3"]
     done = scale_cpt("evaluate", *options)
     assert done.returncode == 0, done.stderr

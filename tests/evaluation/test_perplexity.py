@@ -24,12 +24,15 @@ from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.evaluation import perplexity
 from pipeline.evaluation.perplexity import score_folder, windows
 from pipeline.model.attention import Documents
+from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.data.helpers import stories_tokenizer
+from tests.files import change_json
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import copied_stories, own_decoder
+from tests.rehearsal.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT as KOREAN
 from tests.texts import STORIES_HELDOUT as ENGLISH
+from tests.widened import unwidened
 
 
 def documents(file: Path, count: int) -> list[str]:
@@ -91,7 +94,7 @@ def test_a_document_is_scored_as_it_is_trained(has_start, tmp_path):
     starts = 1 + np.cumsum([0, *map(len, framed)])[:-1] - (not has_start)
     sample = pack(window, starts, len(window) + 2, padding=0, begins_with_end=not has_start)
     tokens, targets, positions, ids, _ = (torch.from_numpy(tensor)[None] for tensor in sample)
-    nll = own_decoder(base)(tokens, targets, positions, Documents.of(ids)).nll.detach()
+    nll = unwidened(open_base(base))(tokens, targets, positions, Documents.of(ids)).nll.detach()
     is_text = (targets != IGNORED) & (targets != tokenizer.document_end[-1])
     found = score_folder(base, {"x": chosen})["x"]
     assert found.tokens == int(is_text.sum()) == sum(map(len, encoded))
@@ -151,8 +154,7 @@ def test_command_lines_that_are_refused():
 
 @pytest.fixture
 def folder(tmp_path):
-    shutil.copytree(STORIES, tmp_path / "model")
-    return tmp_path / "model"
+    return shutil.copytree(STORIES, tmp_path / "model")
 
 
 def refusal(folder) -> str | None:
@@ -163,10 +165,6 @@ def refusal(folder) -> str | None:
         assert str(error).startswith(str(folder)) and len(str(error).splitlines()) == 1 and len(str(error)) < 800
         return str(error)
     return None
-
-
-def change(file, **entries):
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
 CONFIGS = {
@@ -181,16 +179,16 @@ CONFIGS = {
 @pytest.mark.parametrize("expected", CONFIGS)
 def test_a_config_that_cannot_be_loaded_is_refused(folder, expected):
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
-    change(folder / "config.json", **CONFIGS[expected])
+    change_json(folder / "config.json", **CONFIGS[expected])
     assert expected in refusal(folder)
     assert not (folder / "ran").exists()
 
 
 def test_tokenizers_that_do_not_fit(folder):
     code = {"auto_map": {"AutoTokenizer": ["evil.E", None]}}
-    change(folder / "tokenizer_config.json", tokenizer_class="ChatGLMTokenizer", **code)
+    change_json(folder / "tokenizer_config.json", tokenizer_class="ChatGLMTokenizer", **code)
     assert refusal(folder) is None, "texts need no class of the tokenizer"
-    described = json.loads((folder / "tokenizer.json").read_text())
-    described["added_tokens"].append({**described["added_tokens"][0], "id": 600, "content": "cat", "special": False})
-    (folder / "tokenizer.json").write_text(json.dumps(described))
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    added.append({**added[0], "id": 600, "content": "cat", "special": False})
+    change_json(folder / "tokenizer.json", added_tokens=added)
     assert "gives the id" in refusal(folder)

@@ -20,7 +20,7 @@ from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files
 from tests.rehearsal.helpers import copied_stories
-from tests.texts import STORIES_HELDOUT
+from tests.texts import STORIES_HELDOUT, chat, write_chats
 from tests.training.runs import write_config
 
 TRAINING = {
@@ -78,11 +78,10 @@ def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
     changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}
     base, hf = copied_stories(tmp_path / "base", tokenizer_config=changes), tmp_path / "demo" / "hf"
     shutil.copy(base / "tokenizer_config.json", hf)
-    said = [{"role": "user", "content": "Tom"}, {"role": "assistant", "content": "ran"}]
-    (tmp_path / "kept.jsonl").write_text(json.dumps({"messages": said}))
+    kept = write_chats(tmp_path / "kept.jsonl", chat(("user", "Tom"), ("assistant", "ran")))
     config = run_config(tmp_path / "demo").model_copy(update={"base": base})
     for _ in range(2):  # the card has them once
-        text = summarise(config, max_bytes=2000, chats=[str(tmp_path / "kept.jsonl")], max_answer_tokens=5)
+        text = summarise(config, max_bytes=2000, chats=[kept], max_answer_tokens=5)
     found = json.loads((tmp_path / "demo" / "summary.json").read_text())["chats"]
     assert {when: files["kept"]["chats"] for when, files in found.items()} == {"before": 1, "after": 1}
     row = f"{found['after']['kept']['answer_tokens']:.1f}"

@@ -29,7 +29,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.topology import Layout
 from pipeline.studies.study import load_study
-from tests.bases import CONFIGS, STORIES, random_model
+from tests.bases import CONFIGS, STORIES, copy_tokenizer, random_model
 from tests.data.helpers import COMPRESS, PROJECT, job
 from tests.fuzz.runner import INPUT, Subject
 
@@ -87,8 +87,7 @@ def _train_on() -> str:
 def _make_base(kind: str) -> None:
     config = type(CONFIGS[kind]).from_dict({**CONFIGS[kind].to_dict(), "vocab_size": 512})
     random_model(config).save_pretrained(INPUT, max_shard_size="40KB" if kind == "llama" else "1GB")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(STORIES / name, INPUT)
+    copy_tokenizer(INPUT)
 
 
 def _read_base() -> None:

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from pipeline.conversion.remote_code import scale_cache
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.remote_code.scale_cache import WINDOW, GateCache
-from tests.conversion.checkpoints import generate_greedily
+from tests.conversion.checkpoints import generate_greedily, scale_config
 from tests.tolerances import assert_near, rounding_of
 
 NEW_TOKENS = 12
@@ -32,16 +31,7 @@ MODELS = {
 
 def gated(name: str, bias: float) -> ScaleForCausalLM:
     """A model with random weights, whose gate opens more often with a larger `bias`."""
-    frequencies = {"frequencies": [1.0, 0.1, 0.01, 0.001], "long_frequencies": None, "context": None}
-    config = ScaleConfig(
-        num_hidden_layers=4,
-        rotary=[frequencies | {"attention_factor": 1.0}],
-        layer_rotary=[0] * 4,
-        sliding_window=6,
-        gate_bias=bias,
-        **MODELS[name],
-    )
-    model = ScaleForCausalLM(config).eval()
+    model = ScaleForCausalLM(scale_config(sliding_window=6, gate_bias=bias, **MODELS[name])).eval()
     random = torch.Generator().manual_seed(0)
     for key, parameter in model.named_parameters():
         if key != "token_gate.std":

@@ -16,12 +16,12 @@ from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, t
 from pipeline.gating.windows import as_windows, joined, spliced
 
 
-def problem(count, shift, seed=0, features=6):
-    """Two classes of features [N, F], a third of them new, whose means are `shift` apart along one direction."""
-    random = torch.Generator().manual_seed(seed)
+def problem(count, shift):
+    """Two classes of features [N, 6], a third of them new, whose means are `shift` apart along one direction."""
+    random = torch.Generator().manual_seed(0)
     is_new = torch.arange(count) % 3 == 0
-    direction = torch.randn(features, generator=random)
-    noise = torch.randn(count, features, generator=random)
+    direction = torch.randn(6, generator=random)
+    noise = torch.randn(count, 6, generator=random)
     return noise + torch.where(is_new, shift, 0.0).unsqueeze(1) * direction / direction.norm(), is_new
 
 

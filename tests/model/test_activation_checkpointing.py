@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.widened import scale_settings, some_batch, trained_gradients, unwidened, widened
+from tests.widened import kept_for_backward, scale_settings, some_batch, trained_gradients, unwidened, widened
 
 
 def step(base, variant, checkpointing):
@@ -16,17 +16,9 @@ def step(base, variant, checkpointing):
     else:
         model = widened(base, scale_settings(variant), noise=0.1, activation_checkpointing=checkpointing)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held = {}
-
-    def hold(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            held[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+    with kept_for_backward() as kept:
         loss, *_ = model(*some_batch(model.spec, 2, 64))
-    held_bytes = sum(size for size, _ in held.values())
+    held_bytes = sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in parameters)
     loss.backward()
     return loss.detach(), trained_gradients(model), held_bytes
 

@@ -19,6 +19,7 @@ from pipeline.parallel.sharding import merge, partition_of
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import Widths
 from tests.bases import reference, save_base
+from tests.files import change_json, cut
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens, unwidened
 
@@ -28,27 +29,18 @@ def load(path):
 
 
 def change_config(path, **entries):
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+    change_json(path / "config.json", **entries)
 
 
-def change_index(path, change):
-    file = path / INDEX_FILE
-    index = json.loads(file.read_text())
-    file.write_text(json.dumps(change(index)))
+def forget_a_tensor(path):
+    weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
+    change_json(path / INDEX_FILE, weight_map=dict(list(weight_map.items())[1:]))
 
 
 def move_weights_out(path):
     shutil.move(path / "model-00001.safetensors", path.parent / "elsewhere.safetensors")
-    change_index(
-        path,
-        lambda index: {
-            "weight_map": {
-                tensor: "../elsewhere.safetensors" if file == "model-00001.safetensors" else file
-                for tensor, file in index["weight_map"].items()
-            }
-        },
-    )
+    index = path / INDEX_FILE
+    index.write_text(index.read_text().replace("model-00001.safetensors", "../elsewhere.safetensors"))
 
 
 def shard(path):
@@ -192,32 +184,25 @@ def test_a_tied_base_with_another_output_projection_is_refused(tmp_path):
     assert_near(load(path).logits(tokens), reference(path)(tokens).logits, rounding_of(spec))
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
 FILE_FAULTS = {
     "no folder": (shutil.rmtree, "config.json: no such file"),
     "no config": (lambda path: (path / "config.json").unlink(), "config.json: no such file"),
-    "config not JSON": (lambda path: truncate(path / "config.json"), "config.json: not JSON"),
+    "config not JSON": (lambda path: cut(path / "config.json"), "config.json: not JSON"),
     "a file missing": (
         lambda path: (path / "model-00001.safetensors").unlink(),
         "model-00001.safetensors: no such file",
     ),
-    "a file cut off": (lambda path: truncate(path / "model-00001.safetensors"), "model-00001.safetensors: damaged"),
+    "a file cut off": (lambda path: cut(path / "model-00001.safetensors"), "model-00001.safetensors: damaged"),
     "a pickle in its place": (
         lambda path: torch.save({"weight": torch.zeros(2)}, path / "model-00000.safetensors"),
         "model-00000.safetensors: damaged",
     ),
-    "an index cut off": (lambda path: truncate(path / INDEX_FILE), "index.json: not JSON"),
+    "an index cut off": (lambda path: cut(path / INDEX_FILE), "index.json: not JSON"),
     "an index that lists": (
-        lambda path: change_index(path, lambda index: {"weight_map": ["a"]}),
+        lambda path: change_json(path / INDEX_FILE, weight_map=["a"]),
         "not an index of files in its folder",
     ),
-    "an index that promises too little": (
-        lambda path: change_index(path, lambda index: {"weight_map": dict(list(index["weight_map"].items())[1:])}),
-        "lacks the tensor",
-    ),
+    "an index that promises too little": (forget_a_tensor, "lacks the tensor"),
     "an index that leads outside": (move_weights_out, "not an index of files in its folder"),
 }
 

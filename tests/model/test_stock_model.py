@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.model.from_hf import read_spec
-from pipeline.model.stock_model import Padding, describe_serving, padded_widths
+from pipeline.model.stock_model import describe_serving, padded_widths
 from pipeline.scale.plan import Widths
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 )
 def test_padded_widths_fit(kv_heads, group, head_dim, hidden_size, intermediate_size, tp, gguf, derives_head_dim):
     given_widths = Widths(hidden_size, intermediate_size, group * kv_heads, kv_heads)
-    padding = Padding(tp, 256 if gguf else 1)
-    found = padded_widths(given_widths, head_dim, padding, derives_head_dim=derives_head_dim)
+    needed = tp, 256 if gguf else 1
+    found = padded_widths(given_widths, head_dim, *needed, derives_head_dim=derives_head_dim)
     heads, kv = found.num_attention_heads, found.num_key_value_heads
     assert heads == group * kv and kv >= kv_heads
     assert found.hidden_size >= hidden_size and found.intermediate_size >= intermediate_size
@@ -38,7 +38,7 @@ def test_padded_widths_fit(kv_heads, group, head_dim, hidden_size, intermediate_
     if derives_head_dim:
         assert found.hidden_size == heads * head_dim
     # Widths that fit are left as they are.
-    assert padded_widths(found, head_dim, padding, derives_head_dim=derives_head_dim) == found
+    assert padded_widths(found, head_dim, *needed, derives_head_dim=derives_head_dim) == found
 
 
 def test_what_servers_make_of_widths_is_told():

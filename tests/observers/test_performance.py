@@ -16,15 +16,12 @@ from pipeline.model.from_hf import open_base
 from pipeline.observers.performance import PROFILE
 from pipeline.sizing.flops import mfu_per_token_rate
 from tests.distributed import run_ranks
+from tests.files import read_jsonl
 from tests.training.runs import in_turn, make_run, metrics, train
 
 TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 IN_A_STEP = ("data", "forward", "backward", "step", "communication")
 EVENTS = {"zero": 1, "schedule__steps": 4, "validation__every_steps": 2, "checkpoints__every_steps": 3}
-
-
-def lines_of(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,7 @@ def observed(tokens, tmp_path_factory):
     run = tmp_path_factory.mktemp("observed")
     config = make_run(run, tokens, metrics__peak_tflops=0.25, **EVENTS)
     assert run_ranks(train, 2, config) == [0, 0]
-    return config, lines_of(run)
+    return config, read_jsonl(run / "metrics.jsonl")
 
 
 def test_speed_time_and_memory_are_in_their_units(observed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from pipeline.config.data import Sampling
 from pipeline.data.token_corpus import Manifest, TokenCorpus
 from pipeline.data.workers import local_workers
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import load_base, open_base
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
-from tests.bases import STORIES, save_base
+from tests.bases import STORIES, copy_tokenizer, save_base
+from tests.files import change_json
 
 START, END, KNOWN_IDS = 1, 2, 512
 """Of the tokenizer of stories260K, which all these bases have."""
@@ -28,8 +27,7 @@ def copied_stories(folder: Path, **files: dict[str, Any]) -> Path:
     """stories260K in `folder`, with keys of its JSON files changed: `copied_stories(folder, config={"a": 1})`."""
     shutil.copytree(STORIES, folder)
     for name, changes in files.items():
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        change_json(folder / f"{name}.json", **changes)
     return folder
 
 
@@ -37,18 +35,7 @@ def random_base(name: str, folder: Path) -> Path:
     """The random model `name` of `bases.CONFIGS` with the tokenizer of stories260K, or stories260K itself."""
     if name == "stories260K":
         return STORIES
-    save_base(name, folder, vocab_size=ROWS)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(STORIES / file, folder / file)
-    return folder
-
-
-def own_decoder(base: Path) -> Decoder:
-    """The base as this project trains it."""
-    folder = open_base(base)
-    decoder = Decoder(folder.spec)
-    load_base(decoder, folder)
-    return decoder
+    return copy_tokenizer(save_base(name, folder, vocab_size=ROWS))
 
 
 def known_logits(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from pipeline.rehearsal.openings import chosen_openings
 from tests.bases import STORIES, save_stories_with_a_token_more
 from tests.data.helpers import contents, documents, write_jsonl
 from tests.rehearsal.helpers import END, START, copied_stories, documents_in, random_base, sample
+from tests.texts import chat, write_chats
 
 TEMPLATE = (
     "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}=>{% endif %}"
@@ -119,10 +119,8 @@ def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
     """Behind the system's message and all earlier turns."""
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")})
     said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Tom ran"), ("assistant", "No.")]
-    messages = [{"role": role, "content": content} for role, content in said]
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps({"messages": messages}))
-    chats = {"openings": [str(path)], "messages_key": "messages"}
+    path = write_chats(tmp_path / "chats.jsonl", chat(*said))
+    chats = {"openings": [path], "messages_key": "messages"}
     sample(tmp_path / "own", base, max_tokens=60, **chats)
     encode = load_tokenizer(base).reference.encode
     first = "<s>[system] Be kind.[user] Hi[assistant] "
@@ -130,8 +128,8 @@ def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
     begins = [[document[: len(ids)] == ids for ids in framed] for document in documents_in(tmp_path / "own")]
     assert set(map(tuple, begins)) == {(True, False), (True, True)}  # the second prompt begins with the first
     with pytest.raises(DataError, match="begun with another chat template"):
-        sample(tmp_path / "own", base, max_tokens=60, openings=[str(path)], text_key="messages")
-    path.write_text(json.dumps({"messages": messages[:2]}))
+        sample(tmp_path / "own", base, max_tokens=60, openings=[path], text_key="messages")
+    write_chats(tmp_path / "chats.jsonl", chat(*said[:2]))
     with pytest.raises(DataError, match=r"chats.jsonl: no usable document .*no_answer"):
         sample(tmp_path / "other", base, max_tokens=60, **chats)
 
@@ -156,10 +154,8 @@ def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_i
     names = ["Tom", "Mia", "Lily", "Ben", "Sam", "Sue"]
     chats = [[("user", f"{n} ran"), ("assistant", "Yes?"), ("user", f"{n} sat"), ("assistant", "No")] for n in names]
     chats.append([("system", "Mine"), ("user", "Oh ran"), ("assistant", "No")])
-    lines = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    settings = {"openings": [str(path)], "messages_key": "messages", "system_prompts": ["A", "B"], "max_tokens": 60}
+    path = write_chats(tmp_path / "chats.jsonl", *(chat(*turns) for turns in chats))
+    settings = {"openings": [path], "messages_key": "messages", "system_prompts": ["A", "B"], "max_tokens": 60}
     drawn = []
     for seed in (0, 1):
         sample(tmp_path / f"seed {seed}", base, seed=seed, tokens=1200, **settings)

@@ -10,10 +10,12 @@ import torch
 
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.model.decoder import Decoder
+from pipeline.model.from_hf import open_base
 from pipeline.rehearsal import generation
 from pipeline.rehearsal.generation import BaseWriter, _document
 from tests.bases import STORIES
-from tests.rehearsal.helpers import END, KNOWN_IDS, START, copied_stories, known_logits, own_decoder, random_base
+from tests.rehearsal.helpers import END, KNOWN_IDS, START, copied_stories, known_logits, random_base
+from tests.widened import unwidened
 
 NEARLY_GREEDY = 1e-6
 FAMILIES = ("stories260K", "neox")
@@ -46,7 +48,7 @@ def test_at_a_low_temperature_it_is_greedy_decoding(name: str, tmp_path: Path, m
     base = random_base(name, tmp_path / "base")
     given = openings(1, 9, 22, 4)
     written = writer(base).write(given, temperature=NEARLY_GREEDY, max_tokens=24, batch_size=3, seed=1)
-    decoder = own_decoder(base)
+    decoder = unwidened(open_base(base))
     assert [document.tolist() for document in written] == [greedy(decoder, opening, 24) for opening in given]
 
 
@@ -54,7 +56,7 @@ def test_at_a_low_temperature_it_is_greedy_decoding(name: str, tmp_path: Path, m
 def test_the_text_has_the_entropy_of_the_bases_distribution(name: str, tmp_path: Path):
     """Where each token is drawn from a distribution, the mean of nll − entropy is 0; of another one it is not."""
     base = random_base(name, tmp_path / "base")
-    decoder = own_decoder(base)
+    decoder = unwidened(open_base(base))
     for temperature in (1.0, 0.7):
         excess: dict[float, list[torch.Tensor]] = {1.0: [], 0.7: []}
         for document in writer(base).write(
@@ -112,7 +114,7 @@ def test_documents_have_the_form_of_every_corpus_and_only_ids_of_the_tokenizer(t
     lengths = set(map(len, written))
     assert 40 in lengths and min(len(document) for document in written[::6]) < 40, "some are cut, others are not"
     assert max(int(document.max()) for document in written) < KNOWN_IDS
-    everything = own_decoder(base).logits(torch.from_numpy(written[0])[None])[0]
+    everything = unwidened(open_base(base)).logits(torch.from_numpy(written[0])[None])[0]
     others = torch.softmax(everything, dim=-1)[:, KNOWN_IDS:].sum(dim=-1)
     assert others.mean() > 0.02, "the base gives the other rows of its embedding no probability anyway"
 

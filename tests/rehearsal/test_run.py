@@ -29,10 +29,10 @@ from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
 
-def rehearsing(folder: Path, tokens: Path, *, base: Path = STORIES, **sample: Any) -> Path:
+def rehearsing(folder: Path, tokens: Path, **sample: Any) -> Path:
     """The configuration of a run with a rehearsal corpus `own`."""
     own = {"role": "rehearsal", "sample": {"tokens": 300, **sample}}
-    return write_config(folder, tokens, base=str(base), data__corpora__own=own)
+    return write_config(folder, tokens, data__corpora__own=own)
 
 
 @pytest.fixture

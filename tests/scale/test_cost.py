@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.widened import scale_settings, some_batch, widened
+from tests.widened import kept_for_backward, scale_settings, some_batch, widened
 
 # Widths of stories260K and of this expansion are all different, so that a tensor's last dimension names its stream.
 WIDTHS = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 2}
@@ -32,21 +31,12 @@ def test_the_base_stream_needs_no_gradient_before_the_first_collaborative_layer(
 
 
 def kept_tensors(model, batch):
-    """What autograd keeps for the backward pass: one tensor per storage, and the names of parameters."""
+    """What autograd keeps for the backward pass: tensors, and the names of parameters."""
     parameters = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
-    kept, kept_parameters = {}, set()
-
-    def keep(tensor):
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer in parameters:
-            kept_parameters.add(parameters[pointer])
-        else:
-            kept[pointer] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_for_backward() as kept:
         model(*batch)
-    return list(kept.values()), kept_parameters
+    others = [tensor for pointer, tensor in kept.items() if pointer not in parameters]
+    return others, {parameters[pointer] for pointer in kept.keys() & parameters.keys()}
 
 
 def test_preserve_keeps_only_the_inputs_of_w21_of_the_base_stream(base):

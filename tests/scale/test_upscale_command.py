@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.scale.expansion import MANIFEST, open_expansion
+from tests.files import flip_bit
 from tests.programs import scale_cpt
 from tests.training.runs import write_config
-
-ROOT = Path(__file__).parents[2]
 
 
 def upscale(config: Path) -> tuple[int, str]:
@@ -28,10 +27,7 @@ def test_the_first_run_writes_and_the_second_skips(tmp_path):
     assert code == 0
     assert "is there already" in output
     assert manifest.stat().st_mtime_ns == written
-    weights = manifest.parent / "expansion-00001.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip_bit(manifest.parent / "expansion-00001.safetensors", -1)
     code, output = upscale(write_config(tmp_path / "run", tmp_path))
     assert code == 1
     assert "expansion-00001.safetensors: damaged" in output

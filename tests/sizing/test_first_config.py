@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from pipeline.sizing.first_config import _method, measure, propose
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.programs import scale_cpt
+from tests.rehearsal.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 ROOT = Path(__file__).parents[2]
@@ -63,10 +63,8 @@ def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run():
 
 
 def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch):
-    base = shutil.copytree(STORIES, tmp_path / "base")
-    changes = {"tokenizer_config.json": {"add_bos_token": False}, "tokenizer.json": {"post_processor": None}}
-    for name, change in changes.items():
-        (base / name).write_text(json.dumps(json.loads((base / name).read_text()) | change))
+    changes = {"tokenizer_config": {"add_bos_token": False}, "tokenizer": {"post_processor": None}}
+    base = copied_stories(tmp_path / "base", **changes)
     cluster = Cluster(1, on_cpu=True)
     config, text = propose("first", base, NEW, OLD, cluster)
     assert "&id" not in text and config.data.corpora["own_text"].sample.openings == OLD

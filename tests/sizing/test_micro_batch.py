@@ -12,6 +12,7 @@ from pipeline.parallel.topology import Layout, ProcessGroups
 from pipeline.sizing.micro_batch import LiveMemory, measure_micro_batch
 from tests.distributed import run_ranks
 from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
+from tests.widened import kept_for_backward
 
 DTYPE = torch.bfloat16
 
@@ -30,21 +31,12 @@ def estimated(config):
 
 
 def saved_bytes(model, batch):
-    """What autograd saves of a real forward pass, each storage once, parameters aside."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    """What autograd saves of a real forward pass, parameters and batch aside."""
+    with kept_for_backward() as kept:
         loss = model(*batch)[0]
     assert loss.requires_grad
-    inputs = {tensor.untyped_storage().data_ptr() for tensor in batch}
-    return sum(storage.nbytes() for pointer, storage in saved.items() if pointer not in inputs)
+    given = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
+    return sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in given)
 
 
 @pytest.mark.parametrize(

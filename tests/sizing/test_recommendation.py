@@ -12,8 +12,7 @@ from pipeline.config.run import parse_config
 from pipeline.errors import ConfigError
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import GIB, Cluster
-from pipeline.sizing.estimate import Choice, Estimator, open_estimator
-from pipeline.sizing.table import recommend
+from pipeline.sizing.estimate import Choice, Estimator, open_estimator, recommend
 from pipeline.sizing.traffic import GATHER
 from tests.bases import STORIES
 from tests.programs import scale_cpt

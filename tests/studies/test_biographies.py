@@ -24,6 +24,7 @@ from studies.biographies.make_texts import (
 )
 from studies.biographies.show import end_table, matched_table, rates_table
 from tests.data.helpers import contents
+from tests.files import read_jsonl
 
 
 def call(monkeypatch: pytest.MonkeyPatch, program: Any, *arguments: object) -> None:
@@ -56,10 +57,10 @@ def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     roster = write_corpora(tmp_path / "a", 40, **arguments)
     write_corpora(tmp_path / "b", 40, **arguments)
     assert [*contents(tmp_path / "a").values()] == [*contents(tmp_path / "b").values()]
-    texts = [json.loads(line)["text"] for line in (tmp_path / "a" / "biographies.jsonl").read_text().splitlines()]
+    texts = [record["text"] for record in read_jsonl(tmp_path / "a" / "biographies.jsonl")]
     assert sorted(texts) == sorted(text for person in roster["pretrained"] for text in biographies(person, 5))
-    asked = (tmp_path / "a" / "task1" / "major.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in asked] == [question(person, "major") for person in roster["task1"]]
+    asked = read_jsonl(tmp_path / "a" / "task1" / "major.jsonl")
+    assert asked == [question(person, "major") for person in roster["task1"]]
     assert not [person.name for person in roster["task1"] if person.name in " ".join(texts)]
 
     tokenizer = load_tokenizer(tmp_path / "a" / "tokenizer")

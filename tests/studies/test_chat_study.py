@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +14,7 @@ from pipeline.studies.study import load_study
 from studies.chat import score
 from studies.chat.make_chats import KOREAN_TASKS, NUMBERS, SYSTEM_PROMPTS, TASKS, write_texts
 from tests.data.helpers import PROJECT, contents, write_jsonl
+from tests.files import read_jsonl
 from tests.programs import scale_cpt
 
 WORDS = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in ("lem", "rin", "sot")]
@@ -40,10 +39,6 @@ def texts(data, tmp_path_factory) -> Path:
     return folder
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def right_answer(task: str, asked: list[str]) -> str:
     """What follows from what the user said."""
     text = asked[-1]
@@ -62,7 +57,7 @@ def right_answer(task: str, asked: list[str]) -> str:
 
 def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
     train, english, korean, openings = (
-        records(texts / f"{name}.jsonl") for name in ("train", "english", "korean", "openings")
+        read_jsonl(texts / f"{name}.jsonl") for name in ("train", "english", "korean", "openings")
     )
     assert [len(one) for one in (train, english, korean)] == [140, 14, 14]
     for record in (*train, *english, *korean):

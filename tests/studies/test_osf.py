@@ -13,10 +13,10 @@ from pipeline.data.samples import load_heldout
 from pipeline.evaluation.table import readable
 from pipeline.gating.effect import decoder_inputs
 from pipeline.gating.windows import as_windows
-from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import load_base, open_base
+from pipeline.model.from_hf import open_base
 from studies.frontier import osf
 from tests.studies.studies import study_values, write_study
+from tests.widened import unwidened
 
 
 def test_the_table_has_the_base_as_validation_scores_it_and_every_rate(tokens, tmp_path, monkeypatch, capsys):
@@ -37,9 +37,7 @@ def test_the_table_has_the_base_as_validation_scores_it_and_every_rate(tokens, t
 def by_decoder(study: Path, corpora: list[str]) -> list[float]:
     """The base's perplexities by this project's own decoder."""
     config = osf.open_study(study, study.parent).compared("fft", 1e-3, 1).config
-    base = open_base(config.base)
-    decoder = Decoder(base.spec)
-    load_base(decoder, base)
+    decoder = unwidened(open_base(config.base))
     heldout = load_heldout(config.data, tokenizer_fingerprint=None)
     found = []
     for name in corpora:

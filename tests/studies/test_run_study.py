@@ -126,7 +126,7 @@ def test_the_report_reads_the_folder_of_a_run(finished):
     assert read["learning_rate"] == pytest.approx(2e-3) and run.tokens_seen == row["tokens_seen"]
 
 
-def test_finished_runs_are_skipped(finished, tokens):
+def test_finished_runs_are_skipped(finished):
     study, printed = finished
     path = study.parent / "study.yaml"
     before = {file: file.stat().st_mtime_ns for file in study.rglob("metrics.jsonl")}

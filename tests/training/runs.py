@@ -27,6 +27,7 @@ from pipeline.observers.performance import MEASURED
 from pipeline.parallel.ranks import summed
 from pipeline.parallel.sharding import partition_of
 from tests.bases import STORIES
+from tests.files import read_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 STEPS = 6
@@ -99,7 +100,7 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
 
 def metrics(run: Path) -> list[dict[str, float]]:
     """The run's figures, without those that are measured: no two runs share them."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(run / "metrics.jsonl")
     return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
 
 

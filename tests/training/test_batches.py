@@ -68,15 +68,14 @@ def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_
 
 
 class Recorded:
-    """Samples, with the threads and indices of all reads. Those of `damaged` fail."""
+    """Samples, with the threads that read them. Those of `damaged` fail."""
 
-    def __init__(self, samples: TrainingSamples, damaged: set[int] = frozenset()) -> None:
-        self.samples, self.damaged = samples, set(damaged)
-        self.reads: list[int] = []
+    def __init__(self, samples: TrainingSamples) -> None:
+        self.samples = samples
+        self.damaged: set[int] = set()
         self.threads: set[str] = set()
 
     def __getitem__(self, index):
-        self.reads.append(index)
         self.threads.add(threading.current_thread().name)
         if index in self.damaged:
             raise DataError(f"sample {index} is damaged")

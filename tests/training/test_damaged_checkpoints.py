@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_ranks
+from tests.files import change_json, cut, flip_bit
 from tests.training.runs import ended, in_turn, make_run, metrics, prepared, train, write_config
 
 NEWEST = "step_00000004"
@@ -24,18 +24,11 @@ def rank_1(checkpoint: Path) -> Path:
 
 
 def flip(checkpoint: Path) -> None:
-    content = bytearray(rank_1(checkpoint).read_bytes())
-    content[len(content) // 2] ^= 1
-    rank_1(checkpoint).write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    flip_bit(rank_1(checkpoint))
 
 
 def change_manifest(checkpoint: Path, **changes: Any) -> None:
-    path = checkpoint / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(checkpoint / "manifest.json", **changes)
 
 
 def cut_all(checkpoint: Path) -> None:

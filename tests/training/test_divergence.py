@@ -145,7 +145,6 @@ def train_with_a_wrong_norm(config: Path) -> int:
 
 
 def test_one_rank_alone_finds_no_spike(tokens, tmp_path):
-    stability = {"window": 2, "spike_steps": 2, "loss_increase": 1.0}
-    config = make_run(tmp_path, tokens, zero=1, checkpoints__every_steps=2, stability=stability)
+    config = make_run(tmp_path, tokens, zero=1, checkpoints__every_steps=2, stability=SETTINGS["stability"])
     assert run_ranks(train_with_a_wrong_norm, 2, config) == [0, 0]
     assert not any("rollbacks" in line for line in metrics(tmp_path))

@@ -101,7 +101,6 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """None: the output projection is two matrices, and a tied one is read from the embedding."""
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError."""
         raise ValueError("the vocabulary is extended before training, by scale-cpt vocabulary")
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,11 +218,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             if config.routed and index == config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             rotary = config.layer_rotary[index]
-            table = None if rotary is None else tables[rotary]
             streams = layer(
                 *(stream for path in paths for stream in path[:2]),
                 masked=[path.masked for path in paths],
-                rotary=table,
+                rotary=None if rotary is None else tables[rotary],
                 mask=masks[config.layer_types[index]],
                 past_key_values=cache,
                 **options,

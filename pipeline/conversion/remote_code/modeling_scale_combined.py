@@ -343,11 +343,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
         return path
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError."""
         raise ValueError("a model with several expansions is not saved: copy the folder that scale-cpt combine wrote")
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ValueError."""
         raise ValueError("continuous batching cannot run this model: it has a cache for each expansion")
 
 

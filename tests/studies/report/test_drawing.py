@@ -9,15 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipeline.studies.report.drawing import (
-    Box,
-    Drawing,
-    log_axis,
-    moved_apart,
-    padded_axis,
-    place_labels,
-    step_axis,
-)
+from pipeline.studies.report.drawing import Box, Drawing, log_axis, moved_apart, padded_axis, place_labels, step_axis
 from pipeline.studies.report.runs import PERPLEXITY
 from pipeline.studies.report.words import change, count, number, of_figure, percent
 

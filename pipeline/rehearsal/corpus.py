@@ -25,6 +25,7 @@ from pipeline.data.blend import mix
 from pipeline.data.chats import ChatTemplate, chat_template
 from pipeline.data.corpora import train_folder
 from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
+from pipeline.data.records import Keys
 from pipeline.data.token_corpus import InputFile, Manifest, SamplingRecord
 from pipeline.data.token_shards import token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
@@ -85,6 +86,12 @@ class SamplingJob:
         if not (self.messages_key or sampling.chat_template):
             return None
         return chat_template(self.base, sampling.thinking, tuple(sampling.system_prompts), sampling.seed)
+
+    @property
+    def keys(self) -> Keys:
+        """Where the openings are in their files."""
+        key = self.messages_key
+        return Keys(key, key, chat=self.template) if key else Keys(self.text_key)
 
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
@@ -160,7 +167,7 @@ def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share =
     def make(state: Path) -> Manifest:
         if plan.inputs and not job.openings.with_suffix(".bin").exists():  # it is published last
             longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
-            write_openings(job, longest)
+            write_openings(job.openings, job.sampling, job.keys, job.template, base=job.base, longest=longest)
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
         names = [f"00000-{number:06d}" for number in range(count)]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline import log
+from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
+from pipeline.data.chats import ChatTemplate
 from pipeline.data.records import Document, Keys
 from pipeline.data.token_shards import Shard, token_dtype, writing_shard
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
-
-if TYPE_CHECKING:  # it imports this module
-    from pipeline.rehearsal.corpus import SamplingJob
 
 # No tokenizer's token is longer, but for runs of spaces. More text than this is not encoded for a short opening.
 _CHARACTERS_PER_TOKEN = 64
@@ -26,16 +25,18 @@ _logger = log.get_logger(__name__)
 _Ids = npt.NDArray[Any]
 
 
-def write_openings(job: SamplingJob, longest: int) -> None:
-    """Writes the shard `job.openings`, as many ids as the sampling can need, equally many of each file.
+def write_openings(
+    prefix: Path, sampling: Sampling, keys: Keys, template: ChatTemplate | None, *, base: Path, longest: int
+) -> None:
+    """Writes the openings' ids as the shard `prefix`, as many as `sampling.tokens` can need, equally many of each file.
 
-    With `messages_key` the files hold chats: an opening is what precedes an answer, one for each message of the
-    assistant, with all earlier turns. Openings of more than `longest` ids are left out.
+    Of chats an opening is what precedes an answer, one for each message of the assistant, with all earlier turns.
+    Other openings are a user's messages, framed by `template`, if one is given. Those of more than `longest` ids are
+    left out.
 
     Raises DataError where the files hold no opening that can be used, or the tokenizer has no chat template.
     """
-    sampling, tokenizer, template = job.sampling, load_tokenizer(job.base), job.template
-    keys = Keys(job.messages_key, job.messages_key, chat=template) if job.messages_key else Keys(job.text_key)
+    tokenizer = load_tokenizer(base)
 
     def encode(document: Document) -> _Ids:
         """What precedes a document and its beginning; or a chat up to where the answer begins."""
@@ -50,7 +51,7 @@ def write_openings(job: SamplingJob, longest: int) -> None:
 
     files = input_files(sampling.openings)
     too_long = 0
-    with writing_shard(job.openings, token_dtype(tokenizer.vocab_size)) as writer:
+    with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for number, file in enumerate(files, start=1):
             for document in good_documents([str(file)], keys):
                 ids = encode(document)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.manifest import _PATHS
+from pipeline.checkpoint.manifest import PATHS
 from pipeline.checks.door import begin
 from pipeline.checks.inputs import Inputs
 from pipeline.checks.plan import make_plan
@@ -124,4 +124,4 @@ def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
 
 def test_a_checkpoint_does_not_record_where_openings_lie(tmp_path: Path):
     config = load_config(rehearsing(tmp_path / "run", tmp_path / "tokens", openings=["o.jsonl"]))
-    assert "openings" not in config.data.model_dump(mode="json", exclude=_PATHS)["corpora"]["own"]["sample"]
+    assert "openings" not in config.data.model_dump(mode="json", exclude=PATHS)["corpora"]["own"]["sample"]

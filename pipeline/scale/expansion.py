@@ -70,8 +70,7 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
     Computed from the smaller Gram matrix, in fp64: only the leading directions are needed, and a full SVD of an FFN
     matrix takes ten times as long. Signs are fixed so that the largest entry of each row is positive.
     """
-    # On a CPU the decompositions take minutes per billion parameters.
-    wide = weight.to("cuda" if torch.cuda.is_available() else "cpu", torch.float64)
+    wide = weight.to(_decomposing_device(), torch.float64)
     count = min(rows, *wide.shape)
     if wide.shape[0] <= wide.shape[1]:
         _, directions = torch.linalg.eigh(wide @ wide.T)
@@ -80,8 +79,7 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
         eigenvalues, directions = torch.linalg.eigh(wide.T @ wide)
         scales = eigenvalues.flip(0)[:count].clamp_min(0).sqrt()
         leading = scales.unsqueeze(1) * directions.flip(1)[:, :count].T
-    largest = leading.gather(1, leading.abs().argmax(dim=1, keepdim=True))
-    return (leading * torch.where(largest < 0, -1.0, 1.0)).float().cpu()
+    return _with_fixed_signs(leading).float().cpu()
 
 
 def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
@@ -89,10 +87,26 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
 
     This is the initial value of the embedding's new columns. Columns beyond D are He-random.
     """
-    leading = leading_rows(weight.T, columns).T
-    if (missing := columns - leading.shape[1]) == 0:
-        return leading
-    return torch.cat([leading, he_random(len(weight), missing, seed=seed, name=name)], dim=1)
+    wide = weight.to(_decomposing_device(), torch.float64)
+    count = min(columns, wide.shape[1])
+    _, directions = torch.linalg.eigh(wide.T @ wide)
+    leading = directions.flip(1)[:, :count]
+    projection = (wide @ _with_fixed_signs(leading.T).T).float().cpu()
+    if count == columns:
+        return projection
+    rest = he_random(weight.shape[0], columns - count, seed=seed, name=name)
+    return torch.cat([projection, rest], dim=1)
+
+
+def _with_fixed_signs(rows: Tensor) -> Tensor:
+    """`rows` [n, columns], each with the sign that makes its largest entry positive."""
+    largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    return rows * torch.where(largest < 0, -1.0, 1.0)
+
+
+def _decomposing_device() -> torch.device:
+    """A GPU if there is one: on a CPU the decompositions take minutes per billion parameters."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 ReadBase = Callable[[str], Tensor]

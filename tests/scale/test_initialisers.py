@@ -69,6 +69,8 @@ def test_the_embeddings_new_columns_are_its_leading_projections():
     weight = weight_of((97, 24))
     u, sigma, _ = torch.linalg.svd(weight.double(), full_matrices=False)
     found = leading_columns(weight, 9, seed=0, name="embedding")
+    directions = torch.linalg.lstsq(weight, found).solution
+    assert (directions.gather(0, directions.abs().argmax(dim=0, keepdim=True)) > 0).all(), "other signs, other runs"
     expected = (u * sigma)[:, :9].float()
     torch.testing.assert_close(*up_to_sign(found.T, expected.T), rtol=0, atol=1e-5)
     wider = leading_columns(weight, 30, seed=0, name="embedding")

@@ -73,9 +73,9 @@ def _check_type(values: Mapping[str, Any]) -> None:
     model_type = values.get("model_type")
     if model_type == "scale":
         raise BaseModelError(
-            "model_type 'scale': a widened model in its own format cannot be a base; convert its checkpoint with "
-            "--format expansion and name that folder in `upscaled` to train it further, or with --format stock to "
-            "widen it again"
+            "model_type 'scale': a widened model in its own format cannot be a base; to train it further, convert its "
+            "checkpoint with --format expansion and name that folder in `upscaled`; to widen it again, train it with "
+            "norm: base, variant preserve or adapt, and convert it with --format stock"
         )
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
         raise BaseModelError(f"model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")

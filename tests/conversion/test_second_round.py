@@ -175,5 +175,5 @@ def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, t
         rows = again.read("layers.0.ffn.down.base.weight")[64:80].float()
         assert rows.std() > 1e-3, "weights that train are read at their own size"
     elif format == "scale":
-        with pytest.raises(BaseModelError, match=r"--format expansion .* `upscaled` .*, or with --format stock"):
+        with pytest.raises(BaseModelError, match=r"--format expansion .* `upscaled`; .* norm: base, .* --format stock"):
             open_base(tmp_path / "hf")

@@ -140,7 +140,8 @@ class DeepSpeedConfig:
 def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
     """How many micro-batches each rank accumulates for one optimizer step.
 
-    Raises LayoutError, with the nearest sizes that do, where the global batch does not consist of whole micro-batches.
+    Raises:
+        LayoutError: the global batch does not consist of whole micro-batches; names the nearest sizes that do.
     """
     batch, at_once = schedule.global_batch_size, schedule.micro_batch_size * dp_size
     if batch % at_once:
@@ -156,7 +157,8 @@ def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
 def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
     """Reads and checks the JSON file at `path` for a run on `layout`; outside a checkout also one of the package's own.
 
-    Raises ConfigError where it is missing, no JSON, sets what the run configuration sets, or what does not work.
+    Raises:
+        ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has settings that do not work.
     """
     try:
         found = path if path.exists() else shipped() / path

@@ -28,10 +28,12 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
     """The folder of a model on this machine: `path` itself where it exists or is no name on the hub.
 
     Nor is `models/mine` where there is a folder `models`: what is missing there must not become a stranger's model.
-    Without `weights` a few small files are fetched, which describe the architecture and the tokenizer.
 
-    Raises BaseModelError where the hub has no such model or revision, does not let this user read it, or cannot be
-    reached while the cache lacks it.
+    `weights`: without them a few small files are fetched, which describe the architecture and the tokenizer.
+
+    Raises:
+        BaseModelError: the hub has no such model or revision, does not let this user read it, or cannot be reached
+            while the cache lacks it.
     """
     named = _NAME.fullmatch(str(path))
     if path.exists() or named is None or Path(named["repo"]).parent.is_dir():

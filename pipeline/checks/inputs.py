@@ -100,6 +100,7 @@ class Inputs:
 
     @cached_property
     def method(self) -> TrainingMethod:
+        """What trains."""
         return training_method(self.config)
 
     @cached_property

@@ -56,6 +56,7 @@ class CleanedText(Plan):
 
     @property
     def documents(self) -> int:
+        """How many are left."""
         return self.steps.get("written", {}).get("total", 0)
 
 
@@ -73,8 +74,9 @@ class _Arrays(SlurmPipelineExecutor):
 def clean(job: CleaningJob, workers: int) -> CleanedText:
     """Cleans a corpus, or continues; text that is cleaned already is left as it is.
 
-    Raises DataError where an input cannot be used, nothing is left, or the folder was made for another corpus, and
-    OutputError where it holds something else.
+    Raises:
+        DataError: an input cannot be used, nothing is left, or the folder was made for another corpus.
+        OutputError: the folder holds something else.
     """
     check_replaceable(job.output, _CLEANED)
     check_replaceable(job.work, FolderKind("unfinished cleaning", _PLAN, _FORMAT))

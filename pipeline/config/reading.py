@@ -65,8 +65,9 @@ def parse_yaml(text: str, fault: str) -> Any:  # noqa: ANN401
 def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in: str) -> S:
     """`values` as a section of the class `kind`.
 
-    Raises ConfigError, with all faults and their dotted paths in one line; `source` is the origin of the values, and
-    `listed_in` the page that documents every setting.
+    Raises:
+        ConfigError: all faults with their dotted paths, in one line; `source` is the origin of the values, and
+            `listed_in` the page that documents every setting.
     """
     try:
         return kind.model_validate(values)

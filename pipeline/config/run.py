@@ -315,7 +315,8 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
 
     Relative paths in it count from the working directory.
 
-    Raises ConfigError where the file is missing, no YAML or no run's, or a change is none of its settings.
+    Raises:
+        ConfigError: the file is missing, is not YAML, or does not describe a run, or a change is none of its settings.
     """
     source = " ".join([str(path), *(f"{COMMAND_LINE} {change}" for change in changes)])
     config = parse_config(read_settings(path, changes), source=source)

@@ -32,7 +32,8 @@ def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
 
     `extends` counts from the file that has it. A run's folder may have been moved, with the folders in it.
 
-    Raises ConfigError where a file is missing, no YAML, or extends itself, or a change is no KEY=VALUE.
+    Raises:
+        ConfigError: one of the files is missing or no YAML file, or extends itself; or a change is no KEY=VALUE.
     """
     values = _extended(path / RUN_FILE if path.is_dir() else path, ())
     if path.is_dir() and Path(old := str(values.get("folder"))).resolve() != path.resolve():

@@ -132,7 +132,10 @@ def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_export(path: Path) -> Export:
-    """The export in a folder, or of the run in it. Raises ConversionError: it cannot be combined; says why."""
+    """The export in a folder, or of the run in it.
+
+    Raises ConversionError: it is no export that can be combined; says why.
+    """
     folder = path / HF_FOLDER if (path / RUN_FILE).exists() else path
     if not holds(EXPORT, folder):
         raise ConversionError(f"{folder}: holds no export; convert the run first: scale-cpt convert")
@@ -154,8 +157,12 @@ def open_export(path: Path) -> Export:
 def combine(folder: Path, runs: Mapping[str, Path]) -> None:
     """Writes a folder of the base and of the exports of `runs`, by the names that their expansions get there.
 
-    It appears, in place of an earlier combination, when each of them has been verified. Raises ConversionError,
-    OutputError.
+    It appears, in place of an earlier combination, when each of them has been verified.
+
+    Raises:
+        ConversionError: an export cannot be combined, or is of another base; a name is none; what was written computes
+            something else than the export.
+        OutputError: `folder` holds something else.
     """
     if bad := [name for name in runs if not NAME.fullmatch(name)]:
         raise ConversionError(f"{bad[0]}: expected a name of ASCII letters, digits, - or _")
@@ -178,6 +185,7 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies tokenizer, terms and settings, and the record of an extended vocabulary."""
     copy_base_files(folder, source, source)
     if (source / EXTENDED).exists():
         (folder / EXTENDED).write_bytes(read_inside(source, EXTENDED, ConversionError))

@@ -53,9 +53,10 @@ _logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Conversion:
-    """A request to convert a checkpoint; `gate` and `vocabulary` are folders.
+    """A request to convert a checkpoint.
 
-    `dtype` None is the base's; `vocabulary` None where it was in training. `overwrite` replaces anything at `output`.
+    `dtype` None is the base's own type; `gate` the folder of its gate, if any. `vocabulary` is the folder of an
+    extended vocabulary, by default where it was in training. `overwrite`: whatever is at `output` may be replaced.
     """
 
     checkpoint: Path
@@ -89,7 +90,10 @@ def newest_checkpoint(config: RunConfig) -> Path:
 
 
 def run_probe(config: RunConfig) -> MakeProbe:
-    """The text to verify a run's export on: each corpus's held-out files, or else its inputs, where they are text."""
+    """The text to verify a run's export on: each corpus's held-out files, or else its inputs.
+
+    Text that the base wrote has neither, and a corpus that came as tokens no text.
+    """
     sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
     texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
     keys = {name: keys_of(of, config.tokenizer) for name, of in texts.items()}
@@ -102,7 +106,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     Returns False, and writes nothing, if an equal request has already made it, with this version's code.
 
     Raises:
-        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
+        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
+            gate that is not fitted for this checkpoint.
         OutputError: the output holds something else.
         ConversionError: the format cannot express the model, or what was written differs from it.
     """

@@ -38,15 +38,15 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
 
 
 def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Export:
-    """The folder's contents. Raises ConversionError: `format` cannot express the model."""
+    """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
+
+    Raises ConversionError: `format` cannot express the model, or it holds no whole model.
+    """
     return stock_export(model, dtype) if check_format(model, format) == "stock" else scale_export(model, dtype)
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """`format`; for `auto` it is `stock` if that can express the model, else `scale`.
-
-    Raises ConversionError: `format` cannot express the model.
-    """
+    """The format in which the model leaves, if `format` is asked for. Raises ConversionError if it cannot leave so."""
     reasons = why_not(model.settings, model.plan, model.stored.spec, gated=model.gate is not None)
     if format == "auto":
         return "stock" if reasons["stock"] is None else "scale"

@@ -56,7 +56,10 @@ _MORE_TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to be written, in `dtype` or else the export's; `make` reads or computes its values."""
+    """A tensor to be written: its shape is known beforehand, `make` reads or computes its values.
+
+    `dtype`: the type in which it is written; None: that of the export.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +69,11 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Export:
-    """A Hugging Face folder to be written: config.json, tensors in this order and in `dtype`, and files of code."""
+    """A Hugging Face folder to be written.
+
+    `config` is the contents of config.json; `tensors` are written in this order and in `dtype`; `code` are the Python
+    files that the folder carries.
+    """
 
     format: Exported
     config: Mapping[str, Any]
@@ -114,7 +121,10 @@ def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.d
 
 
 def stored_tensors(folder: Path) -> dict[str, PlannedTensor]:
-    """The stored tensors by name; `make` reads one. Both raise ConversionError: a file is damaged."""
+    """The tensors of the files of weights in `folder`, by name, each read when it is made.
+
+    Raises ConversionError: a file is damaged; so does `make`.
+    """
 
     def read(path: Path, name: str) -> Tensor:
         with faults_of_library(f"{path}: damaged", ConversionError), safe_open(path, framework="pt") as file:

@@ -185,5 +185,8 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
 
 
 def _kept(residual: StoredResidual | None, dtype: torch.dtype) -> StoredResidual | None:
-    """How an export stores the residual stream of a base that was widened before; a smaller scale would change it."""
+    """How an export in `dtype` stores the residual stream of a base that stores it so.
+
+    A smaller scale than the base's own would change what its norms compute.
+    """
     return None if residual is None else replace(residual, scale=max(residual.scale, scale_in(dtype)))

@@ -59,11 +59,12 @@ class TrainedModel:
 
     @property
     def spec(self) -> DecoderSpec:
-        """The base's architecture, with the layers that were added to it."""
+        """The model's architecture: the base's, with the layers that were added to it."""
         return self.structure.spec
 
     @property
     def plan(self) -> ExpansionPlan | None:
+        """How the base was widened; None if it was not."""
         return self.structure.plan
 
     @property
@@ -72,12 +73,13 @@ class TrainedModel:
         return self.base.path if self.manifest.run.vocabulary is None else Path(self.manifest.run.vocabulary)
 
     def with_tokenizer(self, vocabulary: Path) -> TrainedModel:
+        """The same with the extended tokenizer in the folder `vocabulary`."""
         run = self.manifest.run.model_copy(update={"vocabulary": str(vocabulary)})
         return replace(self, manifest=self.manifest.model_copy(update={"run": run}))
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """A tied output projection is not a parameter of its own."""
+        """Every parameter's whole shape. A tied output projection is not a parameter of its own."""
         return {name: full_shape_of(parameter) for name, parameter in self.structure.named_parameters()}
 
     @cached_property
@@ -88,6 +90,7 @@ class TrainedModel:
 
     @cached_property
     def trained(self) -> frozenset[str]:
+        """The parameters that the checkpoint holds."""
         return frozenset(self.reader.names)
 
     @cached_property
@@ -108,14 +111,17 @@ class TrainedModel:
         return torch.cat([above, self.read_stored(new)[:, columns]])
 
     def read_stored(self, name: str) -> Tensor:
-        """As `read`, of a parameter of `stored`."""
+        """The same of a parameter of `stored`."""
         if name in self.trained:
             return self.reader.read(name)
         return self.base.read(self.method.base_name(name, self.base.spec))
 
     @torch.no_grad()
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The logits [S, V] in fp32 of each window [S], computed in `dtype` with one layer in memory at a time."""
+        """The logits [S, V] in fp32 of each window of tokens [S], computed in `dtype` with one layer in memory.
+
+        All windows pass a layer together.
+        """
         decoder, fill_output = self.streamed(dtype)
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
         hidden = decoder.hidden_states(tokens)
@@ -158,7 +164,9 @@ class TrainedModel:
 def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     """Opens a checkpoint folder and the base that it was trained on.
 
-    Raises CheckpointError, BaseModelError: one is missing or damaged, or they do not fit together.
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or does not fit the base's architecture.
+        BaseModelError: the base is missing, damaged, or another one than the checkpoint's.
     """
     manifest = load_manifest(checkpoint)
     base = open_base(base_path)

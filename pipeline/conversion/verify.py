@@ -81,10 +81,10 @@ class Comparison(Difference):
 
 @dataclass(frozen=True)
 class Report(Difference):
-    """verification.json: the worst over all texts, and each text's own figures.
+    """The contents of verification.json: the worst over all texts, and each text's own figures.
 
-    `rounding` is between the training model in `dtype` and in twice the precision, `scaling` between it and the model
-    whose norms count added channels as the folder's do.
+    `rounding` is the difference between the training model in `dtype` and in twice the precision, `scaling` between it
+    and the model whose norms count added channels as the folder's do.
     """
 
     dtype: str = ""
@@ -95,9 +95,10 @@ class Report(Difference):
 
 
 def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None) -> MakeProbe:
-    """Makes the text to compare on: the beginnings of each source's first documents, or the passages above.
+    """Makes the text to compare on: the beginnings of the first documents of each source (a list of files).
 
-    `keys`: of sources whose texts are not under "text", or follow prompts. It raises DataError for an empty source.
+    Without sources it is the passages above. `keys` are those of sources whose texts are not under "text", or follow
+    prompts. The function returned raises DataError if a source holds no document.
     """
 
     def make(model: TrainedModel) -> Probe:
@@ -125,8 +126,9 @@ def verify(
 ) -> Report:
     """Compares the training model with what `transformers` makes of `folder`, both in `dtype`.
 
-    Of the first one layer is in memory, the second is mapped from its files. A folder that stores added channels times
-    `stored_scale` is compared with the training model whose norms count them so, and that with the model itself.
+    Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. A
+    folder that stores added channels times `stored_scale` is compared with the training model whose norms count them
+    so, and that with the training model itself.
 
     Raises ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
     """
@@ -177,9 +179,9 @@ class _FixedGate(Gate):
         return self.passes[0] > self.threshold
 
     def fix_in(self, exported: nn.Module, windows: Sequence[Tensor], folder: str) -> None:
-        """Makes an exported gate take the same decisions in its next passes, one for each window [S].
+        """Makes the gate of an exported model take the same decisions in its next passes, one for each window [S].
 
-        Such a pass raises ConversionError where the export would decide otherwise, and no rounding explains it.
+        Such a pass raises ConversionError if the export would decide otherwise where no rounding explains it.
         """
         first, finer = self.passes[:2]
         rounding = (first - finer).abs().max()

@@ -44,10 +44,15 @@ class Draw(NamedTuple):
 
 
 class Blend:
-    """Maps global indices to corpora, which `shares` names in an order that must not change during a run.
+    """Maps global indices to corpora.
 
-    `fractions`: of the draws, from the corpora of each role except `new`, which gets the rest; within a role the
-    weights decide. The blend ends after `total` samples, when every new corpus is exhausted; None: never.
+    Args:
+        shares: the corpora, in an order that must not change during a run.
+        fractions: the fraction of draws from the corpora of each role except `new`, which gets the rest; within a role
+            the weights decide. The blend ends when every new corpus is exhausted.
+
+    Attributes:
+        total: the number of samples, or None if a new corpus is never exhausted.
     """
 
     def __init__(self, shares: Mapping[str, Share], fractions: Mapping[Role, float] | None = None) -> None:

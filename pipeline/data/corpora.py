@@ -34,10 +34,12 @@ class Job:
 
     @property
     def keys(self) -> Keys:
+        """Where documents are in the inputs."""
         return keys_of(self.corpus, self.tokenizer)
 
     @property
     def part(self) -> str:
+        """What the manifest says it is."""
         return "heldout" if self.output.name.endswith(".heldout") else "train"
 
 

@@ -92,8 +92,11 @@ _Record = TypeVar("_Record", bound=BaseModel)
 def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
     """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as it is.
 
-    `make` fills the folder, with the folder of unfinished work as argument. Raises OutputError where one of the folders
-    holds something else, DataError where it holds or was begun for another corpus.
+    `make` fills the folder, with the folder of unfinished work as argument.
+
+    Raises:
+        OutputError: one of the folders holds something else.
+        DataError: the folder holds or was begun for another corpus.
     """
     if (manifest := finished(output, plan)) is not None:
         _logger.info("%s: already complete, %d documents, %d tokens", output, manifest.documents, manifest.tokens)
@@ -210,9 +213,11 @@ def run_units(
 ) -> Iterator[tuple[str, _Record]]:
     """The name and the record of every unit; those that are done first, then the others as they are finished.
 
-    `work` does a unit and returns its record, of type `schema`, which is kept in the folder `state`. The units of this
-    job's `share` come first, then the others' from the end, which those jobs reach last. `what` is done, and sizes are
-    `measured_in` that unit, for the progress bar.
+    Args:
+        state: the folder of the records, which are of type `schema`.
+        work: does a unit, and returns its record.
+        share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
+        what, measured_in: what is done, and the unit of the sizes, for the progress bar.
     """
     sizes = {unit.name: unit.size for unit in units}
     found = zip(sizes, in_threads(partial(_record_of, state, schema), sizes), strict=True)

@@ -61,7 +61,11 @@ def learn_merges(
 
     Ends early where no pair occurs `min_uses` times. A merge whose piece nearly always ends up in a larger one is
     dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a piece that does. No two
-    merges make the same piece. `words`: how often each occurs; `may_join`: asked about new pieces, too.
+    merges make the same piece.
+
+    Args:
+        words: how often each occurs.
+        may_join: whether two pieces may be joined. New pieces are asked about, too.
     """
     sequences, counts = [list(word) for word in words], list(words.values())
     pairs = _Pairs(may_join)

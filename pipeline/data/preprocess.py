@@ -145,6 +145,7 @@ def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
 
 
 def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: Iterable[Path]) -> DataError:
+    """The error about too many rejected records, with three examples."""
     lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
     examples = list(islice(lines, 3))
     shown = "; ".join(f"{one['file']} at {one['offset']}: {one['reason']} {one['excerpt'][:60]!r}" for one in examples)

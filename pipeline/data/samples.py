@@ -16,8 +16,12 @@ from pipeline.data.token_corpus import TokenCorpus
 class SampleOrder:
     """Maps a global index to a sample of a corpus, in constant time and memory, without reading tokens.
 
-    The `blend` says which corpus is drawn when. Every epoch of a corpus visits each of its samples once, as many as its
-    entry in `lengths`, in a random order of its own, which the `seed` decides.
+    Every epoch of a corpus visits each of its samples once, in a random order of its own.
+
+    Args:
+        blend: which corpus is drawn when.
+        lengths: the number of samples in an epoch of each corpus.
+        seed: the seed of the random orders.
     """
 
     def __init__(self, blend: Blend, lengths: Mapping[str, int], seed: int) -> None:
@@ -36,6 +40,8 @@ class TrainingSamples:
     """`samples[i]` is the sample at the global index i, for any i ≥ 0 (below `total`, where the budgets end).
 
     Args:
+        data: the corpora, their proportions, and how they are packed.
+        seed: the seed of the order.
         tokenizer_fingerprint: the run's; None accepts any.
         sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote has its ids.
 
@@ -43,7 +49,8 @@ class TrainingSamples:
         corpora: by name, cut into samples.
         total: the number of samples that the budgets allow, or None for no end.
 
-    Raises DataError where a corpus is missing, unfinished, damaged, or was made with another tokenizer.
+    Raises:
+        DataError: a corpus is missing, unfinished, damaged, or was made with another tokenizer.
     """
 
     def __init__(
@@ -90,8 +97,13 @@ class TrainingSamples:
 class HeldoutSamples:
     """The held-out part of one corpus, cut into samples that do not overlap.
 
-    The order is random but fixed, so that the first few are representative of all. `tokens` and `bytes` (UTF-8) are of
-    the whole part, without prompts: bits per byte = nll_per_token · tokens / (bytes · ln 2).
+    The order is random but fixed, so that the first few are representative of all.
+
+    Attributes:
+        corpus: its name.
+        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8: bits per byte =
+            nll_per_token · tokens / (bytes · ln 2).
+        prompted: whether the documents have prompts.
     """
 
     corpus: str
@@ -111,7 +123,11 @@ class HeldoutSamples:
 
 
 def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, HeldoutSamples]:
-    """The held-out part of every corpus that has one. Raises as `TrainingSamples`."""
+    """The held-out part of every corpus that has one.
+
+    Raises:
+        DataError: one is missing, unfinished, damaged, or was made with another tokenizer.
+    """
     parts: dict[str, HeldoutSamples] = {}
     for name in data.corpora:
         if has_heldout(data, name):
@@ -130,7 +146,8 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
 def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> PackedCorpus:
     """The training part of the corpus `name`, cut into samples, in the order of its documents.
 
-    Raises as `TrainingSamples`.
+    Raises:
+        DataError: it is missing, unfinished, damaged, or was made with another tokenizer.
     """
     return _packed(TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data)
 

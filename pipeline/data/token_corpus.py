@@ -146,8 +146,8 @@ def _advice_for(folder: Path) -> str:
 class TokenCorpus:
     """The corpus in `folder`: its shards as one sequence of `tokens` ids, each shard opened when it is needed.
 
-    Raises DataError where it is missing, unfinished, damaged or empty, or was made with another tokenizer than that of
-    `tokenizer_fingerprint`.
+    Raises:
+        DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
     """
 
     def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None) -> None:
@@ -211,8 +211,12 @@ class TokenCorpus:
     def check(self, *, sampled: int | None = SAMPLED_BYTES, share: tuple[int, int] = (0, 1)) -> None:
         """Compares the shards with the manifest: all sizes, indexes and lengths of prompts, and some tokens.
 
-        `sampled`: how many bytes of tokens, of shards drawn at random, are compared; None: all. `share`: (k, n): only
-        the k-th of n shares of the shards. Raises DataError where a file is missing, damaged, or differs.
+        Args:
+            sampled: how many bytes of tokens, of shards drawn at random, are compared; None: all.
+            share: (k, n): only the k-th of n shares of the shards.
+
+        Raises:
+            DataError: a file is missing, damaged, or differs from the manifest.
         """
         k, n = share
         numbers = range(len(self.manifest.shards))[k::n]

@@ -57,6 +57,7 @@ class FileContent(NamedTuple):
 
 
 def content_of(path: Path) -> FileContent:
+    """What a file that was just written holds."""
     return FileContent(path.stat().st_size, file_hash(path)[:_DIGITS])
 
 

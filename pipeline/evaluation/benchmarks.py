@@ -56,8 +56,10 @@ def load_tasks(
     solved examples before each question: None takes the task's own number, and BLiMP never has any. `limit` takes the
     first documents of each task.
 
-    Raises MissingPackageError where lm-eval is not installed, ConfigError where there is no such task, DataError where
-    the documents of a task are missing, or its solved examples.
+    Raises:
+        MissingPackageError: lm-eval is not installed.
+        ConfigError: there is no such task.
+        DataError: the documents of a task are missing, or its solved examples.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended
     try:
@@ -133,8 +135,9 @@ def benchmark_model(
     Every prompt follows `prefix`, as documents do in training; or with `chat_template` it is a user's message, framed
     by the tokenizer's chat template, which writes all that it needs.
 
-    Raises DataError where the folder has no tokenizer, or that has no chat template, BaseModelError where it holds no
-    model that can be loaded.
+    Raises:
+        DataError: the folder has no tokenizer, or that has no chat template.
+        BaseModelError: the folder holds no model that can be loaded.
     """
     from lm_eval.models.huggingface import HFLM
 

@@ -51,8 +51,9 @@ class Chat(NamedTuple):
 def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
     """The chats of each JSONL file, by its name without the folder and what follows the first dot.
 
-    Raises ConfigError where two files have the same name, DataError where a line is no chat whose last message is the
-    assistant's, or a file has no chat.
+    Raises:
+        ConfigError: two files have the same name.
+        DataError: a line is no chat whose last message is the assistant's, or a file has no chat.
     """
     found: dict[str, list[Chat]] = {}
     for name in names:
@@ -99,8 +100,9 @@ def score_chats(
     Chats are framed by the template of the folder's tokenizer. An answer ends at any `eos_token_id` of the model's
     generation_config.json; nothing else of that file is used.
 
-    Raises BaseModelError where the folder holds no model that can be loaded, DataError where its tokenizer has no chat
-    template, or that cannot frame a chat, or a chat leaves no room to answer.
+    Raises:
+        BaseModelError: the folder holds no model that can be loaded.
+        DataError: its tokenizer has no chat template, or that cannot frame a chat, or a chat leaves no room to answer.
     """
     template, tokenizer = chat_template(folder), load_tokenizer(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"

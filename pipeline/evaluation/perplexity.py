@@ -91,8 +91,10 @@ def score_folder(
     every tokenizer. A piece of an extended vocabulary that cannot follow, because a gate closed the token before, is
     scored as the old pieces that it stands for.
 
-    Raises BaseModelError where the folder holds no model that can be loaded, ConfigError where that has no such
-    `context`, DataError where it has no tokenizer, or a corpus no document.
+    Raises:
+        BaseModelError: the folder holds no model that can be loaded.
+        ConfigError: the model has no such `context`.
+        DataError: the folder has no tokenizer, or a corpus no document.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)

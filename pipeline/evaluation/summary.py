@@ -35,7 +35,9 @@ def summarise(
     `max_bytes` and `prefix` are those of `score_folder`, `chats` are files of chats, whose results the model card gets
     too. Returns a table of the results, and where they are.
 
-    Raises CheckpointError where the run is not trained to its end, ConversionError where it is not converted.
+    Raises:
+        CheckpointError: the training of the run is not finished.
+        ConversionError: it is not converted.
     """
     hf_folder, context = config.folder / HF_FOLDER, config.data.sequence_length
     training = _result(config.folder / TRAINING, CheckpointError, "the run must be trained to its end first")

@@ -43,9 +43,10 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
 
     Returns its record, and whether it was fitted now; False if an equal request has already made it.
 
-    Raises ConfigError where gate.layer is not in the base, CheckpointError, BaseModelError or DataError where what is
-    read is missing, damaged, too small or does not fit, and PreservationError where a sequence on which the gate never
-    opens does not get the base's logits.
+    Raises:
+        ConfigError: gate.layer is not in the base.
+        CheckpointError, BaseModelError, DataError: what is read is missing, damaged, too small or does not fit.
+        PreservationError: a sequence on which the gate never opens does not get the base's logits.
     """
     assert config.gate is not None, "its caller has seen it"
     model = open_trained(newest_checkpoint(config), config.base)

@@ -154,6 +154,7 @@ class RankHealth:
 
     @property
     def all_left(self) -> bool:
+        """Whether none of the ranks is there any more."""
         return not self._heard
 
     def on_disconnect(self, rank: int) -> None:

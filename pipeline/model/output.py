@@ -83,6 +83,7 @@ class Losses(NamedTuple):
     is_greedy_choice: Tensor | None
 
     def of_shape(self, shape: torch.Size) -> Losses:
+        """The same, reshaped to `shape`."""
         chosen = None if self.is_greedy_choice is None else self.is_greedy_choice.view(shape)
         return Losses(self.total, self.nll.view(shape), self.kl.view(shape), self.preserved.view(shape), chosen)
 

@@ -87,12 +87,6 @@ class SamplingJob:
             return None
         return chat_template(self.base, sampling.thinking, tuple(sampling.system_prompts), sampling.seed)
 
-    @property
-    def keys(self) -> Keys:
-        """Where the openings are in their files."""
-        key = self.messages_key
-        return Keys(key, key, chat=self.template) if key else Keys(self.text_key)
-
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
     """The jobs that make all corpora of role rehearsal of a run."""
@@ -167,7 +161,9 @@ def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share =
     def make(state: Path) -> Manifest:
         if plan.inputs and not job.openings.with_suffix(".bin").exists():  # it is published last
             longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
-            write_openings(job.openings, job.sampling, job.keys, job.template, base=job.base, longest=longest)
+            template, key = job.template, job.messages_key
+            keys = Keys(key, key, chat=template) if key else Keys(job.text_key)
+            write_openings(job.openings, job.sampling, keys, template, base=job.base, longest=longest)
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
         names = [f"00000-{number:06d}" for number in range(count)]

@@ -23,8 +23,10 @@ _FIRST_TOKENS = 32
 class BaseWriter:
     """The base model in `base` on `device`, in the type of its files; it samples from the ids of `tokenizer` alone.
 
-    Of the base's own generation_config.json every `eos_token_id` is an end; nothing else is used. Raises BaseModelError
-    where the folder cannot be loaded; no code in it is run.
+    Of the base's own generation_config.json every `eos_token_id` is an end; nothing else is used.
+
+    Raises:
+        BaseModelError: the folder cannot be loaded; no code in it is run.
     """
 
     def __init__(self, base: Path, tokenizer: Tokenizer, device: str = "cpu") -> None:

@@ -159,7 +159,9 @@ class RunLock:
 def check_folder(folder: Path, stage: str = TRAINING) -> None:
     """Checks that a stage could enter its lock in `folder` now, and changes nothing.
 
-    Raises RunFolderError where nothing can be written, FolderTakenError where another process owns the lock.
+    Raises:
+        RunFolderError: nothing can be written there.
+        FolderTakenError: another process owns the lock.
     """
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

@@ -99,7 +99,8 @@ class History(NamedTuple):
 def read_history(path: Path, *, validated: bool = True) -> History:
     """Reads a metrics.jsonl and keeps none of its lines, of which there may be a million.
 
-    Raises RunFolderError where it is to be `validated`, and has fewer than two validations.
+    Raises:
+        RunFolderError: it is to be `validated`, and has fewer than two validations.
     """
     validations: list[ValidationRecord] = []
     highest: dict[str, float] = {}

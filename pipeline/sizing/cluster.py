@@ -40,11 +40,12 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
+        """How many nodes the GPUs fill, the last one perhaps in part."""
         return -(-self.gpus // self.gpus_per_node)
 
     @property
     def usable_bytes(self) -> float:
-        """Of one GPU."""
+        """How much memory of one GPU a run may use."""
         return self.gpu_memory_gib * GIB * USABLE_FRACTION
 
 

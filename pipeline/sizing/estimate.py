@@ -52,7 +52,10 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run costs on one layout: a GPU's memory, its part of the host's, and a step's traffic and time."""
+    """What a run costs on one layout: the memory of a GPU, the traffic and the time of a step.
+
+    `host_bytes` are offloaded to the host's memory, per GPU.
+    """
 
     choice: Choice
     memory: Memory
@@ -97,12 +100,17 @@ class Estimator:
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
+        """FLOPs of the forward and backward pass, recomputation included."""
         with torch.device("meta"):
             model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
         return count_flops(model, self.config.data.sequence_length, self.config.data.kl_fraction)
 
     def estimate(self, choice: Choice) -> Estimate:
-        """Raises UserError: the model or the batch cannot be split this way."""
+        """The cost of the run on the layout `choice`.
+
+        Raises:
+            UserError: the model or the batch cannot be split this way.
+        """
         cluster, layout = self.cluster, Layout(self.cluster.gpus, choice.tp_size)
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
@@ -114,7 +122,11 @@ class Estimator:
         return Estimate(choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s)
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
-        """The quickest part of an estimate: a GPU's memory, and bytes on its host. Raises UserError as `estimate`."""
+        """The memory of a GPU, and the bytes that are offloaded to its host: the quickest part of an estimate.
+
+        Raises:
+            UserError: the model cannot be split this way.
+        """
         zero, costs = self._micro_batch(choice)
         dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
         return estimate_memory(costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous)
@@ -151,10 +163,10 @@ class Estimator:
 
 
 def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfig, cluster: Cluster) -> float:
-    """Tensor-parallel messages block the computation, as Muon's do.
+    """The time of a step, in seconds.
 
-    Those of ZeRO-2 and 3 overlap with it where `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2
-    gathers after the update.
+    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with it where
+    `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after the update.
     """
 
     def seconds(*purposes: str) -> float:
@@ -171,7 +183,11 @@ def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfi
 def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | None = None) -> Estimator:
     """Reads the run's base and DeepSpeed file. `base_config` is the base's config.json, if its folder is missing.
 
-    Raises ConfigError, LayoutError, BaseModelError, DataError: the layout is impossible, or a file missing or wrong.
+    Raises:
+        ConfigError: the DeepSpeed file is invalid for the layout or the run.
+        BaseModelError: neither the base's folder nor `base_config` exists.
+        LayoutError: the number of GPUs does not divide by the tensor-parallel size.
+        DataError: the extended vocabulary is missing, or of another base.
     """
     source = base_config or config.base
     if not source.exists():

@@ -53,7 +53,8 @@ class Texts(NamedTuple):
 def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> Texts:
     """Estimates the tokens of a corpus of `inputs` from a sample of it.
 
-    Raises DataError: a file is missing, or holds no text.
+    Raises:
+        DataError: a file is missing, or holds no text.
     """
     sample, factor = sampled_documents(inputs, Keys(text_key), _SAMPLE_BYTES)
     found = fertility(tokenizer, (document.text for document in sample))
@@ -74,11 +75,13 @@ def propose(
 ) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
-    `base` may be a model on the hub, which is fetched; the YAML names it as it was given. `vocabulary` is the folder of
-    a tokenizer that extends the base's. What the base writes itself teaches a gate where to stay closed; without one
-    (`gated`) it is rehearsed, and the model may leave as an ordinary one.
+    `base` may be a model on the hub, which is fetched; the YAML names it as it was given. `text_key` is that of all
+    texts, `vocabulary` the folder of a tokenizer that extends the base's. What the base writes itself teaches a gate
+    where to stay closed; without one (`gated`) it is rehearsed, and the model may leave as an ordinary one.
 
-    Raises BaseModelError, DataError, ConfigError, LayoutError: a file cannot be read, or no such run is possible.
+    Raises:
+        BaseModelError, DataError: the base or a text cannot be read.
+        ConfigError, LayoutError: no such run is possible.
     """
     folder = model_folder(base)
     spec, tokenizer = open_base(folder).spec, load_tokenizer(vocabulary or folder)

@@ -82,6 +82,7 @@ class FlopsPerToken:
 
     @property
     def total(self) -> float:
+        """Matrix products and attention together."""
         return self.matrix + self.attention
 
 

@@ -23,9 +23,10 @@ from pipeline.sizing.traffic import estimate_gathering, partition_size
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of the unsharded model, tied ones counted once.
+    """Parameter counts of the unsharded model, tied parameters counted once: of the base, of the expansion, trained.
 
-    `active`: of the base, without the experts that a token does not take. `by_muon`: trained ones that Muon updates.
+    `active`: those of the base that compute a token, without the experts of a mixture that it does not take. `by_muon`:
+    the trained ones that Muon updates.
     """
 
     base: int

@@ -83,7 +83,8 @@ def measure_micro_batch(
 
     Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
 
-    Raises UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
+    Raises:
+        UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
     """
     payload_bytes: Counter[tuple[int, str]] = Counter()
     tp = imagined_ranks(tp_size, payload_bytes, sequence_parallel=config.parallel.sequence_parallel)
@@ -128,7 +129,8 @@ def _run(
 ) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
     """Runs a micro-batch of which `kl_rows` sequences are rehearsed.
 
-    Returns the bytes held; parameters of modules whose outputs have a gradient; frozen ones of layers that run again.
+    Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
+    layers that run again for it.
     """
     shape = config.schedule.micro_batch_size, config.data.sequence_length
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")

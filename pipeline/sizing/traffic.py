@@ -75,13 +75,13 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> float:
-        """By a GPU."""
+        """What a GPU sends."""
         passes = 2 if self.collective == "all-reduce" else 1
         return passes * self.payload_bytes * (self.group_size - 1) / self.group_size
 
     @property
     def between_bytes(self) -> float:
-        """To other nodes, on average."""
+        """What of it goes to other nodes, on average."""
         return self.sent_bytes / self.on_node if self.group_size > self.on_node else 0.0
 
     def seconds(self, cluster: Cluster) -> float:

@@ -33,8 +33,10 @@ _logger = log.get_logger(__name__)
 def make_random_base(wanted: RandomBase, folder: Path) -> None:
     """Writes the base into `folder`, unless it exists.
 
-    Raises OutputError, ConfigError: the folder holds something else, or a base that was made of something else.
-    Raises BaseModelError, DataError: the architecture is not supported; no tokenizer can be read or trained.
+    Raises:
+        OutputError, ConfigError: the folder holds something else, or a base that was made of something else.
+        BaseModelError: the architecture is not supported.
+        DataError: the tokenizer cannot be read, or cannot be trained on these texts.
     """
     spec, made_of = read_spec(wanted.architecture), wanted.model_dump(mode="json")
     if (path := folder / _MADE_OF).exists():
@@ -89,7 +91,8 @@ def _write_tokenizer_config(folder: Path, **special: str) -> None:
 def train_tokenizer(documents: Iterator[str], vocab_size: int, *, character_coverage: float = 0.9999) -> Tokenizer:
     """A tokenizer like Llama's, BPE with byte fallback, which SentencePiece learns from these documents.
 
-    Raises DataError: there is too little text, or it is too uniform, for this vocabulary size.
+    Raises:
+        DataError: there is too little text, or it is too uniform, for this vocabulary size.
     """
     with tempfile.TemporaryDirectory() as temporary:
         try:

@@ -66,7 +66,8 @@ _ROWS = TypeAdapter(Annotated[list[Row], Field(min_length=1)])
 def recorded(folder: Path) -> dict[str, Any]:
     """What the folder of a run, finished or not, says for its row.
 
-    Raises RunFolderError: its metrics are missing, or have no validation after the first.
+    Raises:
+        RunFolderError: its metrics are missing, or have no validation after the first.
     """
     history = read_history(folder / METRICS)
     before, *during, after = history.validations
@@ -86,7 +87,8 @@ def recorded(folder: Path) -> dict[str, Any]:
 def read_rows(folder: Path) -> list[Row]:
     """The rows of a study's summary.json, at least one.
 
-    Raises RunFolderError: the study is not finished, or the file is damaged or of another format.
+    Raises:
+        RunFolderError: the study is not finished, or the file is damaged or of another format.
     """
     path = folder / SUMMARY
     try:
@@ -103,7 +105,8 @@ def read_rows(folder: Path) -> list[Row]:
 def read_runs(folders: Iterable[Path]) -> list[Row]:
     """The rows of each folder: all of a study's summary.json, or that of a single run.
 
-    Raises RunFolderError: a folder is neither, a file in it cannot be read, or the runs have different bases.
+    Raises:
+        RunFolderError: a folder is neither, a file in it cannot be read, or the runs have different bases.
     """
     unique = list(dict.fromkeys(path.resolve() for path in folders))
     names = [folder.name for folder in unique]
@@ -128,7 +131,7 @@ def _row_of_run(folder: Path, name: str) -> Row:
 
 
 def _check_same_base(runs: Sequence[Row]) -> None:
-    """Distances from the base would lie where two runs began with other figures of a corpus."""
+    """Raises RunFolderError where two runs began with other figures of a corpus: distances from the base would lie."""
     first: dict[tuple[str, str], tuple[Row, float]] = {}
     for run in runs:
         for corpus, figures in run.before.items():

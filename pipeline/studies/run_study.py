@@ -27,9 +27,11 @@ _logger = log.get_logger(__name__)
 
 
 def open_study(path: Path, data: Path) -> StudyRuns:
-    """The runs of a study's YAML file. A base with random weights is made first.
+    """The runs of the study that the YAML file at `path` describes. A base with random weights is made first.
 
-    Raises ConfigError, DataError, BaseModelError: a run is not possible, a text is missing, the base cannot be made.
+    Raises:
+        ConfigError: the file describes no study, or one of its runs is not possible.
+        DataError, BaseModelError: a text is missing, or the base cannot be made.
     """
     study = load_study(path, data)
     if study.base is not None:
@@ -44,7 +46,8 @@ def open_study(path: Path, data: Path) -> StudyRuns:
 def run_study(runs: StudyRuns, jobs: int) -> None:
     """Runs everything that is pending, at most `jobs` processes at a time.
 
-    After a run that fails the others go on. Where this is ended early, those that run save, and resume the next time.
+    A run that fails is not tried again, and the others go on. Where this is ended early, those that run are stopped:
+    they save, and resume the next time.
 
     Raises:
         StudyError: a run failed, other than by diverging at one of several learning rates.

@@ -47,7 +47,7 @@ class StudyRun:
         return self.folder / RUN_FILE
 
     def write(self) -> None:
-        """Writes run.yaml. Raises as `check_same` once there are checkpoints."""
+        """Writes the configuration into the run's folder. Raises as `check_same` once there are checkpoints."""
         if (self.folder / CHECKPOINTS).exists():
             self.check_same()
         write_run(self.config)
@@ -86,7 +86,7 @@ class StudyRun:
 
     @property
     def has_its_gate(self) -> bool:
-        """Whether its gate, if any, has these settings: others may be given to a finished run."""
+        """Whether the run has no gate, or one of these settings: others may be given to a finished run."""
         if self.config.gate is None:
             return True
         try:
@@ -104,7 +104,8 @@ class StudyRun:
     def perplexity(self) -> float:
         """The geometric mean at the end over the held-out new corpora, infinite where one is.
 
-        Raises RunFolderError: the run's metrics are missing or damaged.
+        Raises:
+            RunFolderError: the run's metrics are missing or damaged.
         """
         figures, corpora = read_history(self.folder / METRICS).validations[-1].figures, self.config.data.corpora
         return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == "new"])
@@ -112,7 +113,7 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Task:
-    """Some stages of slurm/cpt_korean.sh for one run, in so many processes on this machine."""
+    """Some stages of slurm/cpt_korean.sh for one run; `ranks` is the number of processes on this machine."""
 
     run: StudyRun
     stages: tuple[str, ...]
@@ -120,6 +121,7 @@ class Task:
 
     @property
     def name(self) -> str:
+        """The run's name, and the stages where training is not among them."""
         return self.run.name if "train" in self.stages else f"{self.run.name}: {' '.join(self.stages)}"
 
 
@@ -128,7 +130,8 @@ class StudyRuns:
 
     `stages` train the `base` of the compared runs.
 
-    Raises ConfigError: one of the runs has no valid configuration, or nothing to choose learning rates by.
+    Raises:
+        ConfigError: one of the runs has no valid configuration, or nothing to choose learning rates by.
     """
 
     def __init__(self, study: Study, source: str) -> None:
@@ -149,6 +152,7 @@ class StudyRuns:
                 )
 
     def compared(self, method: str, learning_rate: float, seed: int) -> StudyRun:
+        """The run of a method at that learning rate, with that seed."""
         compared = self.study.methods[method]
         varied = {
             "method": compared.method.model_dump(mode="json", exclude_none=True),
@@ -167,7 +171,9 @@ class StudyRuns:
     def check(self) -> None:
         """Checks every method against the base, if that exists yet, and looks for all texts, before the first run.
 
-        Raises ConfigError, DataError: one of the methods cannot train the base; a file cannot be read.
+        Raises:
+            ConfigError: the base cannot be trained by one of the methods.
+            DataError: a file that is yet to be tokenized is missing, empty, or of an unknown format.
         """
         for name, run in self._first.items() if self.base.exists() else ():
             try:
@@ -187,7 +193,8 @@ class StudyRuns:
 
         None until all runs of its grid are finished.
 
-        Raises StudyError: all of them diverged.
+        Raises:
+            StudyError: all of them diverged.
         """
         seed = self.study.seeds[0]
         runs = {rate: self.compared(method, rate, seed) for rate in sorted(self.study.methods[method].learning_rates)}
@@ -232,7 +239,8 @@ class StudyRuns:
         `ended` are the names of tasks whose jobs are over. None is submitted twice, however its job ended: an error,
         `scancel`, a lost node.
 
-        Raises StudyError: a method diverged at every learning rate, or some of `ended` are still pending.
+        Raises:
+            StudyError: a method diverged at every learning rate, or some of `ended` are still pending.
         """
         tasks = self._pending()
         if unfinished := [task for task in tasks if task.name in ended]:

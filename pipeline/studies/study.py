@@ -149,7 +149,8 @@ class Study(Section):
 def load_study(path: Path, data: Path) -> Study:
     """Reads and checks the YAML file at `path`; `${data}` in its strings is replaced by the folder `data`.
 
-    Raises ConfigError: the file is missing or does not describe a study, or `data` is needed and missing.
+    Raises:
+        ConfigError: the file is missing or does not describe a study, or `data` is needed and missing.
     """
     text = json.dumps(read_settings(path), default=str)
     if (place := "${data}") in text and not data.is_dir():

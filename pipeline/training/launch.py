@@ -56,7 +56,8 @@ class Launch(NamedTuple):
 def read_launch(environment: Mapping[str, str]) -> Launch:
     """This process's place from the variables of torchrun, srun or mpirun; a world of one without them.
 
-    Raises LayoutError where a variable is missing, the world is not the allocation, or an address cannot be reached.
+    Raises:
+        LayoutError: a variable is missing, the world is not the allocation, or an address cannot be reached.
     """
     names = next((names for names in _LAUNCHERS if names[-1] in environment), ())
     rank, local_rank, world_size = [_number(environment, name) for name in names] or (0, 0, 1)
@@ -116,7 +117,9 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 def initialise(launch: Launch) -> torch.device:
     """Joins the ranks through DeepSpeed (NCCL on GPUs, gloo on CPUs) and returns this rank's device.
 
-    Raises LayoutError where the node has fewer GPUs than ranks, RendezvousError where the port cannot be used.
+    Raises:
+        LayoutError: the node has fewer GPUs than ranks.
+        RendezvousError: the rendezvous port is taken, or cannot be reached.
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     os.environ.update(launch.environment)

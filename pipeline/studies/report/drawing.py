@@ -21,7 +21,10 @@ Warp = Callable[[float], float]
 
 
 class Drawing:
-    """The parts of an SVG element, with all text escaped; `name` makes its ids unique on a page."""
+    """The parts of an SVG element, with all text escaped; `name` makes its ids unique on a page.
+
+    Without a title it is decoration, which screen readers skip.
+    """
 
     def __init__(self, width: float, height: float, name: str = "", title: str = "", description: str = "") -> None:
         self.width, self.height = width, height
@@ -32,10 +35,12 @@ class Drawing:
         self.parts.append(Markup(template).format(*values))
 
     def line(self, points: Sequence[Point], kind: str) -> None:
+        """A line of the style class `kind` through `points`; nothing where there are fewer than two."""
         if len(points) > 1:
             self._add('<path class="{}" d="M{}"/>', kind, "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
 
     def text(self, at: Point, text: str, kind: str, anchor: str = "start") -> None:
+        """A text with the start, middle or end of its baseline at a point."""
         self._add('<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>', kind, anchor, *at, text)
 
     def mark(self, at: Point, style: int, kind: str = "mark", size: float = 1.0, tooltip: str = "") -> None:
@@ -52,7 +57,7 @@ def style_class(style: int) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """An estimate; the reader's fonts are not known."""
+    """An estimate of the width of a text; the reader's fonts are not known."""
     return size * sum(1.0 if ord(letter) > 0x1100 else 0.58 for letter in text)
 
 
@@ -76,7 +81,7 @@ _SHAPES = [_polygon(corners, turn * math.pi, radius) for corners, turn, radius i
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to pixels from `start` to `end`; `words` label ticks.
+    """Maps values to pixels from `start` to `end`; `ticks` are labelled by `words`.
 
     `warp` is the scale's function, such as a logarithm; `low` and `high` are its results at the ends.
     """
@@ -142,6 +147,7 @@ class Box(NamedTuple):
     bottom: float
 
     def overlap(self, other: Box) -> float:
+        """The area that both cover."""
         wide = min(self.right, other.right) - max(self.left, other.left)
         high = min(self.bottom, other.bottom) - max(self.top, other.top)
         return max(0.0, wide) * max(0.0, high)
@@ -159,7 +165,10 @@ _DIRECTIONS = ((1.0, 0.0), (-1.0, 0.0), (0.8, -0.8), (0.8, 0.8), (-0.8, -0.8), (
 def place_labels(
     points: Sequence[Point], widths: Sequence[float], height: float, taken: Sequence[Box], room: Box
 ) -> list[Box | None]:
-    """A box for each label: near its point, in `room`, rather not over `taken`; None where it would cover another's."""
+    """A box for each point's label: near it, within `room`, and if possible not over `taken`.
+
+    None where it would cover the label of an earlier point.
+    """
     boxes: list[Box | None] = []
     marks = [around(point, 8) for point in points]
     for (x, y), width in zip(points, widths, strict=True):

@@ -66,6 +66,7 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
 
 
 def _rates(groups: Sequence[Group]) -> Figure | None:
+    """A line for each method through its learning rates; the chosen rate has a large, labelled mark."""
     measure = measure_of(groups)
     tried = [(group, ends) for group in groups if len(ends := measure.ends(group.tried)) > 1]
     if not tried:

@@ -63,7 +63,7 @@ class Chart:
 
 
 class Mark(NamedTuple):
-    """`kind` is "mark", or "run" for a small one."""
+    """A mark of a plane; `kind` is "mark", or "run" for a small one."""
 
     place: Standing
     style: int
@@ -73,7 +73,10 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Plane(Figure):
-    """The plane of learning (to the right) against forgetting (upwards); `lines` are of a style class each."""
+    """The plane of learning (to the right) against forgetting (upwards).
+
+    `lines` are of a style class each; `labels` name places.
+    """
 
     measure: Measure
     lines: Sequence[tuple[str, Sequence[Standing]]]
@@ -136,7 +139,7 @@ class Series(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Lines over steps; the y axis is logarithmic, or of shares from 0 to 1."""
+    """Lines over steps. The y axis is logarithmic, or of shares from 0 to 1."""
 
     heading: str
     series: Sequence[Series]

@@ -34,8 +34,10 @@ def on_frontier(place: Standing, named: Sequence[tuple[str, Standing]]) -> bool:
 class Measure:
     """A figure of every corpus, as a distance from the base's value.
 
-    `distance` of better values is above 0 where `better` is 1, below 0 where it is −1; `words` writes one. `rounds` are
-    round distances for ticks, the roundest first. `new` and `kept` name the corpora of each role.
+    `distance` compares a value with the base's; better values are above 0 where `better` is 1, below 0 where it is −1.
+    `words` writes a distance, as `on_new` and `on_kept` do of what was learned and forgotten; `noun` names the figure.
+    `rounds` are round distances for ticks, the roundest first.
+    `new` and `kept` name the corpora of each role.
     """
 
     figure: str
@@ -91,7 +93,7 @@ ACCURACY = Measure("first_token_accuracy", "first token right", 1, operator.sub,
 
 @dataclass(frozen=True)
 class Group:
-    """The `rows` of one label at its chosen learning rate, one a seed; `style` is their colour and mark.
+    """The runs of one label at its chosen learning rate, which differ in seed only; `style` is their colour and mark.
 
     `tried` has a row for each learning rate, in rising order, with the first seed.
     """

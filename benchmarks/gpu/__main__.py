@@ -37,6 +37,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parity": ("exactness", "check_parity"),
     "attention": ("exactness", "check_attention"),
     "exports": ("exports", "check_exports"),
+    "fp8": ("fp8", "check_fp8_products"),
     "deepspeed": ("runs", "check_deepspeed"),
     "memory": ("memory", "check_memory"),
     **{f"step-{shape}": ("runs", "check_steps", shape) for shape in ("1b-8192", "1b-4096", "8b-4096")},

@@ -59,8 +59,12 @@ def run(command: list[str], setting: Setting, *, timeout: float | None = None, *
     own = {"PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": setting.device_type, **variables}
     done = subprocess.run(command, cwd=ROOT, env={**inherited, **own}, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
-        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        error = next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "no output")
+        output = done.stderr + done.stdout
+        print(output, file=sys.stderr)  # into the log of this part
+        lines = [line for line in output.splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("error:")]
+        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        error = (told[:1] or raised[-1:] or lines[-1:] or ["no output"])[0]
         raise RuntimeError(f"{' '.join(command[:4])} ended with {done.returncode}: {error[:400]}")
     return done.stderr
 

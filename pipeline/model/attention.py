@@ -19,6 +19,7 @@ from torch import Tensor
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """query: [B, S, H, K], key and value: [B, S, H_kv, K] -> [B, S, H, K]; H is a multiple of H_kv."""
 _LARGEST_FLASH_HEAD = 256
+_SMALLEST_FLEX_HEAD = 16
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -170,16 +171,21 @@ class FlexAttention:
         from torch.nn.attention.flex_attention import flex_attention
 
         attend = _compiled(flex_attention) if query.is_cuda else flex_attention
+        head_dim = query.shape[-1]
+        scale = head_dim**-0.5 if self.scale is None else self.scale
+        # Its kernels take no smaller heads. Zeros change neither the products of queries and keys nor the values.
+        missing = max(0, _SMALLEST_FLEX_HEAD - head_dim)
+        query, key, value = (F.pad(heads, (0, missing)).transpose(1, 2) for heads in (query, key, value))
         heads = attend(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             score_mod=None if self.softcap is None else _soft_capping(self.softcap),
             block_mask=self.block_mask,
-            scale=self.scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        return heads.transpose(1, 2)
+        return heads.transpose(1, 2)[..., :head_dim]
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:

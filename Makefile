@@ -121,7 +121,7 @@ fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTE
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
 gpu: export DS_ACCELERATOR = cuda
-gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY="parity memory": some parts)
+gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY=quick: a verdict in three; ONLY="parity memory": some parts)
 	$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
 
 bench-step: $(STAMP)  ## time and memory of a training step with each method, on the CPU

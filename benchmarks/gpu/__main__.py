@@ -1,6 +1,7 @@
 """Proves the project on a machine with one NVIDIA GPU: what it computes, saves and needs, and how fast it is.
 
     python -m benchmarks.gpu
+    python -m benchmarks.gpu --only quick
     python -m benchmarks.gpu --only parity attention
     python -m benchmarks.gpu --cpu
 
@@ -46,6 +47,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "demo": ("runs", "check_demo"),
 }
 """The module and function of each part, and what the function gets beside the setting; docs/gpu.md describes them."""
+QUICK = ("parity", "exports", "memory", "fp8")
+"""The parts of `--only quick`: a verdict in three minutes."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "liger-kernel", "flash-attn")
 _OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
 _GRACE_S = 10.0
@@ -92,11 +95,29 @@ def run_part(part: str, setting: Setting, seconds: float) -> list[Row]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the processes of a part: the demo's stages are told by their script, which has to live for that."""
+    """Ends all processes of a part's session: the stages of the demo have process groups of their own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(_GRACE_S)
+        for member in _session(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, number)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            process.poll()  # a process that has ended belongs to its session until it is asked
+            if not _session(process.pid):
+                return
+            time.sleep(0.1)
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of the session that `leader` began."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(entry.name)) == leader:
+                members.append(int(entry.name))
+    return members
 
 
 def _rows_file(setting: Setting, part: str) -> Path:
@@ -105,7 +126,8 @@ def _rows_file(setting: Setting, part: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of: {', '.join(PARTS)}")
+    names = [*PARTS, "quick"]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of: {', '.join(names)}")
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU with tiny shapes")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder; default runs/gpu")
     parser.add_argument("--part-seconds", type=float, help="a part's time limit; default 180, in a rehearsal 600")
@@ -129,7 +151,8 @@ def main() -> int:
             about[package] = importlib.metadata.version(package)
     rows: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
-    for part in arguments.only or PARTS:
+    chosen = arguments.only or list(PARTS)
+    for part in QUICK if chosen == ["quick"] else chosen:
         started = time.monotonic()
         found = run_part(part, setting, limit)
         for row in found:

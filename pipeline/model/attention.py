@@ -184,6 +184,8 @@ class FlexAttention:
             block_mask=self.block_mask,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
+            # Fewer than 128 queries would take the kernel for decoding, which has no block size for masks of documents.
+            kernel_options={"BACKEND": "TRITON"} if query.is_cuda else None,
         )
         return heads.transpose(1, 2)[..., :head_dim]
 

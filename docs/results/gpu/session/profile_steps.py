@@ -1,6 +1,6 @@
 """Which kernels a training step of a 1B model spends its time in, and what larger chunks of logits change.
 
-    python docs/results/gpu/session/profile_steps.py OUTPUT.json
+python docs/results/gpu/session/profile_steps.py OUTPUT.json
 """
 
 import json

@@ -46,6 +46,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={"Paper": "https://aclanthology.org/2026.findings-acl.2037/"},
     packages=find_packages(include=["pipeline", "pipeline.*"]),
     package_data={
         "pipeline": ["py.typed"],

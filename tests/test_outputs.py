@@ -19,11 +19,11 @@ from pipeline.data.token_corpus import CORPUS
 from pipeline.data.vocabulary import VOCABULARY, learn_extension, write_extension
 from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import OutputError, UserError
+from pipeline.expansion_folder import EXPANSION, write_expansion
 from pipeline.files import check_replaceable
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 from pipeline.rehearsal.corpus import plan_of, sample_corpus
-from pipeline.scale.expansion import EXPANSION, write_expansion
 from pipeline.scale.gate import Gate
 from pipeline.scale.gate_folder import GATE, write_gate
 from pipeline.studies.random_base import make_random_base

@@ -26,7 +26,7 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.expansion import initial_expansion
+from pipeline.scale.initialisers import initial_expansion
 
 SEED = 7
 

@@ -20,10 +20,10 @@ from pipeline.data.corpora import heldout_folder, train_folder
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BYTES
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.errors import DataError
+from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.files import file_hash, free_bytes, sampled_hash, write_text
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
-from pipeline.scale import expansion as expansions
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
 from pipeline.sizing.memory import checkpoints_bytes, held_bytes, no_room
 
@@ -217,7 +217,7 @@ def _hashes(inputs: Inputs) -> dict[str, str]:
     config, weights = inputs.config, inputs.base.files
     small = [config.base / "config.json", tokenizer_file(config.tokenizer)]
     if isinstance(config.method, ScaleMethod):
-        small.append(config.upscaled_folder / expansions.MANIFEST)
+        small.append(config.upscaled_folder / EXPANSION_MANIFEST)
     for name in config.data.corpora:
         small += [folder(config.data, name) / MANIFEST for folder in (train_folder, heldout_folder)]
     seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}

@@ -19,8 +19,8 @@ from pipeline.data.corpora import is_tokenized, train_folder, unfinished_corpora
 from pipeline.data.token_corpus import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import LayoutError, UserError
+from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes
-from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
 from pipeline.sizing.estimate import Estimate, Estimator

@@ -25,6 +25,7 @@ from pipeline.data.corpora import heldout_source, keys_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import is_text
 from pipeline.errors import CheckpointError, ConversionError
+from pipeline.expansion_folder import EXPANSION, write_expansion
 from pipeline.files import (
     FolderKind,
     check_replaceable,
@@ -39,7 +40,6 @@ from pipeline.files import (
 from pipeline.methods.scale import origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
-from pipeline.scale.expansion import EXPANSION, write_expansion
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 
 HF_FOLDER = "hf"

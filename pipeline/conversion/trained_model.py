@@ -29,8 +29,8 @@ from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
-from pipeline.scale.layers import WidenedNorm
 from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.widened_norm import WidenedNorm
 
 
 @dataclass(frozen=True)

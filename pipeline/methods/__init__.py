@@ -14,7 +14,7 @@ from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
-from pipeline.scale.layers import base_maps
+from pipeline.scale.widened_linear import base_maps
 
 
 def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:

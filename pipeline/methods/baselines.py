@@ -21,8 +21,8 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.sharding import fill_whole, full_shape_of, held_values
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.expansion import seeded
-from pipeline.scale.layers import WidenedLinear
+from pipeline.scale.initialisers import seeded
+from pipeline.scale.widened_linear import WidenedLinear
 
 
 def _freeze_routers(model: Decoder) -> None:

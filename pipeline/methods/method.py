@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from pipeline.expansion_folder import ExpansionFolder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.new_rows import is_new_row, load_new_rows
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.expansion import ExpansionFolder
 
 
 class TrainingMethod(ABC):

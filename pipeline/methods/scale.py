@@ -12,6 +12,7 @@ import torch
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
 from pipeline.log import counted
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
@@ -21,7 +22,7 @@ from pipeline.model.new_rows import NewRows, is_new_row
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.expansion import MANIFEST, ExpansionFolder, initial_expansion, open_expansion, write_expansion
+from pipeline.scale.initialisers import initial_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 
 

@@ -19,8 +19,9 @@ from pipeline.parallel.layers import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.gate import Gate, choose_path, deepest_gate_layer
-from pipeline.scale.layers import Streams, WidenedEmbedding
 from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.widened_embedding import WidenedEmbedding
+from pipeline.scale.widened_linear import Streams
 
 ActivationCheckpointing = Literal["none", "collaborative", "all"]
 """Which layers the backward pass recomputes."""

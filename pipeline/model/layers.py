@@ -19,16 +19,9 @@ from pipeline.model.spec import ACTIVATIONS, DecoderSpec, RotarySpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.layers import (
-    Part,
-    Parts,
-    Streams,
-    WidenedColumnLinear,
-    WidenedHeadNorm,
-    WidenedNorm,
-    WidenedRowLinear,
-)
 from pipeline.scale.plan import ExpansionPlan, Widths
+from pipeline.scale.widened_linear import Part, Parts, Streams, WidenedColumnLinear, WidenedRowLinear
+from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
 
 
 class DecoderLayer(nn.Module):

@@ -18,9 +18,9 @@ from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.layers import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.layers import Part, Streams, WidenedColumnLinear, WidenedRowLinear
 from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear
 from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
 
 _LEAST_SUM = 1e-20
 """Added to the sum of chosen scores, as the families with sigmoid scores do: all may be 0."""

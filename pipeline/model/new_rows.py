@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.expansion_folder import ExpansionFolder
 from pipeline.parallel.sharding import fill_whole, full_shape_of
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.expansion import ExpansionFolder
 
 if TYPE_CHECKING:
     from pipeline.model.base_folder import BaseFolder

@@ -25,7 +25,7 @@ from pipeline.parallel.layers import (
 )
 from pipeline.parallel.sharding import sharded_parameter
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.layers import preserved_tokens
+from pipeline.scale.router import preserved_tokens
 
 CHUNK_ELEMENTS = 2**25
 """How many logits exist at a time on a CPU: 128 MiB in fp32."""

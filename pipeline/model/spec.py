@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.errors import LayoutError
-from pipeline.scale.layers import NormedChannels, NormKind
+from pipeline.parallel.norms import NormedChannels, NormKind
 from pipeline.scale.plan import Widths
 
 Activation = Callable[[Tensor], Tensor]

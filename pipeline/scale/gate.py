@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.run import GateFeatures
-from pipeline.scale.layers import Streams
 from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.widened_linear import Streams
 
 DECAY = 0.8
 """By how much a token counts less in the running mean with each token that follows it."""

@@ -9,7 +9,7 @@ from pipeline.parallel.collectives import counted_once, leave_region, sum_gradie
 from pipeline.parallel.layers import VOCABULARY, greedy_choices_, nll_and_logit_gradient_
 from pipeline.parallel.sharding import Partition, merge, split
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.layers import preserved_tokens
+from pipeline.scale.router import preserved_tokens
 from tests.distributed import all_ranks, run_ranks
 from tests.tolerances import assert_near, rounding
 

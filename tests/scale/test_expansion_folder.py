@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline import expansion_folder
 from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.expansion_folder import MANIFEST, open_expansion
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import is_base, open_base
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale import expansion as expansion_folder
-from pipeline.scale.expansion import MANIFEST, open_expansion
 from tests.bases import CONFIGS, random_model
 from tests.files import change_json
 from tests.widened import SEED, scale_settings, widened

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.scale.expansion import base_to_expansion, expansion_to_expansion, he_random, leading_columns, leading_rows
+from pipeline.scale.initialisers import (
+    base_to_expansion,
+    expansion_to_expansion,
+    he_random,
+    leading_columns,
+    leading_rows,
+)
 
 SHAPES = [(24, 24), (24, 40), (40, 24)]
 

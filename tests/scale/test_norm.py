@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.scale.layers import WidenedNorm
+from pipeline.scale.widened_norm import WidenedNorm
 
 EPS = 1e-5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.scale.expansion import MANIFEST, open_expansion
+from pipeline.expansion_folder import MANIFEST, open_expansion
 from tests.files import flip_bit
 from tests.programs import scale_cpt
 from tests.training.runs import write_config

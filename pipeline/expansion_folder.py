@@ -1,0 +1,151 @@
+"""The folder of an expansion: the added blocks of a base, as safetensors with a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.errors import BaseModelError, CheckpointError, faults_of_library
+from pipeline.files import FolderKind, file_hash, is_plain_name, published_folder, read_record, write_json
+from pipeline.parallel.sharding import REPLICATED, Partition, Rows, read_shard
+
+_AGAIN = "make the expansion again"
+FILE_BYTES = 2 * 2**30
+MANIFEST = "manifest.json"
+FORMAT = "scale-cpt expansion 1"
+EXPANSION = FolderKind("an expansion", MANIFEST, FORMAT)
+
+
+class ExpansionManifest(BaseModel):
+    """What of manifest.json is read: where the expansion comes from, and its tensors and files with their hashes.
+
+    One that comes from a checkpoint (`--format expansion`) has a `position`, and the fingerprint of the `tokenizer`
+    that it was trained with.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal["scale-cpt expansion 1"]
+    base: str
+    base_hashes: dict[str, str]
+    method: dict[str, Any]
+    seed: int
+    tensors: dict[str, str]
+    """the file of each"""
+    hashes: dict[str, str]
+    position: dict[str, Any] | None = None
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class ExpansionFolder:
+    """The added blocks of a base on disk, read one at a time."""
+
+    path: Path
+    manifest: ExpansionManifest
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that the folder holds."""
+        return set(self.manifest.tensors)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it comes from a checkpoint, so that the logits differ from the base's."""
+        return self.manifest.position is not None
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        partition: Partition = REPLICATED,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        rows: Rows | None = None,
+    ) -> Tensor:
+        """The shard of the parameter `name` that `tp_rank` holds, or `rows` of it; `shape` is the unsharded shape.
+
+        Raises CheckpointError if it is missing, damaged or of another shape.
+        """
+        if name not in self.names:
+            raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; {_AGAIN}")
+        file = self.path / self.manifest.tensors[name]
+        damaged = faults_of_library(f"{file}: damaged or missing; {_AGAIN}", CheckpointError)
+        with damaged, safe_open(file, framework="pt") as tensors:
+            stored = tensors.get_slice(name)
+            if tuple(stored.get_shape()) != shape:
+                raise CheckpointError(f"{file}: {name} has shape {stored.get_shape()}, expected {shape}; {_AGAIN}")
+            return read_shard(stored, partition, tp_rank, tp_size, rows)
+
+    def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
+        """Raises if the folder was made from another base (BaseModelError) or with other settings (CheckpointError)."""
+        if self.manifest.base_hashes != base_hashes:
+            raise BaseModelError(
+                f"{self.path}: made of the base {self.manifest.base} with other weights than the run's base; "
+                "point `base` at that model, or remove this folder to make it again"
+            )
+        changed = ["method"] if self.manifest.method != method else []
+        if not self.is_trained and self.manifest.seed != seed:
+            changed.append("seed")
+        if changed:
+            raise CheckpointError(
+                f"{self.path}: made with another {' and '.join(changed)} than the run's configuration; "
+                "set it back, or remove this folder to make it again (a run with checkpoints needs another `folder`)"
+            )
+
+    def check_files(self, share: slice = slice(None)) -> None:
+        """Raises CheckpointError if a file has changed since it was written.
+
+        Reads every byte of a `share` of the files, sorted by name.
+        """
+        for name, expected in sorted(self.manifest.hashes.items())[share]:
+            file = self.path / name
+            if not file.is_file() or file_hash(file) != expected:
+                raise CheckpointError(f"{file}: damaged or missing (another SHA-256 than written); {_AGAIN}")
+
+
+def open_expansion(path: Path) -> ExpansionFolder:
+    """Opens a folder that `write_expansion` made. Raises CheckpointError if the manifest is missing or damaged."""
+    try:
+        manifest = read_record(path / MANIFEST, ExpansionManifest, CheckpointError, _AGAIN)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: holds no expansion; make one with scale-cpt upscale") from None
+    if not all(map(is_plain_name, {*manifest.tensors.values(), *manifest.hashes})):
+        raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
+    return ExpansionFolder(path, manifest)
+
+
+def write_expansion(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any], *, overwrite: bool | None = None
+) -> None:
+    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once it is complete.
+
+    Raises OutputError if `path` is something else.
+    """
+    with published_folder(path, EXPANSION, overwrite=overwrite) as folder:
+        file_of: dict[str, str] = {}
+        hashes: dict[str, str] = {}
+        for number, held in enumerate(_batches(tensors), start=1):
+            file = f"expansion-{number:05d}.safetensors"
+            save_file(held, folder / file)
+            file_of |= dict.fromkeys(held, file)
+            hashes[file] = file_hash(folder / file)
+        write_json(folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes})
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        held[name] = tensor.contiguous()
+        if sum(one.nbytes for one in held.values()) >= FILE_BYTES:
+            yield held
+            held = {}
+    if held:
+        yield held

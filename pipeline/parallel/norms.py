@@ -1,0 +1,82 @@
+"""RMSNorm and LayerNorm whose gains every tensor-parallel rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours, used_between_regions
+from pipeline.parallel.topology import TensorParallel
+
+NormKind = Literal["rmsnorm", "layernorm"]
+
+
+@dataclass(frozen=True)
+class NormedChannels:
+    """How an RMSNorm's mean square counts channels: the first `size` fully, the others times `rest_scale`.
+
+    Such a base was widened before, and its folder stores the others times `rest_scale`. The divisor is the full width.
+    """
+
+    size: int
+    rest_scale: float
+
+    def sum_of_squares(self, x: Tensor) -> Tensor:
+        """x: [..., D] -> [..., 1], in fp32."""
+        squares = x.float().square()
+        rest = squares[..., self.size :].sum(-1, keepdim=True)
+        return squares[..., : self.size].sum(-1, keepdim=True) + self.rest_scale**2 * rest
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, computed in fp32; x: [..., size].
+
+    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
+    """
+
+    def __init__(
+        self, size: int, eps: float, tp: TensorParallel, *, gain_offset: bool = False, in_region: bool = False
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.gain_offset = gain_offset
+        self.tp = tp
+        self.shared = shared_by_neighbours if in_region else used_between_regions
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
+
+    def forward(self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None) -> Tensor:
+        """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the caller has it: a second
+        copy would be kept for the backward pass."""
+        weight = self.shared(self.weight, self.tp)
+        x_fp32 = x.float() if x_fp32 is None else x_fp32
+        if mean_square is None:
+            normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
+        else:
+            normal = x_fp32 * torch.rsqrt(mean_square + self.eps)
+        # As in transformers, which multiplies by 1 + weight in fp32.
+        return (normal * (1 + weight.float())).to(x.dtype) if self.gain_offset else weight * normal.to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x − mean) / std · weight + bias; x: [..., size]. Mean and variance are those of `statistics_of` where given."""
+
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.eps = eps
+        self.tp = tp
+        self.weight = sharded_parameter((size,), REPLICATED, tp)
+        self.bias = sharded_parameter((size,), REPLICATED, tp)
+
+    def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
+        weight, bias = (used_between_regions(parameter, self.tp) for parameter in (self.weight, self.bias))
+        if statistics_of is None:
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        source = statistics_of.float()
+        variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
+        normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
+        return weight * normal.to(x.dtype) + bias

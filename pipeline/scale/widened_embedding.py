@@ -1,0 +1,48 @@
+"""The widened embedding: a token's row of the base, and beside it a row of the expansion (W_in^up in the paper)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.parallel.collectives import leave_region
+from pipeline.parallel.layers import VocabularyParallelEmbedding
+from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.widened_linear import Streams
+
+
+class WidenedEmbedding(nn.Module):
+    """tokens: [B, S] -> x: [B, S, D], x_up: [B, S, U]; with sequence parallelism [B, S / tp_size, ...].
+
+    x_up starts as a look-up in `W_in^up`. Tokens from `vocab_size` on are those of `new_rows`: [n, D + U].
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, expansion_size: int | None, *, new_rows: int = 0, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.base = VocabularyParallelEmbedding(vocab_size, hidden_size, tp=tp)
+        self.expansion: VocabularyParallelEmbedding | None = None
+        if expansion_size is not None:
+            self.expansion = VocabularyParallelEmbedding(vocab_size, expansion_size, tp=tp)
+        self.new_rows: VocabularyParallelEmbedding | None = None
+        if new_rows:
+            self.new_rows = VocabularyParallelEmbedding(new_rows, hidden_size + (expansion_size or 0), tp=tp)
+
+    def forward(self, tokens: Tensor) -> Streams:
+        if self.new_rows is not None:
+            return self._with_new_rows(tokens, self.new_rows)
+        return leave_region(self.tp, self.base(tokens), None if self.expansion is None else self.expansion(tokens))
+
+    def _with_new_rows(self, tokens: Tensor, new_rows: nn.Module) -> Streams:
+        is_new = tokens >= self.vocab_size
+        new = new_rows((tokens - self.vocab_size).masked_fill(~is_new, 0))
+        is_new, old_tokens = is_new.unsqueeze(-1), tokens.masked_fill(is_new, 0)
+        x = torch.where(is_new, new[..., : self.hidden_size], self.base(old_tokens))
+        x_up = None
+        if self.expansion is not None:
+            x_up = torch.where(is_new, new[..., self.hidden_size :], self.expansion(old_tokens))
+        return leave_region(self.tp, x, x_up)

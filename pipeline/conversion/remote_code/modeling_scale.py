@@ -170,7 +170,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         start = self._start(embedded)
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            position_ids = torch.arange(seen, seen + embedded.shape[1], device=embedded.device).unsqueeze(0)
+            # Added, not given to arange: a cache of fixed size counts on the device, and arange would wait for it.
+            position_ids = (torch.arange(embedded.shape[1], device=embedded.device) + seen).unsqueeze(0)
         inputs = Inputs(tokens, attention_mask, position_ids, past_key_values, options)
         if tokens is not None and recorded is None and self._waits_for_open(attention_mask, past_key_values):
             paths, opens = self._from_open_on(start, inputs)

@@ -1,0 +1,85 @@
+"""What a CUDA device would stumble over, without one: mixed devices, waits, tensors of all pairs of tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bases import CONFIGS
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TORCH = Path(torch.__file__).parent
+
+METHODS = ("preserve", "adapt", "route", "fft", "freeze", "lora", "llama_pro")
+QUICK = [
+    *(f"{method}/llama" for method in METHODS),
+    *(f"adapt/llama/{option}" for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_rows", "gate")),
+    *("fft/llama/kl", "route/llama/gate", "muon/llama"),
+    # Window, soft-capping, parallel residual, experts.
+    *("adapt/mistral window", "adapt/gemma2", "adapt/neox", "adapt/qwen3_moe/aligned"),
+    *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),
+]
+MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "glm4_moe", "solar_open", "exaone_moe")
+DENSE = [name for name in CONFIGS if not name.startswith(MIXTURES)]
+ALL = [
+    *(f"{method}/{name}" for name in DENSE for method in ("adapt", "route")),
+    *(f"{method}/{name}/aligned" for name in MIXTURES for method in ("preserve", "adapt", "route")),
+    *(f"{method}/llama/{precision}" for method in ("preserve", "route", "lora") for precision in ("fp8", "nf4")),
+    *(f"{method}/llama/{option}" for method in METHODS for option in ("all", "kl", "new_rows", "fp32")),
+]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Traces cases in a process that was started with the device, and returns the faults of each."""
+    device = tmp_path_factory.mktemp("device") / "device.so"
+    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}", str(HERE / "device.cpp")]
+    command += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}", "-o", str(device)]
+    subprocess.run(command, check=True, capture_output=True)
+
+    def run(*cases: str) -> dict[str, list[str]]:
+        environment = {**os.environ, "LD_PRELOAD": str(device), "TORCHDYNAMO_DISABLE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.fake_cuda.trace", *cases],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [result["case"] for result in results] == list(cases)
+        for result in results:
+            assert result["operations"] >= 50 or result["faults"], "nothing ran on the device"
+        return {result["case"]: result["faults"] for result in results}
+
+    return run
+
+
+def with_faults(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {case: faults for case, faults in found.items() if faults}
+
+
+def test_a_step_neither_waits_nor_mixes_devices(trace):
+    assert with_faults(trace(*QUICK)) == {}
+
+
+@pytest.mark.full
+def test_neither_does_that_of_any_family_and_method(trace):
+    assert with_faults(trace(*ALL)) == {}
+
+
+def test_planted_faults_are_seen_with_their_line(trace):
+    found = trace("adapt/llama/planted_host_tensor", "adapt/llama/planted_wait", "adapt/qwen3_moe")
+    host, wait, experts = found.values()
+    assert any("pipeline/model/" in fault for fault in host), host
+    assert any("pipeline/model/decoder.py" in fault and "embedding_scale" in fault for fault in wait), wait
+    # Experts whose widths no grouped product takes are multiplied one by one, and the host waits for their counts.
+    assert any("pipeline/parallel/experts.py" in fault and ".tolist()" in fault for fault in experts), experts

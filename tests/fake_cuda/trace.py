@@ -1,0 +1,257 @@
+"""Runs steps on a CUDA device without values, and says what a real one would stumble over.
+
+    LD_PRELOAD=device.so python -m tests.fake_cuda.trace adapt/llama route/neox
+
+A case is METHOD/BASE, and perhaps options after them: adapt/llama/nf4/all. Prints a JSON object for each: its faults,
+and how many operations on the device it saw. A fault is a tensor of the host in an operation on the device, a copy
+between the two, a value that the host waits for, or a tensor of all pairs of tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import StaticCache
+
+from pipeline.config.schedule import Schedule
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.methods import method_for, quantize_base
+from pipeline.model import attention
+from pipeline.model.attention import Documents
+from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.from_hf import read_spec
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel import experts
+from pipeline.parallel.quantized import QuantizedPrecision
+from pipeline.parallel.sharding import default_dtype
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.gate import Gate
+from pipeline.training.muon import make_optimizer, orthogonalised
+from tests.bases import CONFIGS
+from tests.widened import METHODS, SEED, Watched
+
+ROOT = Path(__file__).parents[2]
+DEVICE = torch.device("cuda", 0)
+ROWS = 2
+LENGTH = 251
+"""A prime that is no width of any base here: two dimensions of this size are pairs of tokens."""
+NEW_ROWS = 5
+
+
+_SEEN_ON_A_GPU = ("_block_mask", "_scaled_dot_product")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one step is traced for."""
+
+    name: str
+    method: str
+    base: str
+    options: frozenset[str] = field(default_factory=frozenset)
+
+    @classmethod
+    def of(cls, name: str) -> Case:
+        method, base, *options = name.split("/")
+        return cls(name, method, base, frozenset(options))
+
+
+def spec_of(case: Case) -> DecoderSpec:
+    """The base of a case, by a config.json, as a run reads it."""
+    config = copy.deepcopy(CONFIGS[case.base])
+    if "aligned" in case.options:
+        config.moe_intermediate_size = 32  # grouped products want multiples of 16 bytes
+    with tempfile.TemporaryDirectory() as folder:
+        config.to_json_file(Path(folder) / "config.json")
+        spec = read_spec(Path(folder))
+    return replace(spec, new_rows=NEW_ROWS) if "new_rows" in case.options else spec
+
+
+def build(case: Case, spec: DecoderSpec) -> Decoder:
+    """The model as the engine builds it, in bf16, or in fp32 for which other kernels run."""
+    recomputed = next((kind for kind in get_args(ActivationCheckpointing) if kind in case.options), "none")
+    dtype = torch.float32 if "fp32" in case.options else torch.bfloat16
+    with DEVICE, default_dtype(dtype):
+        model = method_for(METHODS[case.method], Path("unread"), SEED).build(spec, SINGLE, recomputed)
+        for precision in get_args(QuantizedPrecision):
+            if precision in case.options:
+                quantize_base(model, precision)
+        if "kl" in case.options and case.method == "fft":
+            model.add_reference()
+    return model
+
+
+def step(model: Decoder, optimizer: torch.optim.Optimizer, case: Case) -> None:
+    """A micro-batch forward and backward, the optimizer, and a validation batch."""
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long, device=DEVICE)
+    positions = torch.zeros_like(tokens)
+    starts = torch.zeros(2 * ROWS + 1, dtype=torch.int32, device=DEVICE)
+    # Two documents a row. Batches are packed on the host, where these numbers are known.
+    documents = Documents(torch.zeros_like(tokens), starts, (2,) * ROWS)
+    rehearsed = 1 if "kl" in case.options else 0
+    losses = model(tokens, tokens, positions, documents, rehearsed, rehearsed)
+    losses.total.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(tokens, tokens, positions, documents)
+        if "gate" in case.options:
+            model.gate = gate_of(model)
+        model.hidden_states(tokens, positions, documents)
+        model.gate = None
+
+
+def gate_of(model: Decoder) -> Gate:
+    """A gate before the first layer with W12."""
+    vector = torch.ones(2 * model.spec.widths.hidden_size, device=DEVICE)
+    return Gate(1, "token+running_mean", 0 * vector, vector, vector, 0.0, 0.0)
+
+
+def export_step(case: Case) -> Callable[[], object]:
+    """A token after a text, by an exported model with a cache of fixed size: what a CUDA graph captures."""
+    options = {"routed": True} if case.base == "route" else {}
+    if "gate" in case.options:
+        options["gate_layer"] = 1
+    config = ScaleConfig(l_fp=1, **options)
+    with DEVICE:
+        model = ScaleForCausalLM(config).eval()
+        tokens = torch.zeros(1, 24, dtype=torch.long)
+        token = tokens[:, :1]
+        cache = StaticCache(config=config, max_cache_len=64)
+
+    @torch.no_grad()
+    def decode() -> None:
+        model(tokens, use_cache=False)
+        if "cache" in case.options:
+            cache.reset()
+            model(tokens, past_key_values=cache)
+            model(token, past_key_values=cache)
+
+    return decode
+
+
+def training_step(case: Case, spec: DecoderSpec) -> Callable[[], object]:
+    """One step of a case; the same model and optimizer at each call."""
+    model = build(case, spec)
+    schedule = Schedule(steps=1, global_batch_size=ROWS, micro_batch_size=ROWS, learning_rate=1e-3)
+    optimizer = make_optimizer(model, schedule)
+
+    def run() -> None:
+        step(model, optimizer, case)
+        plant(model, case)
+
+    return run
+
+
+def plant(model: Decoder, case: Case) -> None:
+    """Plants a fault for the second step, where a case asks for one: the trace must see it."""
+    if "planted_host_tensor" in case.options:
+        held = model.rotary._held
+        for key in held:
+            held[key] = held[key].cpu()
+    if "planted_wait" in case.options:
+        model.spec = replace(model.spec, embedding_scale=torch.ones((), device=DEVICE))
+
+
+def muon_step() -> Callable[[], object]:
+    """Muon's products; putting matrices together needs ranks."""
+    with DEVICE:
+        matrices = torch.zeros(3, 20, 12)
+    return lambda: orthogonalised(matrices)
+
+
+class Faults:
+    """Collects faults, each with the line of the project that made it."""
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self.found: list[str] = []
+
+    def look(self, operation: Any, taken: list[Tensor], made: list[Tensor]) -> None:
+        """One operation of torch, as `Watched` shows it."""
+        if any(tensor.device.type == "cuda" for tensor in (*taken, *made)):
+            self.operations += 1
+        # A number on the host is part of a kernel's arguments.
+        on_host = [tensor for tensor in taken if tensor.device.type == "cpu" and tensor.dim() > 0]
+        on_device = [tensor for tensor in (*taken, *made) if tensor.device.type == "cuda"]
+        if on_host and on_device:
+            self.add(f"{operation} takes a tensor of the host")
+        if any(tensor.device.type == "cpu" for tensor in made) and any(t.device.type == "cuda" for t in taken):
+            self.add(f"{operation} copies to the host")
+        if any(tuple(tensor.shape).count(LENGTH) > 1 for tensor in made):
+            self.add(f"{operation} makes a tensor of all pairs of tokens")
+
+    def add(self, what: str, frames: traceback.StackSummary | None = None) -> None:
+        """Adds a fault at the innermost line of the project among `frames`, by default of where we are."""
+        stack = traceback.extract_stack() if frames is None else frames
+        ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT / "pipeline")]
+        # What is compiled on a GPU evaluates masks and scores block by block; and which kernel torch takes for rows of
+        # one document depends on the kernels that it was built with. `make gpu` sees both.
+        if what.endswith("pairs of tokens") and any(frame.name in _SEEN_ON_A_GPU for frame in ours):
+            return
+        where = "no line of the project"
+        if ours:
+            where = f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}: {ours[-1].line}"
+        self.found.append(f"{what}: {where}")
+
+
+@contextmanager
+def as_on_a_gpu(case: Case) -> Iterator[None]:
+    """What a torch for CPUs answers otherwise than one for GPUs, or cannot be asked without values."""
+    with pytest.MonkeyPatch.context() as patch:
+        # FlexAttention's masks and scores are traced before its compiler, which needs a real GPU.
+        patch.setattr(attention, "_compiled", lambda function: function)
+        patch.setattr(experts, "has_grouped_product", lambda device, dtype: True)
+        if case.method == "export":
+            # A graph is captured of a compiled model, which decides nothing on the host.
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        yield
+
+
+def traced(case: Case) -> Faults:
+    """The faults of a case in its second step: the first also makes what later ones keep."""
+    spec = None if case.method in ("export", "muon") else spec_of(case)
+    faults = Faults()
+    with FakeTensorMode(), as_on_a_gpu(case):
+        try:
+            if spec is not None:
+                run = training_step(case, spec)
+            else:
+                run = export_step(case) if case.method == "export" else muon_step()
+            run()
+            with WatchedKernels(faults.look):
+                run()
+        except Exception as error:  # noqa: BLE001  # each is a fault of the case
+            faults.add(f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__))
+    return faults
+
+
+class WatchedKernels(Watched):
+    """Also lets FlexAttention through, whose parts are not operations of their own."""
+
+    supports_higher_order_operators = True
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        faults = traced(Case.of(name))
+        result = {"case": name, "operations": faults.operations, "faults": sorted(set(faults.found))}
+        sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

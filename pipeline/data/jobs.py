@@ -46,7 +46,7 @@ QUARANTINE = "quarantine.jsonl"
 _PLAN = "plan.json"
 _AGAIN = "its unit is done again"
 _MOST_NAMED = 5
-"""Of the units that are done again, so many are named in the log."""
+"""Of what is done again, so many are named in the log."""
 _logger = log.get_logger(__name__)
 
 Share = tuple[int, int]
@@ -284,7 +284,7 @@ def run_units(
                     yield kept.name, kept.record
                 elif kept.fault:
                     faults.append(kept.fault)
-    _warn_of(faults)
+    warn_of_repeats(faults)
     left = [unit for unit in units if unit.name not in done]
     with progress_bar(what, sum(sizes.values()), measured_in, done=sum(sizes[name] for name in done)) as progress:
         for name, record in workers.run(partial(_do, records, work), _in_turn(left, share)):
@@ -298,11 +298,12 @@ def _in_turn(units: Sequence[_Unit], share: Share) -> list[_Unit]:
     return [*units[k::n], *reversed([unit for at, unit in enumerate(units) if at % n != k])]
 
 
-def _warn_of(faults: Sequence[str]) -> None:
+def warn_of_repeats(faults: Sequence[str]) -> None:
+    """Says why work is done again; of many alike, the first."""
     for fault in faults[:_MOST_NAMED]:
         _logger.warning("%s", fault)
     if len(faults) > _MOST_NAMED:
-        _logger.warning("%d other units are done again, for like reasons", len(faults) - _MOST_NAMED)
+        _logger.warning("%d others are done again, for like reasons", len(faults) - _MOST_NAMED)
 
 
 def _time_of(state: Path) -> int:

@@ -25,6 +25,8 @@ from pydantic import BaseModel, ValidationError
 from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of
 
 TEMPORARY_SUFFIX = ".partial"
+_CHECKSUM = "checksum"
+"""The key of a record's checksum, in its file."""
 _THREADS = 8
 SAMPLE_BYTES = 4096
 _Item = TypeVar("_Item")
@@ -90,14 +92,39 @@ def read_object(path: Path, error: type[UserError], advice: str = "copy it again
     return value
 
 
-def read_record(path: Path, schema: type[_Record], error: type[UserError], advice: str = "copy it again") -> _Record:
-    """The JSON object in a file as a `schema`. Raises as `read_object`, and `error` for another content."""
+def read_record(
+    path: Path,
+    schema: type[_Record],
+    error: type[UserError],
+    advice: str = "copy it again",
+    *,
+    needs_checksum: bool = False,
+) -> _Record:
+    """The JSON object in a file as a `schema`, compared with the checksum that `write_record` put into it.
+
+    Earlier versions wrote none; with `needs_checksum` their records are refused, because a changed one looks the same.
+
+    Raises as `read_object`, and `error` for a record of another schema, and for one that was changed.
+    """
     content = read_object(path, error, advice)
-    content.pop("checksum", None)  # of earlier versions
+    expected = content.pop(_CHECKSUM, None)
     try:
-        return schema.model_validate(content)
+        record = schema.model_validate(content)
     except ValidationError as fault:
         raise error(f"{path}: {first_fault(fault)}; {advice}") from None
+    if expected is None and needs_checksum:
+        raise error(f"{path}: has no checksum: an earlier version wrote it, or it was changed; {advice}")
+    if expected is not None and expected != _checksum_of(content):
+        raise error(f"{path}: does not match its checksum: it was changed or damaged after it was written; {advice}")
+    return record
+
+
+def _checksum_of(content: dict[str, Any]) -> str | None:
+    """The hash of a record's content; None of what no record holds, such as lists a thousand deep."""
+    try:
+        return json_hash(content)
+    except orjson.JSONEncodeError:
+        return None
 
 
 def first_fault(error: ValidationError) -> str:
@@ -176,8 +203,12 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_record(path: Path, record: BaseModel) -> None:
-    """Writes `record` as JSON, for `read_record`."""
-    write_json(path, record.model_dump(mode="json"))
+    """Writes `record` as JSON with a checksum of its content, for `read_record`.
+
+    A schema alone accepts a number that a disk, a copy or a hand has changed.
+    """
+    content = record.model_dump(mode="json")
+    write_json(path, content | {_CHECKSUM: json_hash(content)})
 
 
 class FolderKind(NamedTuple):

@@ -23,6 +23,7 @@ from pipeline.files import (
     write_json,
     write_record,
 )
+from tests.files import change_json
 from tests.kills import outlives
 
 FILES = ("a", "b")
@@ -116,11 +117,22 @@ def test_a_record_of_another_content_is_refused(tmp_path: Path, content: bytes, 
     path, record = tmp_path / "file", _Pair(left=1, right=[2])
     write_record(path, record)
     assert read_record(path, _Pair, DataError) == record
-    path.write_bytes(b'{"left": 1, "right": [2], "checksum": "of an earlier version"}')
-    assert read_record(path, _Pair, DataError) == record
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"{path}: .*{message}"):
         read_record(path, _Pair, DataError)
+
+
+def test_a_record_that_was_changed_is_noticed_by_its_checksum(tmp_path: Path):
+    path, record = tmp_path / "file", _Pair(left=1, right=[2])
+    write_record(path, record)
+    assert read_record(path, _Pair, DataError, needs_checksum=True) == record
+    change_json(path, left=2)
+    with pytest.raises(DataError, match=f"{path}: does not match its checksum: it was changed or damaged .*; again$"):
+        read_record(path, _Pair, DataError, "again")
+    path.write_bytes(b'{"left": 1, "right": [2]}')
+    assert read_record(path, _Pair, DataError) == record, "earlier versions wrote none"
+    with pytest.raises(DataError, match=f"{path}: has no checksum: .*; again$"):
+        read_record(path, _Pair, DataError, "again", needs_checksum=True)
 
 
 def test_a_link_out_of_a_strangers_folder_is_refused(tmp_path: Path):

@@ -13,24 +13,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+import orjson
 
 from benchmarks.results import STORIES, Row
 from benchmarks.scale.growth import in_own_process, measured, report
 from pipeline.config.data import Corpus, Data
+from pipeline.data import preprocess as preprocessing
 from pipeline.data.corpora import Job
-from pipeline.data.jobs import STATE, Plan, UnitPart, check_finished, manifest_of
-from pipeline.data.preprocess import File, plan_of, preprocess, split_units, tokenize_unit
+from pipeline.data.jobs import STATE, Outcome, Plan, UnitPart, check_finished, manifest_of
+from pipeline.data.preprocess import File, FileRecord, plan_of, preprocess, split_units, tokenize_unit
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import MANIFEST, InputFile, TokenCorpus, TokenizerRecord
-from pipeline.data.token_shards import token_dtype, writing_shard
+from pipeline.data.token_shards import shard_file, token_dtype, writing_shard
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import Workers
-from pipeline.files import write_record
+from pipeline.files import file_hash, json_hash, write_record
 
 GOALS: dict[str, float] = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
 GOALS |= {"resume_cpu_s": 60, "state_files_a_file": 2, "plan_cpu_s": 60}
@@ -81,30 +85,43 @@ def job_of(texts: str, output: Path) -> Job:
 
 
 def make_state(folder: Path, files: int) -> None:
-    """The folder that a killed job leaves, but for its shards."""
+    """The folder that a killed job leaves. All shards are links to one."""
     (texts := folder / "texts").mkdir(parents=True)
     for number in range(files):
         (last := texts / f"{number:06d}.txt").write_text("Once upon a time there was a cat.\n" * 30)
     job = job_of(str(texts / "*.txt"), folder / "tokens")
     (state := job.output / STATE).mkdir(parents=True)
     done = split_units(job.keys, UNIT_BYTES, File("", 0, str(last)))
-    ranges, record = done.model_dump_json(), tokenize_unit(job, done.units[0]).model_dump_json()
+    record = tokenize_unit(job, done.units[0])
+    shard = job.output / "one"
+    for end in record.train.files:
+        shard_file(job.output / done.units[0].name, end).rename(shard_file(shard, end))
     write_record(state / "plan.json", plan_of(job, load_tokenizer(job.tokenizer)))
+    plan = file_hash(state / "plan.json")
     for number in range(files):
-        own = ranges.replace(last.name, f"{number:06d}.txt").replace("00000-000000", f"{number:05d}-000000")
-        (state / f"{number:05d}.ranges.json").write_text(own)
+        name = f"{number:05d}-000000"
+        unit = replace(done.units[0], name=name, path=str(texts / f"{number:06d}.txt"))
+        ranges = FileRecord(unit=f"{number:05d}.ranges", plan=plan, sha256=done.sha256, units=[unit])
+        write_unsynced(state / f"{ranges.unit}.json", ranges)
         if number % 100:
-            (state / f"{number:05d}-000000.json").write_text(record)
+            write_unsynced(state / f"{name}.json", record.model_copy(update={"unit": name, "plan": plan}))
+            for end in record.train.files:
+                shard_file(job.output / name, end).symlink_to(shard_file(shard, end))
+
+
+def write_unsynced(path: Path, record: Outcome) -> None:
+    """What `write_record` writes, but not flushed to the disk: there are a hundred thousand."""
+    content = record.model_dump(mode="json")
+    path.write_bytes(orjson.dumps(content | {"checksum": json_hash(content)}))
 
 
 def resume(folder: Path) -> Row:
     """What one of an array's jobs does until it begins with what is left."""
     row, listed = Row(), list[object]()
     sys.addaudithook(lambda event, of: listed.append(of) if event in ("os.listdir", "os.scandir") else None)
-    workers = Workers(None)
-    vars(workers)["run"] = lambda _, tasks: sys.exit() if list(tasks) else iter(())
-    with measured(row, "resume_"), contextlib.suppress(SystemExit):
-        preprocess(job_of(str(folder / "texts" / "*.txt"), folder / "tokens"), workers, share=(5, JOBS))
+    ending = patch.object(preprocessing, "tokenize_unit", lambda *_: sys.exit())
+    with measured(row, "resume_"), ending, contextlib.suppress(SystemExit):
+        preprocess(job_of(str(folder / "texts" / "*.txt"), folder / "tokens"), Workers(None), share=(5, JOBS))
     row["listed_folders"] = len(listed)
     held, files = (sum(1 for _ in place.iterdir()) for place in (folder / "tokens" / STATE, folder / "texts"))
     return row | {"state_files_a_file": round(held / files, 2)}

@@ -19,13 +19,16 @@ import dill
 import orjson
 import zstandard
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
 from datatrove.utils.logging import logger as datatrove_logger
 from pydantic import BaseModel
 
 from pipeline import log
 from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
+from pipeline.data.jobs import warn_of_repeats
 from pipeline.data.records import Keys
 from pipeline.data.text_streams import likely_encoding
+from pipeline.data.token_shards import FileContent, check_file, content_of
 from pipeline.data.units import input_files, named_files, sampled_documents
 from pipeline.data.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line
@@ -60,7 +63,36 @@ class CleanedText(Plan):
         return self.steps.get("written", {}).get("total", 0)
 
 
-class _Arrays(SlurmPipelineExecutor):
+class TaskRecord(BaseModel):
+    """What is recorded of a finished task: the files that it wrote, by their paths in the folder of unfinished work."""
+
+    stage: str
+    task: int
+    files: dict[str, FileContent]
+
+
+class _Recording(PipelineExecutor):
+    """Records the files of a task, which match `patterns`, before datatrove marks it as done."""
+
+    patterns: list[str]
+
+    def mark_rank_as_completed(self, rank: int) -> None:
+        logs = Path(self.logging_dir.path)
+        work, stage = logs.parents[1], logs.name
+        patterns = [f"logs/{stage}/stats/{rank:05d}.json", *(pattern.format(rank=rank) for pattern in self.patterns)]
+        written = sorted(path for pattern in patterns for path in work.glob(pattern))
+        files = {str(path.relative_to(work)): content_of(path) for path in written}
+        path = _record_of(work, stage, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, TaskRecord(stage=stage, task=rank, files=files))
+        super().mark_rank_as_completed(rank)
+
+
+class _Local(_Recording, LocalPipelineExecutor):
+    pass
+
+
+class _Arrays(_Recording, SlurmPipelineExecutor):
     """Without the memory that datatrove asks for, which a site sets, and without a job that only sums counts."""
 
     def get_sbatch_args(self, *arguments: int) -> dict[str, str]:
@@ -153,7 +185,7 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
     write_record(job.work / _PLAN, _plan_of(job))
     last: Any = None
     for stage in stages_of(job):
-        last = _Arrays(
+        executor = _Arrays(
             stage.blocks,
             stage.tasks,
             limit,
@@ -164,6 +196,8 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
             depends=last,
             logging_dir=str(job.work.absolute() / "logs" / stage.name),
         )
+        executor.patterns = stage.files
+        last = executor
     with faults_of_library(f"{job.output}: cannot submit", DataError):
         last.run()
     return int(last.job_id)
@@ -180,7 +214,9 @@ def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
     """Runs the tasks of a stage that are not done yet. One that fails does not stop the others."""
     logs = job.work / "logs" / stage.name
     datatrove_logger.remove()  # each task has a file of its lines
-    executor = LocalPipelineExecutor(stage.blocks, stage.tasks, logging_dir=str(logs))
+    executor = _Local(stage.blocks, stage.tasks, logging_dir=str(logs))
+    executor.patterns = stage.files
+    _reopen_changed(job, stage.name, workers)
     left = [f"{stage.name}, task {rank}" for rank in executor.get_incomplete_ranks()]
     if not left:
         return
@@ -194,6 +230,46 @@ def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
             faults += filter(None, [fault])
     if faults:
         raise DataError(f"{job.output}: {'; '.join(faults[:3])}; {logs} says more; start again to continue")
+
+
+def _reopen_changed(job: CleaningJob, stage: str, workers: int) -> None:
+    """Lets the finished tasks of a stage be done again of which a file is missing or not as it was written."""
+    marks = job.work / "logs" / stage / "completions"
+    done = sorted(int(mark.name) for mark in marks.iterdir()) if marks.is_dir() else []
+    if not done:
+        return
+    title, faults = f"{job.output.name}: checking {stage}", list[str]()
+    check = partial(_change_of, job.work, stage)
+    with (
+        local_workers(min(workers, len(done)), preload="pipeline.cleaning.stages") as pool,
+        log.progress_bar(title, len(done), " tasks") as progress,
+    ):
+        for task, fault in pool.run(check, done):
+            progress.update(1)
+            if fault:
+                faults.append(fault)
+                (marks / f"{task:05d}").unlink()
+    warn_of_repeats(faults)
+
+
+def _change_of(work: Path, stage: str, task: int) -> tuple[int, str]:
+    """A finished task, and what is not as it was then; empty where all is."""
+    path, again = _record_of(work, stage, task), f"task {task} of {stage} is done again"
+    try:
+        record = read_record(path, TaskRecord, DataError, again, needs_checksum=True)
+        if (record.stage, record.task) != (stage, task):
+            raise DataError(f"{path}: is of another task; {again}")
+        for name, content in record.files.items():
+            check_file(work / name, content, again)
+    except FileNotFoundError:
+        return task, f"{path}: no such file; {again}"
+    except DataError as fault:
+        return task, str(fault)
+    return task, ""
+
+
+def _record_of(work: Path, stage: str, task: int) -> Path:
+    return work / "logs" / stage / "files" / f"{task:05d}.json"
 
 
 def _fault_of(executor: bytes, task: str) -> str:

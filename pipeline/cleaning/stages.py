@@ -48,6 +48,8 @@ from pipeline.data.units import Unit, default_unit_bytes, input_files, named_fil
 
 DROPPED = "dropped"
 """What each step dropped, in a folder of cleaned text."""
+_OF_EACH, _OF_ALL = ("language", "language_model", "repetition", "quality", "lines"), ("duplicates", "contamination")
+"""Steps that drop documents: by what is in each, and by what is in all."""
 _MOST_TASKS = 512
 _EXCERPT = 600
 _LETTER = re.compile(r"[^\W\d_]")
@@ -60,11 +62,15 @@ Block = Any  # a PipelineStep or a function; datatrove has no types
 
 
 class Stage(NamedTuple):
-    """Blocks that run as `tasks` tasks."""
+    """Blocks that run as `tasks` tasks.
+
+    `files`: patterns of what a task writes, in the folder of unfinished work, with the task's `{rank}`.
+    """
 
     name: str
     tasks: int
     blocks: list[Block]
+    files: list[str]
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,11 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     def dropping(name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
         return step(name, block, exclusion_writer=_writer(work / "output" / DROPPED / name, _excerpt), **arguments)
 
-    def others(name: str, of: list[tuple[Unit, Keys]], block: object) -> Stage:
-        return Stage(name, min(len(of), _MOST_TASKS), [Records(of), mend(), block])
+    def others(name: str, of: list[tuple[Unit, Keys]], block: object, file: str) -> Stage:
+        return Stage(name, min(len(of), _MOST_TASKS), [Records(of), mend(), block], [file])
+
+    def dropped(steps: Sequence[str]) -> list[str]:
+        return [f"output/{DROPPED}/{name}/{{rank:05d}}.*" for name in steps]
 
     first = [
         *step("records", Records, units=units),
@@ -165,24 +174,29 @@ def stages_of(job: CleaningJob) -> list[Stage]:
         _writer(work / "filtered"),
     ]
     last: list[Block] = [Shard(str(work / "filtered"))]
-    stages = [Stage("filter", tasks, first)]
+    filtered = [*dropped(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
+    stages = [Stage("filter", tasks, first, filtered)]
     if "duplicates" not in settings.skip:
         first.append(MinhashDedupSignature(signatures, _MINHASH, _WORDS))
         buckets, known = _MINHASH.num_buckets, [*heldout, *units_of(job.others)]
         if known:
-            stages.append(others("reference", known, MinhashDedupSignature(references, _MINHASH, _WORDS)))
-            stages.append(Stage("index", buckets, [MinhashBuildIndex(references, index, "known", _MINHASH)]))
+            signing = MinhashDedupSignature(references, _MINHASH, _WORDS)
+            stages.append(others("reference", known, signing, "references/*/{rank:05d}.*"))
+            indexing = MinhashBuildIndex(references, index, "known", _MINHASH)
+            stages.append(Stage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
         found = MinhashDedupBuckets(signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False)
-        stages.append(Stage("buckets", buckets, [found]))
-        stages.append(Stage("cluster", 1, [MinhashDedupCluster(pairs, copies, _MINHASH)]))
+        stages.append(Stage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
+        stages.append(Stage("cluster", 1, [MinhashDedupCluster(pairs, copies, _MINHASH)], ["copies/*"]))
         last += dropping("duplicates", MinhashDedupFilter, input_folder=copies)
     if "contamination" not in settings.skip and (benchmarks or heldout):
         in_a_row = settings.shared_words or rules["shared_words"]
         config = NGramsDecontConfig(in_a_row, norm_config=_PLAIN, hash_config=_SHA1)
         words = {"index_folder": str(work / "words"), "config": config, "language": _WORDS}
         add = partial(index_words, NGramsDecontFilter(**words))
-        stages.append(Stage("words", 1, [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]))
+        lines = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
+        stages.append(Stage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"]))
         if heldout:
-            stages.append(others("words_heldout", heldout, partial(add, "heldout")))
+            stages.append(others("words_heldout", heldout, partial(add, "heldout"), "words/heldout-{rank:05d}.*"))
         last += dropping("contamination", NGramsDecontFilter, **words)
-    return [*stages, Stage("write", tasks, [*last, *step("written", _writer, folder=work / "output")])]
+    last += step("written", _writer, folder=work / "output")
+    return [*stages, Stage("write", tasks, last, [*dropped(_OF_ALL), "output/{rank:05d}.*"])]

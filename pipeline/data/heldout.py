@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.corpora import Job
-from pipeline.data.jobs import STATE, Share, UnitPart, Work, run_units
+from pipeline.data.jobs import STATE, Outcome, Share, Work, run_units
 from pipeline.data.token_corpus import MANIFEST, load_manifest
 from pipeline.data.token_shards import Shard
 from pipeline.data.tokenizer import cached_tokenizer
@@ -45,7 +45,10 @@ def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, s
     if not others:
         return
     known = np.unique(np.concatenate([np.zeros(1, np.uint64), *map(_hashes, heldout)]))  # and one of nothing
-    digest = sha256(known.data).hexdigest()[:16]  # after a change of the held-out documents everything is compared
+    compared = sha256(known.data)  # after a change of either side everything is compared again
+    for folder in made:
+        compared.update((folder / MANIFEST).read_bytes())
+    digest = compared.hexdigest()[:16]
     state = job.output / STATE
     saved = state / f"{digest}.npy"
     with published_file(saved) as file:
@@ -55,11 +58,11 @@ def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, s
         for shard, source in training.items()
     ]
     compare = partial(_compare, job, saved, tuple(heldout))
-    for _ in run_units(state, UnitPart, compare, units, workers, share, what="comparing", measured_in=" shards"):
+    for _ in run_units(state, Outcome, compare, units, workers, share, what="comparing", measured_in=" shards"):
         pass
 
 
-def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> UnitPart:
+def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> Outcome:
     hashes, known = _hashes(Path(shard.path)), np.load(saved, mmap_mode="r")
     same = np.flatnonzero(known[np.searchsorted(known[:-1], hashes)] == hashes)
     if len(same):
@@ -70,7 +73,7 @@ def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared)
             f"{shard.source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the "
             "two, as scale-cpt clean does, remove the folder of that one, and start again"
         )
-    return UnitPart()
+    return Outcome()
 
 
 def _shards_of(folder: Path) -> Iterable[tuple[Path, str]]:

@@ -1,7 +1,8 @@
 """The machine of all jobs that fill a corpus folder: units of work, by any number of workers and jobs, restartable.
 
 `<folder>/.units` holds plan.json, what the folder was begun for, and a record of each finished unit. A record is
-written after all other files of its unit, so a unit without one is done again, to the same bytes. manifest.json
+written after all other files of its unit, so a unit without one is done again, to the same bytes. A job that continues
+compares the files with their records, and does a unit again of which a file is missing or differs. manifest.json
 completes the corpus, and the folder `.units` is removed. What is done in a unit: `preprocess`, `rehearsal.corpus`.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field, NonNegativeInt
 
@@ -31,10 +33,10 @@ from pipeline.data.token_corpus import (
     TokenCorpus,
     load_manifest,
 )
-from pipeline.data.token_shards import FileContent, ShardFile, token_dtype
+from pipeline.data.token_shards import FileContent, ShardFile, check_file, shard_file, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, OutputError
-from pipeline.files import check_replaceable, in_threads, read_record, rename_aside, write_record
+from pipeline.files import check_replaceable, file_hash, in_threads, read_record, rename_aside, write_record
 from pipeline.log import node, progress_bar
 
 STATE = ".units"
@@ -42,6 +44,9 @@ STATE = ".units"
 QUARANTINE = "quarantine.jsonl"
 """The rejected records, in a corpus's folder."""
 _PLAN = "plan.json"
+_AGAIN = "its unit is done again"
+_MOST_NAMED = 5
+"""Of what is done again, so many are named in the log."""
 _logger = log.get_logger(__name__)
 
 Share = tuple[int, int]
@@ -65,12 +70,39 @@ class UnitPart(Counts):
     files: dict[ShardFile, FileContent] = Field(default_factory=dict)
 
 
-class UnitRecord(BaseModel):
-    """The outcome of a unit that writes tokens."""
+class Outcome(BaseModel):
+    """What is recorded of a finished unit, of any kind of work."""
+
+    unit: str = ""
+    """its name"""
+    plan: str = ""
+    """the hash of the plan.json that it was done for"""
+
+    def written(self, state: Path, name: str) -> Iterator[tuple[Path, FileContent]]:
+        """The files that the unit `name` has written beside its record in `state`, and what they must hold."""
+        yield from ()
+
+
+class UnitRecord(Outcome):
+    """The outcome of a unit that writes tokens. `quarantine` is of its list of rejected records, if there are any."""
 
     train: UnitPart
     heldout: UnitPart = UnitPart()
     rejected: dict[str, NonNegativeInt] = {}
+    quarantine: FileContent | None = None
+
+    def written(self, state: Path, name: str) -> Iterator[tuple[Path, FileContent]]:
+        output = state.parent
+        for folder, part in ((output, self.train), (heldout_of(output), self.heldout)):
+            for end, content in part.files.items():
+                yield shard_file(folder / name, end), content
+        if self.quarantine is not None:
+            yield quarantine_of(state, name), self.quarantine
+
+
+def quarantine_of(state: Path, name: str) -> Path:
+    """The list of the records that the unit `name` rejected."""
+    return state / f"{name}.{QUARANTINE}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +118,7 @@ class Work:
 
 
 _Unit = TypeVar("_Unit", bound=Work)
-_Record = TypeVar("_Record", bound=BaseModel)
+_Record = TypeVar("_Record", bound=Outcome)
 
 
 def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
@@ -104,8 +136,9 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
         try:
             _begin(output, plan)
             # Another job may have begun another corpus here, or finished this one, since the first look.
-            manifest = finished(output, plan) or make(output / STATE)
-            manifest.save(output)
+            if (manifest := finished(output, plan)) is None:
+                manifest = make(output / STATE)
+                publish(manifest, output)
         except (FileNotFoundError, DataError) as fault:
             # Another job that shares the work may have finished, and removed the state.
             if not (output / MANIFEST).exists() or (manifest := finished(output, plan)) is None:
@@ -196,6 +229,21 @@ def check_finished(folder: Path, *, sampled: int | None = SAMPLED_BYTES) -> None
         TokenCorpus(folder).check(sampled=sampled)
 
 
+def publish(manifest: Manifest, folder: Path) -> None:
+    """Writes the manifest of a part, which completes it.
+
+    Raises DataError where a shard is missing or of another size, as after somebody tidied up during the work.
+    """
+
+    def check(shard: ShardRecord) -> None:
+        for end, content in shard.files.items():
+            check_file(shard_file(folder / shard.name, end), content, f"start again: {_AGAIN}", whole=False)
+
+    for _ in in_threads(check, manifest.shards):
+        pass
+    manifest.save(folder)
+
+
 def heldout_of(output: Path) -> Path:
     return output.with_name(output.name + ".heldout")
 
@@ -219,32 +267,104 @@ def run_units(
         share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
         what, measured_in: what is done, and the unit of the sizes, for the progress bar.
     """
+    records = _Records(state, schema, file_hash(state / _PLAN), _time_of(state))
     sizes = {unit.name: unit.size for unit in units}
-    found = zip(sizes, in_threads(partial(_record_of, state, schema), sizes), strict=True)
-    done = {name: record for name, record in found if record is not None}
-    yield from done.items()
+    with os.scandir(state) as entries:
+        recorded = {entry.name for entry in entries}
+    found = [unit for unit in units if f"{unit.name}.json" in recorded]
+    done: set[str] = set()
+    faults: list[str] = []
+    if found:
+        # By all workers: hashing the files takes as long as reading them.
+        with progress_bar("checking finished units", len(found), " units") as checked:
+            for kept in workers.run(records.kept, _in_turn(found, share)):
+                checked.update(1)
+                if kept.record is not None:
+                    done.add(kept.name)
+                    yield kept.name, kept.record
+                elif kept.fault:
+                    faults.append(kept.fault)
+    warn_of_repeats(faults)
     left = [unit for unit in units if unit.name not in done]
-    k, n = share
-    left = left[k::n] + [unit for at, unit in enumerate(left) if at % n != k][::-1]
     with progress_bar(what, sum(sizes.values()), measured_in, done=sum(sizes[name] for name in done)) as progress:
-        for name, record in workers.run(partial(_do, state, schema, work), left):
+        for name, record in workers.run(partial(_do, records, work), _in_turn(left, share)):
             progress.update(sizes[name])
             yield name, record
 
 
-def _do(state: Path, schema: type[_Record], work: Callable[[_Unit], _Record], unit: _Unit) -> tuple[str, _Record]:
-    record = _record_of(state, schema, unit.name)  # another job may have done it
-    if record is None:
-        record = work(unit)
-        write_record(state / f"{unit.name}.json", record)
-    return unit.name, record
+def _in_turn(units: Sequence[_Unit], share: Share) -> list[_Unit]:
+    """This job's own units, then the others' from the end, which those jobs reach last."""
+    k, n = share
+    return [*units[k::n], *reversed([unit for at, unit in enumerate(units) if at % n != k])]
 
 
-def _record_of(state: Path, schema: type[_Record], name: str) -> _Record | None:
-    try:
-        return read_record(state / f"{name}.json", schema, DataError, "remove it to do its unit again")
-    except (FileNotFoundError, DataError):  # damaged: the unit is done again
-        return None
+def warn_of_repeats(faults: Sequence[str]) -> None:
+    """Says why work is done again; of many alike, the first."""
+    for fault in faults[:_MOST_NAMED]:
+        _logger.warning("%s", fault)
+    if len(faults) > _MOST_NAMED:
+        _logger.warning("%d others are done again, for like reasons", len(faults) - _MOST_NAMED)
+
+
+def _time_of(state: Path) -> int:
+    """Now, in nanoseconds, by the clock that gives the files in `state` their times: machines may differ."""
+    with tempfile.NamedTemporaryFile(dir=state, prefix=".now.") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+@dataclass(frozen=True)
+class _Kept(Generic[_Record]):
+    """A unit that was found: its record, or None and the reason for which it is done again, if there is any."""
+
+    name: str
+    record: _Record | None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class _Records(Generic[_Record]):
+    """The records of finished units in `state`, of the type `schema`, made for the plan of that hash."""
+
+    state: Path
+    schema: type[_Record]
+    plan: str
+    began: int
+    """when this job began to look at them: later records are compared by another job, or were just written"""
+
+    def kept(self, unit: Work) -> _Kept[_Record]:
+        """The record of `unit`, if it is sound and its files are as they were written.
+
+        Sizes are always compared, and hashes where no other job has compared them since this one began.
+        """
+        path = self.path_of(unit.name)
+        try:
+            changed = path.stat().st_mtime_ns
+            record = read_record(path, self.schema, DataError, _AGAIN, needs_checksum=True)
+            if (record.unit, record.plan) != (unit.name, self.plan):
+                raise DataError(f"{path}: is of another unit, or of another {_PLAN}; {_AGAIN}")
+            for file, content in record.written(self.state, unit.name):
+                check_file(file, content, _AGAIN, whole=changed <= self.began)
+        except FileNotFoundError:
+            return _Kept(unit.name, None)
+        except DataError as fault:
+            return _Kept(unit.name, None, str(fault))
+        if changed <= self.began:
+            with contextlib.suppress(OSError):  # another user's file, or gone since: others compare it, too
+                os.utime(path)
+        return _Kept(unit.name, record)
+
+    def write(self, name: str, record: _Record) -> _Record:
+        made = record.model_copy(update={"unit": name, "plan": self.plan})
+        write_record(self.path_of(name), made)
+        return made
+
+    def path_of(self, name: str) -> Path:
+        return self.state / f"{name}.json"
+
+
+def _do(records: _Records[_Record], work: Callable[[_Unit], _Record], unit: _Unit) -> tuple[str, _Record]:
+    record = records.kept(unit).record  # another job may have done it
+    return unit.name, records.write(unit.name, work(unit)) if record is None else record
 
 
 def manifest_of(

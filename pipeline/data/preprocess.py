@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-from pydantic import BaseModel
 
 from pipeline.data.corpora import Job, is_heldout
 from pipeline.data.heldout import compare_documents
 from pipeline.data.jobs import (
     QUARANTINE,
     STATE,
+    Outcome,
     Plan,
     Share,
     UnitPart,
@@ -31,12 +31,14 @@ from pipeline.data.jobs import (
     complete,
     heldout_of,
     manifest_of,
+    publish,
+    quarantine_of,
     run_units,
 )
 from pipeline.data.records import Document, Keys, Rejected
 from pipeline.data.text_streams import encoding_advice
 from pipeline.data.token_corpus import InputFile, Manifest
-from pipeline.data.token_shards import Shard, ShardWriter, token_dtype, writing_shard
+from pipeline.data.token_shards import Shard, ShardWriter, content_of, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, cached_tokenizer, joined, load_tokenizer
 from pipeline.data.units import Unit, default_unit_bytes, input_files, is_text, split_file, unit_records
 from pipeline.data.workers import Workers
@@ -61,7 +63,7 @@ class File(Work):
     number: int = 0
 
 
-class FileRecord(BaseModel):
+class FileRecord(Outcome):
     """The hash of an input file and its units, which are known once a compressed one has been read."""
 
     sha256: str
@@ -88,7 +90,7 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
 
         def check_rejected() -> None:
             if rejected.total() > max_bad_fraction * total:
-                listed = (state / f"{name}.{QUARANTINE}" for name, record in records.items() if record.rejected)
+                listed = (quarantine_of(state, name) for name, record in records.items() if record.rejected)
                 raise _too_many(rejected, total, max_bad_fraction, listed)
 
         work = partial(tokenize_unit, job)
@@ -107,11 +109,11 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
             with published_file(job.output / QUARANTINE, state) as whole:
                 for unit in units:
                     if records[unit.name].rejected:
-                        whole.write((state / f"{unit.name}.{QUARANTINE}").read_bytes())
+                        whole.write(quarantine_of(state, unit.name).read_bytes())
         inputs = [InputFile(path=file.path, bytes=file.size, sha256=found[file.name].sha256) for file in files]
         if plan.heldout_fraction > 0:
             heldout = {unit.name: records[unit.name].heldout for unit in units}
-            manifest_of(plan, "heldout", heldout, inputs, rejected).save(heldout_of(job.output))
+            publish(manifest_of(plan, "heldout", heldout, inputs, rejected), heldout_of(job.output))
         return manifest_of(plan, job.part, {unit.name: records[unit.name].train for unit in units}, inputs, rejected)
 
     return complete(job.output, plan, make)
@@ -189,10 +191,18 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 (heldout if fraction and is_heldout(record.held_out_by, fraction) else train).add(record)
         train.write_batch()
         heldout.write_batch()
+    quarantine = None
     if listed:
-        with published_file(state / f"{unit.name}.{QUARANTINE}") as file:
+        path = quarantine_of(state, unit.name)
+        with published_file(path) as file:
             file.writelines(listed)
-    return UnitRecord(train=train.counted(), heldout=heldout.counted(), rejected=dict(sorted(rejected.items())))
+        quarantine = content_of(path)
+    return UnitRecord(
+        train=train.counted(),
+        heldout=heldout.counted(),
+        rejected=dict(sorted(rejected.items())),
+        quarantine=quarantine,
+    )
 
 
 def _encoder(job: Job, tokenizer: Tokenizer) -> Encoder:

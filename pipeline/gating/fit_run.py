@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import NUMBERS, Gate, deepest_gate_layer, gate_features
-from pipeline.scale.gate_folder import FIRST_TOKENS, GATE_FOLDER, GateRecord, open_gate, write_gate
+from pipeline.scale.gate_folder import FIRST_TOKENS, GATE_FOLDER, GATE_RECORD, GateRecord, open_gate, write_gate
 
 MOST_LEFT_OUT = 0.5
 """The largest share of the base's own text that may be of the new text's kind."""
@@ -51,10 +51,8 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     assert config.gate is not None, "its caller has seen it"
     model = open_trained(newest_checkpoint(config), config.base)
     request, folder = _request(config, config.gate, model), config.folder / GATE_FOLDER
-    with suppress(CheckpointError):
-        found = open_gate(folder)[1]
-        if found.request == request:
-            return found, False
+    if (found := _earlier(folder)) is not None and found.request == request:
+        return found, False
     for name in model.manifest.files:
         check_file(model.manifest, model.checkpoint, name)
     layer = gate_layer(config.gate, model)
@@ -89,6 +87,17 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     write_gate(folder, gate, record)
     warn_of_cost(record)
     return record, True
+
+
+def _earlier(folder: Path) -> GateRecord | None:
+    """The record of the gate in `folder`; None where there is none, or a changed one, which is fitted again."""
+    if not (folder / GATE_RECORD).exists():
+        return None
+    try:
+        return open_gate(folder)[1]
+    except CheckpointError as fault:
+        _logger.warning("fits the gate again: %s", fault)
+        return None
 
 
 def warn_of_cost(record: GateRecord) -> None:

@@ -24,10 +24,10 @@ from pipeline.data import jobs
 from pipeline.data.blend import mix
 from pipeline.data.chats import ChatTemplate, chat_template
 from pipeline.data.corpora import train_folder
-from pipeline.data.jobs import STATE, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
+from pipeline.data.jobs import STATE, Outcome, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
 from pipeline.data.records import Keys
 from pipeline.data.token_corpus import InputFile, Manifest, SamplingRecord
-from pipeline.data.token_shards import token_dtype, writing_shard
+from pipeline.data.token_shards import FileContent, ShardFile, shard_file, token_dtype, writing_shard
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.data.workers import Workers, worker_number
@@ -57,6 +57,16 @@ class _Unit(Work):
 
     number: int
     units: int
+
+
+class Openings(Outcome):
+    """What is recorded of the shard of the openings' ids."""
+
+    files: dict[ShardFile, FileContent]
+
+    def written(self, state: Path, name: str) -> Iterator[tuple[Path, FileContent]]:
+        for end, content in self.files.items():
+            yield shard_file(state / name, end), content
 
 
 @dataclass(frozen=True)
@@ -159,11 +169,11 @@ def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share =
     """
 
     def make(state: Path) -> Manifest:
-        if plan.inputs and not job.openings.with_suffix(".bin").exists():  # it is published last
-            longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
-            template, key = job.template, job.messages_key
-            keys = Keys(key, key, chat=template) if key else Keys(job.text_key)
-            write_openings(job.openings, job.sampling, keys, template, base=job.base, longest=longest)
+        if plan.inputs:
+            openings = [Work(job.openings.name, 1, str(job.openings))]
+            choose = partial(_choose_openings, job, plan)
+            for _ in jobs.run_units(state, Openings, choose, openings, Workers(None), what="choosing openings"):
+                pass
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
         names = [f"00000-{number:06d}" for number in range(count)]
@@ -183,6 +193,14 @@ def default_workers(base: Path) -> int:
     needed = 2 * sum(file.stat().st_size for file in open_base(base).files)  # as much again for keys and values
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), free // needed))
+
+
+def _choose_openings(job: SamplingJob, plan: Plan, _: Work) -> Openings:
+    longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
+    template, key = job.template, job.messages_key
+    keys = Keys(key, key, chat=template) if key else Keys(job.text_key)
+    files = write_openings(job.openings, job.sampling, keys, template, base=job.base, longest=longest)
+    return Openings(files=files)
 
 
 def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:

@@ -14,7 +14,7 @@ from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
 from pipeline.data.chats import ChatTemplate
 from pipeline.data.records import Document, Keys
-from pipeline.data.token_shards import Shard, token_dtype, writing_shard
+from pipeline.data.token_shards import FileContent, Shard, ShardFile, token_dtype, writing_shard
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents, input_files
 from pipeline.errors import DataError
@@ -27,12 +27,12 @@ _Ids = npt.NDArray[Any]
 
 def write_openings(
     prefix: Path, sampling: Sampling, keys: Keys, template: ChatTemplate | None, *, base: Path, longest: int
-) -> None:
+) -> dict[ShardFile, FileContent]:
     """Writes the openings' ids as the shard `prefix`, as many as `sampling.tokens` can need, equally many of each file.
 
     Of chats an opening is what precedes an answer, one for each message of the assistant, with all earlier turns.
     Other openings are a user's messages, framed by `template`, if one is given. Those of more than `longest` ids are
-    left out.
+    left out. Returns what the shard's files hold.
 
     Raises DataError where the files hold no opening that can be used, or the tokenizer has no chat template.
     """
@@ -69,6 +69,7 @@ def write_openings(
         )
     if too_long:
         _logger.warning("%s: left out %d openings of more than %d tokens", where, too_long, longest)
+    return writer.files
 
 
 def chosen_openings(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:

@@ -12,7 +12,7 @@ from safetensors.torch import load, save_file
 
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
-from pipeline.files import FolderKind, file_hash, published_folder, read_bytes, read_record, write_json
+from pipeline.files import FolderKind, file_hash, published_folder, read_bytes, read_record, write_record
 from pipeline.scale.gate import NUMBERS, Gate
 
 GATE_FOLDER = "gate"
@@ -94,17 +94,18 @@ def write_gate(folder: Path, gate: Gate, record: GateRecord) -> None:
     with published_folder(folder, GATE) as partial:
         save_file({name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()}, partial / _TENSOR_FILE)
         stored = record.model_copy(update={"tensors_hash": file_hash(partial / _TENSOR_FILE)})
-        write_json(partial / GATE_RECORD, stored.model_dump(mode="json"))
+        write_record(partial / GATE_RECORD, stored)
 
 
 def open_record(folder: Path) -> GateRecord:
     """The gate.json of the gate in `folder`.
 
-    Raises CheckpointError if it is missing, damaged, or not one of this version.
+    Raises CheckpointError if it is missing, damaged, changed by hand, or not one of this version.
     """
     path = folder / GATE_RECORD
     try:
-        return read_record(path, GateRecord, CheckpointError, _AGAIN)
+        # Its figures are what an export is trusted by: one without a checksum might hold any threshold.
+        return read_record(path, GateRecord, CheckpointError, _AGAIN, needs_checksum=True)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: no such file; the gate is not fitted yet: run the stage gate (scale-cpt gate) first"

@@ -24,7 +24,7 @@ from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
 from tests.cleaning.crawl import Crawl, korean_pages
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
-from tests.files import read_jsonl
+from tests.files import cut, flip_bit, read_jsonl
 from tests.programs import call
 from tools import clean_corpora, preprocess_data
 
@@ -66,6 +66,40 @@ def test_a_task_cut_short_is_done_again_with_the_same_bytes(
     assert len(shards) > 6
     assert shards.items() <= contents(crawl.job.output).items()
     assert not again.job.work.exists()
+
+
+def stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CleaningJob:
+    """Cleaning that ended when all its tasks were done, but nothing was published."""
+    job = Crawl(folder / "made", COPIES).job
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_counts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            clean(job, workers=1)
+    return job
+
+
+def test_tasks_whose_files_were_damaged_are_done_again(
+    crawl: Crawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files of every stage, its statistics among them, each damaged in another way."""
+    job = stopped(tmp_path, monkeypatch)
+    shapes = ("filtered/*", "signatures/*/*", "references/*/*", "index/*/*", "pairs/*", "copies/*", "words/*")
+    shapes += ("output/*.zst", "output/dropped/*/*", "logs/*/stats/*.json", "logs/*/files/*.json")
+    for number, shape in enumerate(shapes):
+        damage = (Path.unlink, flip_bit, cut)[number % 3]
+        damage(sorted(job.work.glob(shape))[-1])
+    cleaned = clean(job, workers=1)
+    stages = ("filter", "reference", "index", "buckets", "cluster", "words_heldout", "write")
+    assert set(re.findall(r"task \d+ of (\w+) is done again", caplog.text)) == {*stages}
+    assert cleaned.steps == crawl.cleaned.steps
+    made = {name: digest for name, digest in contents(job.output).items() if name.endswith(".zst")}
+    assert made == {name: digest for name, digest in contents(crawl.job.output).items() if name.endswith(".zst")}
+
+
+def test_sound_tasks_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = stopped(tmp_path, monkeypatch)
+    monkeypatch.setattr(LocalPipelineExecutor, "_run_for_rank", lambda *_: pytest.fail("done again"))
+    assert clean(job, workers=1).documents
 
 
 def test_other_settings_are_refused(crawl: Crawl) -> None:

@@ -1,7 +1,8 @@
-"""What is damaged: corpora to tokenize, finished corpora, base folders, and configurations in YAML and JSON."""
+"""What is damaged: corpora to tokenize, corpora in the making, finished ones, base folders, and configurations."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import shutil
@@ -17,12 +18,15 @@ import pyarrow.parquet as pq
 import torch
 
 from pipeline.config.run import load_config
+from pipeline.data.corpora import Job
+from pipeline.data.jobs import STATE
 from pipeline.data.packing import PackedCorpus
 from pipeline.data.preprocess import preprocess
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.workers import Workers, local_workers
 from pipeline.deepspeed_config import load_deepspeed_config
+from pipeline.errors import DataError
 from pipeline.files import json_hash
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.decoder import Decoder
@@ -30,7 +34,7 @@ from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.topology import Layout
 from pipeline.studies.study import load_study
 from tests.bases import CONFIGS, STORIES, copy_tokenizer, random_model
-from tests.data.helpers import COMPRESS, PROJECT, job
+from tests.data.helpers import COMPRESS, PROJECT, contents, job
 from tests.fuzz.runner import INPUT, Subject
 
 _TEXTS = [f"Once upon a time there were {number} cats. 고양이 {'and a dog ' * (number % 7)}." for number in range(60)]
@@ -75,6 +79,25 @@ def _make_finished(prompt_key: str | None) -> None:
     preprocess(job(INPUT / "tokens", "a.jsonl", prompt_key=prompt_key, unit_bytes=1500), Workers(None))
 
 
+def _unfinished() -> Job:
+    return job(INPUT / "tokens", "a.jsonl", unit_bytes=1500, heldout_fraction=0.3)
+
+
+def _make_unfinished() -> None:
+    """What a job leaves when it ends before it publishes: here, because of a bad record."""
+    INPUT.mkdir()
+    Path("a.jsonl").write_text(_JSONL + '{"text": 7}\n')
+    with contextlib.suppress(DataError):
+        preprocess(_unfinished(), Workers(None), max_bad_fraction=0.0)
+    assert (INPUT / "tokens" / STATE).is_dir()
+
+
+def _continue_unfinished() -> dict[str, str]:
+    """Continues the job; returns hashes of all files that it publishes, which are the same after any damage."""
+    preprocess(_unfinished(), Workers(None), max_bad_fraction=1.0)
+    return contents(INPUT / "tokens", INPUT / "tokens.heldout")
+
+
 def _train_on() -> str:
     """Reads every sample as training does, after the check of its files; returns a hash of them."""
     corpus = TokenCorpus(INPUT / "tokens", tokenizer_fingerprint=load_tokenizer(STORIES).fingerprint)
@@ -109,6 +132,8 @@ def _subjects() -> Iterator[Subject]:
     for name, key in (("plain", None), ("prompts", "prompt")):
         make = partial(_make_finished, key)
         yield Subject("finished corpora", name, make, _train_on, exact=True)
+    continuing = (_make_unfinished, _continue_unfinished)
+    yield Subject("unfinished corpora", "tokenizing", *continuing, exact=True, guarded=True)
     for kind in ("llama", "phi3", "gemma3", "neox"):
         yield Subject("base folders", kind, partial(_make_base, kind), _read_base)
     for source, load in _CONFIGS.items():

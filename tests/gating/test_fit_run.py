@@ -25,6 +25,7 @@ from pipeline.gating.windows import FittingText, read_fitting_text
 from pipeline.scale.gate_folder import open_gate
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
+from tests.files import change_json
 from tests.programs import scale_cpt
 from tests.training.runs import in_turn, make_run, train
 
@@ -101,6 +102,22 @@ def test_a_fit_is_repeatable_and_only_a_damaged_gate_is_fitted_again(fitted):
     assert now and record == records["adapt"]
     assert (folder / "gate.safetensors").read_bytes() == tensors
     assert sorted(path.name for path in folder.parent.glob("*gate*")) == ["gate"]
+
+
+def test_a_threshold_changed_by_hand_is_refused_by_every_reader_and_fitted_again(fitted, caplog):
+    path = fitted[0]["adapt"]
+    assert scale_cpt("convert", path).returncode == 0
+    record = load_config(path).folder / "gate" / "gate.json"
+    before = record.read_bytes()
+    change_json(record, threshold=-100.0)
+    for reader in ("convert", "evaluate"):
+        refused = scale_cpt(reader, path)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith(f"error: {record}: does not match its checksum: it was changed")
+    assert fit_gate(load_config(path))[1]
+    assert f"fits the gate again: {record}: does not match its checksum" in caplog.text
+    assert record.read_bytes() == before
+    shutil.rmtree(latest_conversion(load_config(path)).output)  # as other tests expect the run
 
 
 def with_new_text_among_the_old(windows, *, is_own: bool, share: int = 5):

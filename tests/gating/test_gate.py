@@ -17,6 +17,7 @@ from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
 from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
+from tests.files import change_json
 from tests.gating.gates import random_gate
 from tests.tolerances import assert_near, rounding
 from tests.widened import scale_settings, some_tokens, widened
@@ -92,6 +93,16 @@ DAMAGE = {
     "cut": (lambda gate: (gate / GATE_RECORD).write_text("{"), r"gate\.json: .*fit the gate again"),
     "no tensors": (lambda gate: (gate / "gate.safetensors").unlink(), r"gate\.safetensors: damaged or missing"),
     "others": (lambda gate: save_file({}, gate / "gate.safetensors"), r"gate\.safetensors: damaged or missing"),
+}
+
+
+def without_checksum(gate):
+    change_json(gate / GATE_RECORD, threshold=-1.5, checksum=None)
+
+
+DAMAGE |= {
+    "another threshold": (lambda gate: change_json(gate / GATE_RECORD, threshold=-1.5), r"gate\.json: .*changed"),
+    "and no checksum": (without_checksum, r"gate\.json: has no checksum.*fit the gate again"),
 }
 
 

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, StudyError
+from pipeline.files import write_record
 from pipeline.run_folder.attempts import Decision, record_end
 from pipeline.scale.gate_folder import GateRecord
 from pipeline.studies.runs import StudyRuns
@@ -95,7 +96,7 @@ def test_a_gate_of_other_settings_is_fitted_again(opened):
     record = {name: 0 for name, field in GateRecord.model_fields.items() if field.is_required()}
     record |= {"request": {"settings": run.config.gate.model_dump(mode="json")}}
     record |= {"features": "token", "heldout": {}}
-    (run.folder / "gate" / "gate.json").write_text(GateRecord.model_validate(record).model_dump_json())
+    write_record(run.folder / "gate" / "gate.json", GateRecord.model_validate(record))
     assert stages(wanted) == []
     assert stages(with_gate(tokens=500)) == [("upscale", "train", "gate")]
 

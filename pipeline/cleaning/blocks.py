@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from fnmatch import fnmatch
 from pathlib import Path
 
 import ftfy  # noqa: F401  # datatrove asks for it late
 import numpy as np
+import numpy.typing as npt
 import orjson
 from datatrove.data import Document
+from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.decont import NGramsDecontFilter
+from datatrove.pipeline.dedup import MinhashDedupSignature
 from datatrove.pipeline.filters import LanguageFilter
-from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
+from datatrove.pipeline.formatters import SymbolLinesFormatter
 from datatrove.pipeline.formatters.base import BaseFormatter
-from datatrove.pipeline.formatters.pii import PIIReplacer
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
+from pipeline.cleaning.text import mended, whole_text, without_boilerplate_lines, without_personal
 from pipeline.data.readers import text_records
 from pipeline.data.records import Keys, Rejected
 from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError, MissingPackageError, faults_of_library
-
-_HANGUL = re.compile("[가-힣]")
-_LATIN_1 = re.compile("[\x80-\xff]")
-_BOILERPLATE = re.compile(
-    r"(?im)^.{0,60}(?:무단\s?(?:전재|복제|배포)|재배포\s?금지|저작권자\s?[ⓒ©(]|기사\s?제보|구독\s?신청|댓글\s?\d+개?$|"
-    r"all rights reserved|(?:cookie|privacy) policy|terms of (?:use|service)|subscribe to our|share (?:this )?on)"
-    r".{0,80}$\n?"
-)
-_BIRTH = r"\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
-_MOBILE = r"(?:\+82[-. ]?|0)1[016789][-. ]?\d{3,4}[-. ]?\d{4}"
-_LANDLINE = r"(?:\+82[-. ]?|0)(?:2|[3-6]\d|70)[-.) ]{1,2}\d{3,4}[-. ]\d{4}"
-_REGISTRATION = PIIReplacer(rf"(?<![\d-]){_BIRTH}\s?-\s?[1-8]\d{{6}}(?![\d-])", "000000-0000000")
-_PHONE = PIIReplacer(rf"(?<![\d-])(?:{_MOBILE}|{_LANDLINE})(?![\d-])", "010-0000-0000")
 
 
 class Words(WordTokenizer):
@@ -110,35 +100,50 @@ class Formatter(BaseFormatter):
 
 
 def mend() -> Formatter:
-    """Mends text that was decoded with a wrong encoding, which ftfy does of UTF-8; then NFC."""
-    return Formatter(_from_cp949, FTFYFormatter(normalization="NFC").format)
-
-
-def _from_cp949(text: str) -> str:
-    if len(_LATIN_1.findall(text)) * 5 < len(text):
-        return text
-    try:
-        mended = text.encode("latin-1").decode("cp949")
-    except UnicodeError:
-        return text
-    return mended if len(_HANGUL.findall(mended)) * 5 > len(mended) else text
+    """Mends text that was decoded with a wrong encoding, UTF-8 or CP949; then NFC."""
+    return Formatter(mended)
 
 
 def without_boilerplate() -> Formatter:
     """Removes lines that only mark, sign or frame a page, and those of symbols alone."""
-    return Formatter(partial(_BOILERPLATE.sub, ""), SymbolLinesFormatter().format)
+    return Formatter(without_boilerplate_lines, SymbolLinesFormatter().format)
 
 
 def without_personal_data() -> Formatter:
     """Replaces mail addresses, public IP addresses, and Korea's phone and resident registration numbers."""
-    known = PIIFormatter(email_replacement="email@example.com", ip_replacement="192.0.2.1")
-    return Formatter(known.format, _REGISTRATION.replace, _PHONE.replace)
+    return Formatter(without_personal)
+
+
+class PlainFolder(DataFolder):
+    """A folder whose own name is no pattern, even where it has brackets."""
+
+    def list_files(
+        self,
+        subdirectory: str = "",
+        recursive: bool = True,
+        glob_pattern: str | None = None,
+        include_directories: bool = False,
+    ) -> list[str]:
+        found = super().list_files(subdirectory, recursive, None, include_directories)
+        if glob_pattern is None:
+            return list(found)
+        return [file for file in found if fnmatch(file.rpartition("/")[2], glob_pattern.rpartition("/")[2])]
+
+
+class Signatures(MinhashDedupSignature):
+    """Signatures for MinHash, also of texts with fewer words than a shingle: of these, exact copies are alike."""
+
+    def get_shingles(self, text: str) -> npt.NDArray[np.uint64]:
+        found = super().get_shingles(text)
+        if not found.size:
+            found = np.array([[self._hash_func(whole_text(text))]], dtype=np.uint64)
+        return found
 
 
 def benchmark_lines(files: Sequence[Path], *_: object) -> Iterator[Document]:
     """The lines of JSONL files, whatever their keys are: these do no harm among the words."""
     for file in files:
-        for line in text_records(open_stream(file), "text", 0, text_length(file), Keys()):
+        for line in text_records(open_stream(file), "text", 0, text_length(file)[0], Keys()):
             if not isinstance(line, Rejected):
                 with faults_of_library(f"{file}: a benchmark is JSONL, found {line.text[:60]!r}", DataError):
                     yield Document(orjson.dumps(orjson.loads(line.text)).decode().replace("\\n", " "), str(file))

@@ -30,6 +30,14 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
 
 
+def byte_pieces(*, is_byte_level: bool, has_fallback: bool) -> Iterator[list[str]]:
+    """The pieces of all bytes, in each of the ways in which a tokenizer may spell any text by them."""
+    if is_byte_level:
+        yield list(_BYTE_OF)
+    if has_fallback:
+        yield [f"<0x{byte:02X}>" for byte in range(256)]
+
+
 @dataclass(frozen=True)
 class Pieces:
     """A tokenizer's pieces."""

@@ -69,8 +69,10 @@ def _given(options: argparse.Namespace) -> Job:
     inputs = [*options.input, *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported)]
     if not (inputs and options.tokenizer and options.output):
         raise ConfigError("name a run, or give --input or --import, with --tokenizer and --output")
-    names = ("text_key", "prompt_key", "messages_key", "document", "encoding", "heldout_fraction")
-    names += ("quoting", "normalize", "special_tokens", "max_unknown_fraction", "allow_damaged")
+    names = (
+        "text_key", "prompt_key", "messages_key", "document", "encoding", "heldout_fraction", "quoting", "normalize",
+        "special_tokens", "max_unknown_fraction", "allow_damaged",
+    )  # fmt: skip
     given = {"input": inputs, **{name: getattr(options, name) for name in names}}
     corpus = checked(Corpus, given, source="the command line", listed_in="--help")
     return Job(corpus, options.tokenizer, options.output, options.end_of_document)

@@ -31,6 +31,9 @@ from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError, MissingPackageError, faults_of_library
 
+_SHORT = "short"
+"""Names the index of questions with fewer words than are looked for in a row."""
+
 
 class Words(WordTokenizer):
     """Splits text into words and punctuation marks."""
@@ -140,20 +143,64 @@ class Signatures(MinhashDedupSignature):
         return found
 
 
+class Contamination(NGramsDecontFilter):
+    """Drops documents that share words in a row with a benchmark, or hold a whole question that has fewer words."""
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        found = super().filter(doc)
+        words: list[str] | None = None
+        for length in self._short_lengths if found is True else ():
+            words = words or self.tokenizer.word_tokenize(simplify_text(doc.text, self.config.norm_config))
+            for words_in_a_row in map(" ".join, ngrams(words, length)):
+                if self._index_hashes.get(self.hash_func(words_in_a_row), "").startswith(f"{_SHORT}{length}-"):
+                    doc.metadata["contaminated_ngram"] = words_in_a_row
+                    return False, "contaminated"
+        return found
+
+    @property
+    def _short_lengths(self) -> list[int]:
+        """How many words the short questions have."""
+        names = {name.partition("-")[0] for name in self._index_hashes.values() if name.startswith(_SHORT)}
+        return sorted(int(name.removeprefix(_SHORT)) for name in names)
+
+
 def benchmark_lines(files: Sequence[Path], *_: object) -> Iterator[Document]:
-    """The lines of JSONL files, whatever their keys are: these do no harm among the words."""
+    """The lines of JSONL files, whatever their keys are: these do no harm among the words.
+
+    `whole`, in the metadata: the questions of a line, and all that it says without its keys.
+    """
     for file in files:
         for line in text_records(open_stream(file), "text", 0, text_length(file)[0], Keys()):
             if not isinstance(line, Rejected):
                 with faults_of_library(f"{file}: a benchmark is JSONL, found {line.text[:60]!r}", DataError):
-                    yield Document(orjson.dumps(orjson.loads(line.text)).decode().replace("\\n", " "), str(file))
+                    value = orjson.loads(line.text)
+                strings = list(_strings_in(value))
+                whole = [one for one in strings if one.rstrip().endswith("?")]
+                text = orjson.dumps(value).decode().replace("\\n", " ")
+                yield Document(text, str(file), metadata={"whole": [*whole, " ".join(strings)]})
+
+
+def _strings_in(value: object) -> Iterator[str]:
+    """The strings in a value of JSON, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings_in(one)
 
 
 def index_words(within: NGramsDecontFilter, source: str, data: Iterable[Document], rank: int, _: int) -> None:
     """Adds documents to the index of a filter; datatrove's own block for this reads tasks of lighteval alone."""
     config, split, found = within.config, within.tokenizer.word_tokenize, set[int]()
+    short: dict[int, set[int]] = {}
     for doc in data:
         words = split(simplify_text(doc.text, config.norm_config))
         found.update(within.hash_func(" ".join(words_in_a_row)) for words_in_a_row in ngrams(words, config.n_grams))
-    with within.index_folder.open(f"{source}-{rank:05d}.index.hashes", "wb") as file:
-        file.write(np.array(sorted(found), dtype=config.hash_config.np_descr).tobytes())
+        for whole in doc.metadata.get("whole", ()):
+            words = split(simplify_text(whole, config.norm_config))
+            if config.n_grams // 2 <= len(words) < config.n_grams:
+                short.setdefault(len(words), set()).add(within.hash_func(" ".join(words)))
+    named = {source: found, **{f"{_SHORT}{length}-{source}": hashes for length, hashes in short.items()}}
+    for name, hashes in named.items():
+        with within.index_folder.open(f"{name}-{rank:05d}.index.hashes", "wb") as file:
+            file.write(np.array(sorted(hashes), dtype=config.hash_config.np_descr).tobytes())

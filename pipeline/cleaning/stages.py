@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from datatrove.data import Document
-from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
+from datatrove.pipeline.decont import NGramsDecontConfig
 from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter
 from datatrove.pipeline.dedup.minhash import MinhashBuildIndex, MinhashConfig
 from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter, LambdaFilter
@@ -30,6 +30,7 @@ from datatrove.utils.text import TextNormConfig
 
 from pipeline import log
 from pipeline.cleaning.blocks import (
+    Contamination,
     PlainFolder,
     Records,
     Shard,
@@ -182,9 +183,9 @@ def stages_of(job: CleaningJob) -> list[Stage]:
         in_a_row = settings.shared_words or rules["shared_words"]
         config = NGramsDecontConfig(in_a_row, norm_config=_PLAIN, hash_config=_SHA1)
         words = {"index_folder": PlainFolder(str(work / "words")), "config": config, "language": _WORDS}
-        add = partial(index_words, NGramsDecontFilter(**words))
+        add = partial(index_words, Contamination(**words))
         stages.append(Stage("words", 1, [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]))
         if heldout:
             stages.append(others("words_heldout", heldout, partial(add, "heldout")))
-        last += dropping("contamination", NGramsDecontFilter, **words)
+        last += dropping("contamination", Contamination, **words)
     return [*stages, Stage("write", tasks, [*last, *step("written", _writer, folder=work / "output")])]

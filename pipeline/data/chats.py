@@ -30,8 +30,8 @@ _DAY = datetime.datetime(2024, 7, 26)  # templates ask for the local time
 """What templates that ask for the date are told, so that a chat is framed alike on any day; Llama 3's own default."""
 _ASKS_FOR_THE_DATE = "strftime_now"
 _DIRECTIVES = [
-    "%-d", "%-m", "%-H", "%-I", "%a", "%A", "%d", "%b", "%B", "%m", "%y", "%Y", "%H", "%I", "%p", "%M", "%S", "%f", "%j",
-    "%F", "%D", "%T", "%R",
+    "%-d", "%-m", "%-H", "%-I", "%a", "%A", "%d", "%b", "%B", "%m", "%y", "%Y", "%H", "%I", "%p", "%M", "%S", "%f",
+    "%j", "%F", "%D", "%T", "%R",
 ]  # fmt: skip
 # What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
 _THINKING = "enable_thinking"
@@ -107,8 +107,8 @@ class ChatTemplate:
             yield Rejected(offset, "messages_not_usable", excerpt, f"expected a list, found {type(found).__name__}")
             return
         for number, message in enumerate(found):
-            if (fault := self._fault_of(message)) is not None:
-                yield Rejected(offset, "messages_not_usable", excerpt, f"message {number}: {fault}")
+            if (wrong := self._fault_of(message)) is not None:
+                yield Rejected(offset, "messages_not_usable", excerpt, f"message {number}: {wrong}")
                 return
         chat = [translated for message in found if (translated := message_of(message)) is not None]
         answers = [at for at, message in enumerate(chat) if at > 0 and _is_learned(message)]

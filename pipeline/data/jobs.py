@@ -158,6 +158,8 @@ def _forget_without_documents(output: Path, plan: Plan) -> None:
         found = begun(output)
         if not isinstance(found, Plan) or found == plan or (found.sampling is None) != (plan.sampling is None):
             return
+        if found.tokenizer.backend != plan.tokenizer.backend:  # an encoder that erred: the user is to know
+            return
         with (state / _PLAN).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not any(map(_has_documents, state.glob("*.json"))):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import orjson
 import pyarrow as pa
@@ -288,10 +288,10 @@ def _object_records(stream: Stream, keys: Keys) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:
             excerpt = text[position : position + EXCERPT_BYTES].encode(errors="surrogateescape")[:EXCERPT_BYTES]
             following = text.find("\n{", position + 1)
-            is_cut = following < 0 and stream.fault is not None  # what a damaged file ends with
-            yield Rejected(number, "malformed_json" if not is_cut else stream.fault, excerpt, str(error))
-            if is_cut:
+            if following < 0 and stream.fault is not None:  # what a damaged file ends with
+                yield Rejected(number, stream.fault, excerpt)
                 return
+            yield Rejected(number, "malformed_json", excerpt, str(error))
             end = len(text) if following < 0 else following
         else:
             yield from _records_in(number, value, keys)
@@ -316,7 +316,7 @@ def _csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
     )
     first = next(texts, "")
     delimiter = _delimiter(first, keys, kind)
-    style = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
+    style: Literal[0, 3] = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
     rows = _rows(csv.reader(chain([first], texts), delimiter=delimiter, quoting=style, strict=True))
     names = next(rows, _Row([], 1)).cells
     if isinstance(names, csv.Error):

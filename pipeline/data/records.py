@@ -130,12 +130,12 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
     return Document(text, before.text)
 
 
-def normalized(record: Record, form: Normalization) -> Record:
-    """The record with its text, and its prompt, in a form of Unicode; a rejected one as it is."""
+def composed(record: Record) -> Record:
+    """The record with its text, and its prompt, in Unicode's NFC; a rejected one as it is."""
     if isinstance(record, Rejected):
         return record
-    prompt = None if record.prompt is None else unicodedata.normalize(form.upper(), record.prompt)
-    return record._replace(text=unicodedata.normalize(form.upper(), record.text), prompt=prompt)
+    prompt = None if record.prompt is None else unicodedata.normalize("NFC", record.prompt)
+    return record._replace(text=unicodedata.normalize("NFC", record.text), prompt=prompt)
 
 
 def value_at(record: Mapping[str, object], key: str) -> object:

@@ -29,7 +29,7 @@ from pipeline.data.readers import (
     parquet_records,
     text_records,
 )
-from pipeline.data.records import Document, Keys, Record, Rejected, normalized
+from pipeline.data.records import Document, Keys, Record, Rejected, composed
 from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, open_stream, text_length
 from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
@@ -194,8 +194,8 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
         records = arrow_records(path, unit.start, unit.stop, keys)
     else:
         records = text_records(_cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys)
-    if (form := keys.normalize) is not None:
-        records = (normalized(record, form) for record in records)
+    if keys.normalize == "nfc":
+        records = map(composed, records)
     if keys.special_tokens == "control":
         records = (one._replace(has_control=True) if isinstance(one, Document) else one for one in records)
     return records

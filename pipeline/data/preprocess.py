@@ -21,7 +21,7 @@ import orjson
 from pydantic import BaseModel
 
 from pipeline.data.corpora import Job, is_heldout
-from pipeline.data.heldout import compare_documents
+from pipeline.data.heldout import LETTERS, compare_documents, hash_of_letters
 from pipeline.data.jobs import (
     QUARANTINE,
     STATE,
@@ -239,6 +239,9 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 (heldout if fraction and is_heldout(record.held_out_by, fraction) else train).add(record)
         train.write_batch()
         heldout.write_batch()
+    if train.letters:
+        with published_file(state / f"{unit.name}{LETTERS}") as file:
+            np.save(file, np.frombuffer(b"".join(train.letters), np.uint64))
     if listed:
         with published_file(state / f"{unit.name}.{QUARANTINE}") as file:
             file.writelines(listed)
@@ -285,6 +288,9 @@ class _Part:
         wanted: SpecialTokens | None = "control" if self._is_chat else job.corpus.special_tokens
         self._speller = cached_speller(tokenizer, _encoder(job, tokenizer), wanted)
         self._counts = UnitPart()
+        self._is_compared = bool(job.apart_from) and job.part == "train"
+        self.letters: list[bytes] = []
+        """by which the documents are compared with those that are held out"""
         self._batch: list[Document] = []
         self._batch_bytes = 0
 
@@ -294,6 +300,8 @@ class _Part:
         return self._counts.model_copy(update=written)
 
     def add(self, document: Document) -> None:
+        if self._is_compared:
+            self.letters.append(hash_of_letters(document.whole_text))
         self._batch.append(document)
         self._batch_bytes += document.utf8_bytes
         if self._batch_bytes >= _BATCH_BYTES:

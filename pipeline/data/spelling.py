@@ -165,8 +165,9 @@ class Speller:
         if character not in self._spelled_before:
             normalizer = self._library.normalizer
             left = character if normalizer is None else str(normalizer.normalize_str(character))
-            alone, behind = self._tokenizer.reference.encode([_BEFORE, _BEFORE + character]).lengths
-            self._spelled_before[character] = bool(left.strip("▁ ") and not character.isspace() and alone == behind)
+            ids, (length, _) = self._tokenizer.reference.encode([_BEFORE, _BEFORE + character])
+            is_nothing = np.array_equal(ids[:length], ids[length:])
+            self._spelled_before[character] = bool(is_nothing and left.strip("▁ ") and not character.isspace())
         return self._spelled_before[character]
 
 

@@ -28,6 +28,7 @@ from pipeline.errors import DataError, printable
 from tests.data.helpers import documents, read, texts_in, texts_of, tokenize, write_jsonl
 from tests.files import read_jsonl
 from tests.programs import scale_cpt
+from tests.texts import DATA
 
 CASES = Path(__file__).parents[1] / "cases"
 
@@ -300,6 +301,22 @@ def test_what_cannot_be_spelled_is_counted_and_may_be_allowed(tmp_path: Path):
     (tmp_path / "unk" / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(DataError, match="tokens are unknown, more than max_unknown_fraction"):
         tokenize(tmp_path / "other", texts, tokenizer=tmp_path / "unk")
+
+
+def test_a_tokenizer_of_bytes_spells_everything_and_one_of_letters_what_it_has(tmp_path: Path):
+    """Also letters that join with those before them to one token, as `an` does."""
+    source = write_jsonl(tmp_path / "x.jsonl", ["ab an banana, 한국어 문장 👩‍👩‍👧 \u200b é"])
+    settings = {"tokenizer": DATA / "tokenizers" / "20B_tokenizer.json"}
+    assert tokenize(tmp_path / "bytes", source, **settings).unknown_fraction == 0
+    described = json.loads((DATA / "tokenizers" / "20B_tokenizer.json").read_text())
+    gone = [piece for piece in described["model"]["vocab"] if "Ń" in piece]  # of a byte that Hangul has
+    for piece in gone:
+        del described["model"]["vocab"][piece]
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in described["model"]["merges"]]
+    described["model"]["merges"] = [pair for pair in merges if not any("Ń" in piece for piece in pair)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    plain = write_jsonl(tmp_path / "y.jsonl", ["ab an banana", "and an apple"])
+    assert tokenize(tmp_path / "letters", plain, tokenizer=tmp_path / "tokenizer.json").lost_characters == 0
 
 
 @pytest.mark.parametrize("name", ["bos", "strike"])

@@ -146,7 +146,8 @@ def _encode(
     for document in documents:
         if max_bytes and left <= 0:
             return sequences, False
-        given = Document(document) if isinstance(document, str) else document
+        # A bare string comes of no corpus: it is read as its tokenizer reads it.
+        given = Document(document, has_control=True) if isinstance(document, str) else document
         text, prompt, control = given.text, given.prompt, given.has_control
         if max_bytes and len(content := text.encode()) > share:
             # Cut the text, not the ids, so that the bytes are those of what is scored.

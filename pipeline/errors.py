@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -134,6 +135,7 @@ class ConversionError(UserError):
     """A model that cannot be exported, or an export that differs from its source."""
 
 
+_DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _OF_THE_USER = {errno.EROFS, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _PASSING = _FULL | {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO}
@@ -157,8 +159,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
+def printable(text: str) -> str:
+    """A text of others as a terminal may show it: line ends and tabs as they are, other control characters escaped.
+
+    Escape sequences in it could otherwise move the cursor, or rename the window; marks of direction reorder the line.
+    """
+    return "".join(ascii(one)[1:-1] if _is_control(one) else one for one in text)
+
+
+def _is_control(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return unicodedata.category(character) in ("Cc", "Cs") or character in _DIRECTIONS
+
+
 def in_one_line(error: BaseException) -> str:
-    """An exception in one line, with its type if it is a bug's."""
+    """An exception in one line that a terminal may show, with its type if it is a bug's."""
+    return printable(_line_of(error))
+
+
+def _line_of(error: BaseException) -> str:
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:

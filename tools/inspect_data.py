@@ -17,7 +17,7 @@ from pipeline.data.blend import Permutation
 from pipeline.data.jobs import QUARANTINE, STATE, check_finished
 from pipeline.data.token_corpus import MANIFEST, SAMPLED_BYTES, Manifest, TokenCorpus, load_manifest
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.errors import DataError
+from pipeline.errors import DataError, printable
 from pipeline.evaluation.table import table
 
 
@@ -81,8 +81,18 @@ def _summary(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "written by", ", ".join(f"{name} (sha256 {digest[:16]}…)" for name, digest in sampling.base.items())
         yield "sampled at", f"temperature {sampling.temperature}, at most {sampling.max_tokens} tokens a document"
         yield "seed", f"{sampling.seed}, {sampling.batch_size} documents at a time"
+    yield "special tokens", f"spelled in the texts {manifest.special_tokens_spelled:,} times{_kept_as(manifest)}"
+    yield (
+        "cannot be spelled",
+        f"{manifest.unknown_tokens:,} unknown tokens, {manifest.lost_characters:,} lost characters",
+    )
     for file in manifest.inputs:
         yield "input", f"{file.path} ({file.bytes:,} bytes, sha256 {file.sha256[:16]}…)"
+
+
+def _kept_as(manifest: Manifest) -> str:
+    """What the special tokens that texts spell became, where the manifest says so."""
+    return "" if manifest.special_tokens is None else f", kept as {manifest.special_tokens}"
 
 
 def _print_documents(corpus: TokenCorpus, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
@@ -94,7 +104,7 @@ def _print_documents(corpus: TokenCorpus, tokenizer: Tokenizer, options: argpars
         shard, document = corpus.locate_document(order[draw])
         text = tokenizer.decode(shard.document(document))
         shown = text[: options.characters] + "…" * (len(text) > options.characters)
-        print(f"\n--- {shard.prefix.name}, document {document} ---\n{shown}")
+        print(f"\n--- {shard.prefix.name}, document {document} ---\n{printable(shown)}")
 
 
 if __name__ == "__main__":

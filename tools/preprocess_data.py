@@ -22,8 +22,8 @@ from pipeline.config.data import Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized
-from pipeline.data.preprocess import preprocess
-from pipeline.data.records import DocumentUnit
+from pipeline.data.preprocess import preprocess, remarks
+from pipeline.data.records import DocumentUnit, Normalization, Quoting, SpecialTokens
 from pipeline.data.units import TOKENS, named_files
 from pipeline.data.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
@@ -50,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
                 rejected = sum(manifest.rejected.values())
                 made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {rejected:,} records rejected"
                 if is_first:
-                    print(f"{job.output}: {made}")
+                    print("; ".join([f"{job.output}: {made}", *remarks(manifest)]))
 
 
 def _of_run(config: RunConfig) -> list[Job]:
@@ -69,7 +69,10 @@ def _given(options: argparse.Namespace) -> Job:
     inputs = [*options.input, *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported)]
     if not (inputs and options.tokenizer and options.output):
         raise ConfigError("name a run, or give --input or --import, with --tokenizer and --output")
-    names = ("text_key", "prompt_key", "messages_key", "document", "encoding", "heldout_fraction")
+    names = (
+        "text_key", "prompt_key", "messages_key", "document", "encoding", "heldout_fraction", "quoting", "normalize",
+        "special_tokens", "max_unknown_fraction", "allow_damaged",
+    )  # fmt: skip
     given = {"input": inputs, **{name: getattr(options, name) for name in names}}
     corpus = checked(Corpus, given, source="the command line", listed_in="--help")
     return Job(corpus, options.tokenizer, options.output, options.end_of_document)
@@ -92,6 +95,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
     add("--messages-key", help="or that of a chat, of {role, content} or {from, value}: predicts the assistant's")
     add("--encoding", help="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16")
+    add("--quoting", choices=get_args(Quoting), help="of CSV and TSV (default: standard for CSV, none for TSV)")
+    add("--normalize", choices=get_args(Normalization), help="bring texts to that form of Unicode (default: none)")
+    add(
+        "--special-tokens",
+        choices=get_args(SpecialTokens),
+        help="what a text that spells </s> becomes: text, or that token (default: text where the tokenizer can)",
+    )
+    add(
+        "--max-unknown-fraction",
+        type=float,
+        default=0.01,
+        help="stop where the tokenizer cannot spell more of the text (default: 0.01)",
+    )
+    add("--allow-damaged", action="store_true", help="read what precedes the damage of a truncated or damaged file")
     add("--document", choices=get_args(DocumentUnit), default="line", help="a document in .txt files (default: line)")
     add("--prompt-key", help="the key or column of a prompt before it, which is read but never predicted")
     add("--heldout-fraction", type=float, default=0.0, help="of the documents, chosen by hash (default: 0)")

@@ -42,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
     init.add_argument("--text-key", default="text", help="the key or column that holds the texts (default: text)")
+    init.add_argument("--old-text-key", help="that of the texts given as --old (default: as --text-key)")
     init.add_argument("--vocabulary", type=Path, metavar="DIR", help="a tokenizer extended by `scale-cpt vocabulary`")
     init.add_argument(
         "--without-gate", action="store_true", help="for an export that any server runs: narrower, rehearsed instead"
@@ -81,6 +82,7 @@ def _write_first(arguments: argparse.Namespace) -> int:
         arguments.old,
         cluster,
         text_key=arguments.text_key,
+        old_text_key=arguments.old_text_key or arguments.text_key,
         vocabulary=arguments.vocabulary,
         gated=not arguments.without_gate,
     )

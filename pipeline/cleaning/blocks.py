@@ -4,42 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from fnmatch import fnmatch
 from pathlib import Path
 
 import ftfy  # noqa: F401  # datatrove asks for it late
 import numpy as np
+import numpy.typing as npt
 import orjson
 from datatrove.data import Document
+from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.decont import NGramsDecontFilter
+from datatrove.pipeline.dedup import MinhashDedupSignature
 from datatrove.pipeline.filters import LanguageFilter
-from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
+from datatrove.pipeline.formatters import SymbolLinesFormatter
 from datatrove.pipeline.formatters.base import BaseFormatter
-from datatrove.pipeline.formatters.pii import PIIReplacer
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
+from pipeline.cleaning.text import mended, whole_text, without_boilerplate_lines, without_personal
 from pipeline.data.readers import text_records
 from pipeline.data.records import Keys, Rejected
 from pipeline.data.text_streams import open_stream, text_length
 from pipeline.data.units import Unit, unit_records
 from pipeline.errors import DataError, MissingPackageError, faults_of_library
 
-_HANGUL = re.compile("[가-힣]")
-_LATIN_1 = re.compile("[\x80-\xff]")
-_BOILERPLATE = re.compile(
-    r"(?im)^.{0,60}(?:무단\s?(?:전재|복제|배포)|재배포\s?금지|저작권자\s?[ⓒ©(]|기사\s?제보|구독\s?신청|댓글\s?\d+개?$|"
-    r"all rights reserved|(?:cookie|privacy) policy|terms of (?:use|service)|subscribe to our|share (?:this )?on)"
-    r".{0,80}$\n?"
-)
-_BIRTH = r"\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
-_MOBILE = r"(?:\+82[-. ]?|0)1[016789][-. ]?\d{3,4}[-. ]?\d{4}"
-_LANDLINE = r"(?:\+82[-. ]?|0)(?:2|[3-6]\d|70)[-.) ]{1,2}\d{3,4}[-. ]\d{4}"
-_REGISTRATION = PIIReplacer(rf"(?<![\d-]){_BIRTH}\s?-\s?[1-8]\d{{6}}(?![\d-])", "000000-0000000")
-_PHONE = PIIReplacer(rf"(?<![\d-])(?:{_MOBILE}|{_LANDLINE})(?![\d-])", "010-0000-0000")
+_SHORT = "short"
+"""Names the index of questions with fewer words than are looked for in a row."""
 
 
 class Words(WordTokenizer):
@@ -110,45 +103,104 @@ class Formatter(BaseFormatter):
 
 
 def mend() -> Formatter:
-    """Mends text that was decoded with a wrong encoding, which ftfy does of UTF-8; then NFC."""
-    return Formatter(_from_cp949, FTFYFormatter(normalization="NFC").format)
-
-
-def _from_cp949(text: str) -> str:
-    if len(_LATIN_1.findall(text)) * 5 < len(text):
-        return text
-    try:
-        mended = text.encode("latin-1").decode("cp949")
-    except UnicodeError:
-        return text
-    return mended if len(_HANGUL.findall(mended)) * 5 > len(mended) else text
+    """Mends text that was decoded with a wrong encoding, UTF-8 or CP949; then NFC."""
+    return Formatter(mended)
 
 
 def without_boilerplate() -> Formatter:
     """Removes lines that only mark, sign or frame a page, and those of symbols alone."""
-    return Formatter(partial(_BOILERPLATE.sub, ""), SymbolLinesFormatter().format)
+    return Formatter(without_boilerplate_lines, SymbolLinesFormatter().format)
 
 
 def without_personal_data() -> Formatter:
     """Replaces mail addresses, public IP addresses, and Korea's phone and resident registration numbers."""
-    known = PIIFormatter(email_replacement="email@example.com", ip_replacement="192.0.2.1")
-    return Formatter(known.format, _REGISTRATION.replace, _PHONE.replace)
+    return Formatter(without_personal)
+
+
+class PlainFolder(DataFolder):
+    """A folder whose own name is no pattern, even where it has brackets."""
+
+    def list_files(
+        self,
+        subdirectory: str = "",
+        recursive: bool = True,
+        glob_pattern: str | None = None,
+        include_directories: bool = False,
+    ) -> list[str]:
+        found = super().list_files(subdirectory, recursive, None, include_directories)
+        if glob_pattern is None:
+            return list(found)
+        return [file for file in found if fnmatch(file.rpartition("/")[2], glob_pattern.rpartition("/")[2])]
+
+
+class Signatures(MinhashDedupSignature):
+    """Signatures for MinHash, also of texts with fewer words than a shingle: of these, exact copies are alike."""
+
+    def get_shingles(self, text: str) -> npt.NDArray[np.uint64]:
+        found = super().get_shingles(text)
+        if not found.size:
+            found = np.array([[self._hash_func(whole_text(text))]], dtype=np.uint64)
+        return found
+
+
+class Contamination(NGramsDecontFilter):
+    """Drops documents that share words in a row with a benchmark, or hold a whole question that has fewer words."""
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        found = super().filter(doc)
+        words: list[str] | None = None
+        for length in self._short_lengths if found is True else ():
+            words = words or self.tokenizer.word_tokenize(simplify_text(doc.text, self.config.norm_config))
+            for words_in_a_row in map(" ".join, ngrams(words, length)):
+                if self._index_hashes.get(self.hash_func(words_in_a_row), "").startswith(f"{_SHORT}{length}-"):
+                    doc.metadata["contaminated_ngram"] = words_in_a_row
+                    return False, "contaminated"
+        return found
+
+    @property
+    def _short_lengths(self) -> list[int]:
+        """How many words the short questions have."""
+        names = {name.partition("-")[0] for name in self._index_hashes.values() if name.startswith(_SHORT)}
+        return sorted(int(name.removeprefix(_SHORT)) for name in names)
 
 
 def benchmark_lines(files: Sequence[Path], *_: object) -> Iterator[Document]:
-    """The lines of JSONL files, whatever their keys are: these do no harm among the words."""
+    """The lines of JSONL files, whatever their keys are: these do no harm among the words.
+
+    `whole`, in the metadata: the questions of a line, and all that it says without its keys.
+    """
     for file in files:
-        for line in text_records(open_stream(file), "text", 0, text_length(file), Keys()):
+        for line in text_records(open_stream(file), "text", 0, text_length(file)[0], Keys()):
             if not isinstance(line, Rejected):
                 with faults_of_library(f"{file}: a benchmark is JSONL, found {line.text[:60]!r}", DataError):
-                    yield Document(orjson.dumps(orjson.loads(line.text)).decode().replace("\\n", " "), str(file))
+                    value = orjson.loads(line.text)
+                strings = list(_strings_in(value))
+                whole = [one for one in strings if one.rstrip().endswith("?")]
+                text = orjson.dumps(value).decode().replace("\\n", " ")
+                yield Document(text, str(file), metadata={"whole": [*whole, " ".join(strings)]})
+
+
+def _strings_in(value: object) -> Iterator[str]:
+    """The strings in a value of JSON, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings_in(one)
 
 
 def index_words(within: NGramsDecontFilter, source: str, data: Iterable[Document], rank: int, _: int) -> None:
     """Adds documents to the index of a filter; datatrove's own block for this reads tasks of lighteval alone."""
     config, split, found = within.config, within.tokenizer.word_tokenize, set[int]()
+    short: dict[int, set[int]] = {}
     for doc in data:
         words = split(simplify_text(doc.text, config.norm_config))
         found.update(within.hash_func(" ".join(words_in_a_row)) for words_in_a_row in ngrams(words, config.n_grams))
-    with within.index_folder.open(f"{source}-{rank:05d}.index.hashes", "wb") as file:
-        file.write(np.array(sorted(found), dtype=config.hash_config.np_descr).tobytes())
+        for whole in doc.metadata.get("whole", ()):
+            words = split(simplify_text(whole, config.norm_config))
+            if config.n_grams // 2 <= len(words) < config.n_grams:
+                short.setdefault(len(words), set()).add(within.hash_func(" ".join(words)))
+    named = {source: found, **{f"{_SHORT}{length}-{source}": hashes for length, hashes in short.items()}}
+    for name, hashes in named.items():
+        with within.index_folder.open(f"{name}-{rank:05d}.index.hashes", "wb") as file:
+            file.write(np.array(sorted(hashes), dtype=config.hash_config.np_descr).tobytes())

@@ -25,19 +25,21 @@ from pydantic import BaseModel
 
 from pipeline import log
 from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
+from pipeline.data.corpora import text_keys_of
 from pipeline.data.jobs import warn_of_repeats
-from pipeline.data.records import Keys
 from pipeline.data.text_streams import likely_encoding
 from pipeline.data.token_shards import FileContent, check_file, content_of
 from pipeline.data.units import input_files, named_files, sampled_documents
 from pipeline.data.workers import local_workers
-from pipeline.errors import DataError, UserError, faults_of_library, in_one_line
+from pipeline.errors import DataError, UserError, faults_of_library, in_one_line, printable
 from pipeline.files import FolderKind, check_replaceable, read_record, replace_directory, write_record
 
 _FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
 _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
 _PLAN = "plan.json"
 _LEAST_SAMPLE = 2**20
+_SETTINGS = {"input", "clean", "text_key", "document", "encoding", "quoting", "normalize"}
+"""Those of a corpus that decide what is left of it."""
 _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
 
 
@@ -118,6 +120,7 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
             advice = "set them back, or remove the folder to clean again"
             raise DataError(f"{begun.parent}: was made with other settings or inputs; {advice}")
         if begun.parent == job.output:
+            shutil.rmtree(job.work, ignore_errors=True)  # left by a program that was killed at its end
             return read_record(begun, CleanedText, DataError)
     job.work.mkdir(parents=True, exist_ok=True)
     write_record(job.work / _PLAN, plan)
@@ -152,7 +155,7 @@ def examples(folder: Path, count: int) -> Iterator[str]:
         of_each = (_documents(shard, -(-count // len(shards))) for shard in shards)
         for document in islice(chain.from_iterable(of_each), count):
             reason = document["reason"] and f" ({document['reason']})"
-            yield f"{step.name}{reason}: {' '.join(document['text'].split())[:200]}"
+            yield printable(f"{step.name}{reason}: {' '.join(document['text'].split())[:200]}")
 
 
 def _documents(shard: Path, most: int) -> Iterator[dict[str, Any]]:
@@ -164,7 +167,7 @@ def estimate(job: CleaningJob, workers: int) -> str:
     """What cleaning a hundredth of the input says of the whole; near-copies are found within that only."""
     given, sizes = job.corpus, input_files(job.corpus.input)
     encoding = given.encoding or likely_encoding(next(iter(sizes)))
-    keys = Keys(given.text_key, None, given.document, None, encoding)
+    keys = text_keys_of(given)._replace(encoding=encoding)
     documents, scale = sampled_documents(given.input, keys, max(sum(sizes.values()) // 100, _LEAST_SAMPLE))
     with tempfile.TemporaryDirectory() as folder:
         sample, output, began = Path(folder, "sample.jsonl"), Path(folder, "cleaned"), time.monotonic()
@@ -204,9 +207,12 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
 
 
 def _plan_of(job: CleaningJob) -> Plan:
-    settings = job.corpus.model_dump(mode="json", include={"input", "clean", "text_key", "document", "encoding"})
+    settings = job.corpus.model_dump(mode="json", include=_SETTINGS)
     files = [file for corpus in (job.corpus, *job.heldout, *job.others) for file in input_files(corpus.input)]
     files += named_files(settings["clean"]["benchmarks"])
+    for name in ("quoting", "normalize"):  # text that an earlier version cleaned has none of them
+        if settings[name] is None:
+            del settings[name]
     return Plan(settings=settings, files={str(file): file.stat().st_size for file in files})
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import yaml
 from datatrove.data import Document
-from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
-from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.decont import NGramsDecontConfig
+from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter
 from datatrove.pipeline.dedup.minhash import MinhashBuildIndex, MinhashConfig
 from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter, LambdaFilter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
@@ -30,8 +30,11 @@ from datatrove.utils.text import TextNormConfig
 
 from pipeline import log
 from pipeline.cleaning.blocks import (
+    Contamination,
+    PlainFolder,
     Records,
     Shard,
+    Signatures,
     Words,
     benchmark_lines,
     in_language,
@@ -41,7 +44,7 @@ from pipeline.cleaning.blocks import (
     without_personal_data,
 )
 from pipeline.config.data import Corpus, Data
-from pipeline.data.corpora import cleaned_folder, heldout_source, source_of
+from pipeline.data.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
 from pipeline.data.records import Keys
 from pipeline.data.text_streams import likely_encoding
 from pipeline.data.units import Unit, default_unit_bytes, input_files, named_files, split_file
@@ -108,7 +111,7 @@ def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
             encoding = corpus.encoding or likely_encoding(path)
             if encoding != corpus.encoding:
                 _logger.info("%s: read as %s", path, encoding)
-            keys = Keys(corpus.text_key, None, corpus.document, None, encoding)
+            keys = text_keys_of(corpus)._replace(encoding=encoding)
             units += [(unit, keys) for unit in split_file(path, len(units), keys, size)]
     return units
 
@@ -177,26 +180,26 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     filtered = [*dropped(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
     stages = [Stage("filter", tasks, first, filtered)]
     if "duplicates" not in settings.skip:
-        first.append(MinhashDedupSignature(signatures, _MINHASH, _WORDS))
+        first.append(Signatures(signatures, _MINHASH, _WORDS))
         buckets, known = _MINHASH.num_buckets, [*heldout, *units_of(job.others)]
         if known:
-            signing = MinhashDedupSignature(references, _MINHASH, _WORDS)
+            signing = Signatures(references, _MINHASH, _WORDS)
             stages.append(others("reference", known, signing, "references/*/{rank:05d}.*"))
             indexing = MinhashBuildIndex(references, index, "known", _MINHASH)
             stages.append(Stage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
         found = MinhashDedupBuckets(signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False)
         stages.append(Stage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
-        stages.append(Stage("cluster", 1, [MinhashDedupCluster(pairs, copies, _MINHASH)], ["copies/*"]))
+        stages.append(Stage("cluster", 1, [MinhashDedupCluster(PlainFolder(pairs), copies, _MINHASH)], ["copies/*"]))
         last += dropping("duplicates", MinhashDedupFilter, input_folder=copies)
     if "contamination" not in settings.skip and (benchmarks or heldout):
         in_a_row = settings.shared_words or rules["shared_words"]
         config = NGramsDecontConfig(in_a_row, norm_config=_PLAIN, hash_config=_SHA1)
-        words = {"index_folder": str(work / "words"), "config": config, "language": _WORDS}
-        add = partial(index_words, NGramsDecontFilter(**words))
+        words = {"index_folder": PlainFolder(str(work / "words")), "config": config, "language": _WORDS}
+        add = partial(index_words, Contamination(**words))
         lines = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
         stages.append(Stage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"]))
         if heldout:
             stages.append(others("words_heldout", heldout, partial(add, "heldout"), "words/heldout-{rank:05d}.*"))
-        last += dropping("contamination", NGramsDecontFilter, **words)
+        last += dropping("contamination", Contamination, **words)
     last += step("written", _writer, folder=work / "output")
     return [*stages, Stage("write", tasks, last, [*dropped(_OF_ALL), "output/{rank:05d}.*"])]

@@ -86,8 +86,8 @@ class Corpus(Section):
     """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
 
     input: Texts = []
-    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet; or datasets on the hub,
-    hf://org/name[/config][@revision][/split][?files=N]"""
+    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that `datasets` saved;
+    or datasets on the hub, hf://org/name[/config][@revision][/split][?files=N]"""
     clean: Cleaning | None = None
     """what scale-cpt clean does with input before it is tokenized; default: nothing"""
     sample: Sampling | None = None
@@ -108,6 +108,18 @@ class Corpus(Section):
     """of .txt files: what is one document, up to 32 MiB"""
     encoding: str | None = None
     """of text files that are not UTF-8, as Python names it, such as cp949 or utf-16"""
+    quoting: Literal["standard", "none"] | None = None
+    """of CSV and TSV; none: a row is a line, and quotation marks are ordinary characters; default: standard for CSV,
+    none for TSV"""
+    normalize: Literal["nfc"] | None = None
+    """nfc: brings texts to Unicode's composed form before they are tokenized; default: texts stay as they are"""
+    special_tokens: Literal["text", "control"] | None = None
+    """what a text that spells a special token, such as </s>, becomes: ordinary text, or that token; default: text where
+    the tokenizer can, and a chat with such a message is rejected"""
+    max_unknown_fraction: Fraction = 0.01
+    """tokenization stops where the tokenizer cannot spell more of the text"""
+    allow_damaged: bool = False
+    """read what precedes the damage of a truncated or damaged file; default: such a file ends the job"""
     role: Role = "new"
     """replay: the base model's own domain; rehearsal: text that the base wrote itself"""
     source: Source = Source()

@@ -6,6 +6,8 @@ answers only, and each is learned once. The template is a stranger's program; tr
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,14 +15,24 @@ from typing import Any
 
 import orjson
 
-from pipeline.data.records import EXCERPT_BYTES, Document, Reason, Record, Rejected, record_of
+from pipeline.data.records import EXCERPT_BYTES, Document, Record, Rejected, record_of
 from pipeline.data.tokenizer import json_beside, load_tokenizer, tokenizer_file
 from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.files import json_hash, read_text
 
 TEMPLATE = "chat_template.jinja"
 # ShareGPT's names of who speaks; messages there hold `from` and `value`.
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_ROLES = {
+    "human": "user", "user": "user", "system": "system", "tool": "tool", "assistant": "assistant", "gpt": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+}  # fmt: skip
+_DAY = datetime.datetime(2024, 7, 26)  # templates ask for the local time
+"""What templates that ask for the date are told, so that a chat is framed alike on any day; Llama 3's own default."""
+_ASKS_FOR_THE_DATE = "strftime_now"
+_DIRECTIVES = [
+    "%-d", "%-m", "%-H", "%-I", "%a", "%A", "%d", "%b", "%B", "%m", "%y", "%Y", "%H", "%I", "%p", "%M", "%S", "%f",
+    "%j", "%F", "%D", "%T", "%R",
+]  # fmt: skip
 # What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
 _THINKING = "enable_thinking"
 _ADVICE = "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
@@ -32,11 +44,21 @@ class ChatTemplate:
     `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
     Chats without a system's message get one of `systems`, which the `seed` and their first message decide.
 
+    A message that spells a special token, which would end it, is refused unless `keeps_control`.
+
     Raises DataError where it has none, or no `enable_thinking`, or its library does not see special tokens in a text.
     """
 
-    def __init__(self, path: Path, thinking: bool | None = None, systems: Sequence[str] = (), seed: int = 0) -> None:
-        self.path, self._systems, self._seed = path, systems, seed
+    def __init__(
+        self,
+        path: Path,
+        thinking: bool | None = None,
+        systems: Sequence[str] = (),
+        seed: int = 0,
+        *,
+        keeps_control: bool = False,
+    ) -> None:
+        self.path, self._systems, self._seed, self._keeps_control = path, systems, seed, keeps_control
         file = tokenizer_file(path)
         described = json_beside(file, "tokenizer_config.json")
         source = template_in(file.parent, described)
@@ -54,7 +76,8 @@ class ChatTemplate:
     @property
     def fingerprint(self) -> str:
         """A hash of what decides how a chat is rendered."""
-        return json_hash([self.source, self._variables])
+        day = [_DAY.isoformat()] if _ASKS_FOR_THE_DATE in self.source else []
+        return json_hash([self.source, self._variables, *day])
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
@@ -62,29 +85,73 @@ class ChatTemplate:
         tokenizer = load_tokenizer(self.path)
         return tokenizer.decode(tokenizer.document_start), tokenizer.decode(tokenizer.document_end)
 
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        """What finds the special tokens of the tokenizer in a text."""
+        added = load_tokenizer(self.path).reference.library.get_added_tokens_decoder().values()
+        spellings = [re.escape(str(token.content)) for token in added if token.special]
+        return re.compile("|".join(spellings)) if spellings else None
+
     def records(self, offset: int, found: object) -> Iterator[Record]:
-        """A document for each message of the assistant in the list of messages `found`, or why there is none."""
-        conversation = orjson.dumps(found, default=str).decode()
-        messages = [message_of(message) for message in found] if isinstance(found, list) else [None]
-        answers = [at for at, message in enumerate(messages) if message and message["role"] == "assistant" and at > 0]
-        if None in messages or not answers:
-            reason: Reason = "messages_not_usable" if None in messages else "no_answer"
-            yield Rejected(offset, reason, conversation.encode()[:EXCERPT_BYTES])
+        """A document for each message of the assistant in the list of messages `found`, or why there is none.
+
+        A message with `weight: 0`, or `train: false`, is only read.
+        """
+        try:
+            conversation = orjson.dumps(found, default=str).decode()
+        except (TypeError, UnicodeError) as fault:  # a lone surrogate
+            yield Rejected(offset, "messages_not_usable", repr(found)[:EXCERPT_BYTES].encode(), in_one_line(fault))
             return
-        chat = [message for message in messages if message]
+        excerpt = conversation.encode()[:EXCERPT_BYTES]
+        if not isinstance(found, list):
+            yield Rejected(offset, "messages_not_usable", excerpt, f"expected a list, found {type(found).__name__}")
+            return
+        for number, message in enumerate(found):
+            if (wrong := self._fault_of(message)) is not None:
+                yield Rejected(offset, "messages_not_usable", excerpt, f"message {number}: {wrong}")
+                return
+        chat = [translated for message in found if (translated := message_of(message)) is not None]
+        answers = [at for at, message in enumerate(chat) if at > 0 and _is_learned(message)]
+        if not answers:
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in chat))
+            yield Rejected(offset, "no_answer", excerpt, f"no message of the role assistant to learn; roles: {roles}")
+            return
         for at in answers:
             try:
                 prompt, whole = self.opened(chat[:at]), self._rendered(chat[: at + 1], is_open=False)
             except DataError as fault:  # templates refuse what their model never saw, such as two users in a row
-                yield Rejected(offset, "messages_not_usable", in_one_line(fault)[-EXCERPT_BYTES:].encode())
+                reason = in_one_line(fault)[-EXCERPT_BYTES:]
+                yield Rejected(offset, "messages_not_usable", reason.encode(), f"up to message {at}")
                 return
             if not whole.startswith(prompt):
-                yield Rejected(offset, "messages_not_usable", b"the template changes what precedes an answer")
+                changed = f"the template changes what precedes message {at}"
+                yield Rejected(offset, "messages_not_usable", excerpt, changed)
                 return
             start, end = self._frame
             answer = whole[len(prompt) :].rstrip().removesuffix(end)
-            document = record_of(offset, answer, prompt.removeprefix(start))
-            yield document._replace(group=conversation) if isinstance(document, Document) else document
+            record = record_of(offset, answer, prompt.removeprefix(start))
+            if isinstance(record, Document):
+                yield record._replace(group=conversation, has_control=True)
+            else:
+                yield record._replace(detail=f"message {at}: {record.detail}".rstrip(": "))
+
+    def _fault_of(self, message: object) -> str | None:
+        """What is wrong with a message; None if it can be used."""
+        if not isinstance(message, dict):
+            return f"expected an object, found {type(message).__name__}"
+        translated = message_of(message)
+        if translated is None:
+            names = ("from", "value") if "from" in message and "value" in message else ("role", "content")
+            if names[0] == "from" and isinstance(message["from"], str) and isinstance(message["value"], str):
+                return f"from: expected one of {', '.join(_ROLES)}, found {message['from']!r:.60}"
+            wrong = next(name for name in names if not isinstance(message.get(name), str))
+            return f"{wrong}: expected a string, found {type(message.get(wrong)).__name__}"
+        if message.get("weight", 1) not in (0, 1, None):
+            return f"weight: expected 0 or 1, found {message['weight']!r:.60}"
+        special = None if self._keeps_control or self._special is None else self._special.search(translated["content"])
+        if special is not None:
+            return f"spells {special.group()}, a special token; remove it, or set special_tokens: control"
+        return None
 
     def opened(self, messages: list[dict[str, str]]) -> str:
         """The text up to where the assistant answers. Raises DataError where the template refuses the messages."""
@@ -100,17 +167,38 @@ class ChatTemplate:
             messages = [{"role": "system", "content": self._systems[drawn]}, *messages]
         with faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError):
             texts, _ = render_jinja_template(
-                conversations=[messages], chat_template=self.source, add_generation_prompt=is_open, **self._variables
+                conversations=[messages],
+                chat_template=_on_a_fixed_day(self.source),
+                add_generation_prompt=is_open,
+                **self._variables,
             )
         return str(texts[0])
 
 
 @lru_cache(maxsize=4)
 def chat_template(
-    path: Path, thinking: bool | None = None, systems: tuple[str, ...] = (), seed: int = 0
+    path: Path,
+    thinking: bool | None = None,
+    systems: tuple[str, ...] = (),
+    seed: int = 0,
+    *,
+    keeps_control: bool = False,
 ) -> ChatTemplate:
     """The chat template of the tokenizer at `path`, read once. Arguments and errors are those of `ChatTemplate`."""
-    return ChatTemplate(path, thinking, systems, seed)
+    return ChatTemplate(path, thinking, systems, seed, keeps_control=keeps_control)
+
+
+def _on_a_fixed_day(source: str) -> str:
+    """A template that is told the same date on any day: transformers lets it ask for the day on which it is used."""
+    if _ASKS_FOR_THE_DATE not in source:
+        return source
+    told = "".join(f" | replace({directive!r}, {_DAY.strftime(directive)!r})" for directive in _DIRECTIVES)
+    return f"{{% macro {_ASKS_FOR_THE_DATE}(format) -%}}{{{{ format{told} }}}}{{%- endmacro %}}{source}"
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer that the model is to learn."""
+    return message["role"] == "assistant" and message.get("weight") != 0 and message.get("train") is not False
 
 
 def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
@@ -133,5 +221,5 @@ def message_of(found: object) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         return None
     if found.keys() >= {"from", "value"}:
-        found = {"role": _ROLES.get(str(found["from"]), found["from"]), "content": found["value"]}
+        found = {**found, "role": _ROLES.get(str(found["from"])), "content": found["value"]}
     return found if all(isinstance(found.get(key), str) for key in ("role", "content")) else None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unicodedata import normalize
 
 from pipeline.config.data import Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.chats import chat_template
-from pipeline.data.records import Document, Keys
-from pipeline.data.token_corpus import MANIFEST
+from pipeline.data.records import Document, HeldoutBy, Keys
+from pipeline.data.token_corpus import MANIFEST, load_manifest
 from pipeline.data.units import good_documents, is_text
 from pipeline.errors import DataError
 
@@ -45,13 +47,33 @@ class Job:
 
 def keys_of(corpus: Corpus, tokenizer: Path) -> Keys:
     """Where documents are in the inputs of a corpus; raises DataError for chats without a chat template."""
+    keys = text_keys_of(corpus)
     if (key := corpus.messages_key) is not None:
-        return Keys(key, key, corpus.document, chat_template(tokenizer), corpus.encoding)
-    return Keys(corpus.text_key, corpus.prompt_key, corpus.document, encoding=corpus.encoding)
+        keeps_control = corpus.special_tokens == "control"
+        return keys._replace(text=key, prompt=key, chat=chat_template(tokenizer, keeps_control=keeps_control))
+    return keys._replace(prompt=corpus.prompt_key)
 
 
-def is_heldout(text: str, fraction: float) -> bool:
-    """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together."""
+def text_keys_of(corpus: Corpus) -> Keys:
+    """Where the texts of a corpus are, without prompts and chats."""
+    return Keys(
+        corpus.text_key,
+        document=corpus.document,
+        encoding=corpus.encoding,
+        quoting=corpus.quoting,
+        normalize=corpus.normalize,
+        special_tokens=corpus.special_tokens,
+        allow_damaged=corpus.allow_damaged,
+    )
+
+
+def is_heldout(text: str, fraction: float, by: HeldoutBy = "words") -> bool:
+    """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together.
+
+    `by` words: also copies that differ in white space, or in the form of Unicode; text: as earlier versions did it.
+    """
+    if by == "words":
+        text = " ".join(normalize("NFC", text).split())
     digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -74,7 +96,12 @@ def source_of(data: Data, name: str) -> Corpus:
     corpus, folder = data.corpora[name], cleaned_folder(data, name)
     if corpus.clean is None or not folder.is_dir():
         return corpus
-    changes = {"input": [str(folder / "*.jsonl.zst")], "text_key": "text", "document": "line", "encoding": None}
+    changes = {
+        "input": [f"{glob.escape(str(folder))}/*.jsonl.zst"],
+        "text_key": "text",
+        "document": "line",
+        "encoding": None,
+    }
     return corpus.model_copy(update=changes)
 
 
@@ -158,9 +185,15 @@ def check_heldout(config: RunConfig) -> dict[str, Corpus]:
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
     """The held-out documents of every corpus that has any as text, by its name. Raises as `check_heldout`."""
 
-    def documents(corpus: Corpus) -> Iterator[Document]:
+    def documents(name: str, corpus: Corpus) -> Iterator[Document]:
+        by = _held_out_by(heldout_folder(config.data, name))
         for document in good_documents(corpus.input, keys_of(corpus, config.tokenizer)):
-            if corpus.heldout_input or is_heldout(document.held_out_by, corpus.heldout_fraction):
+            if corpus.heldout_input or is_heldout(document.held_out_by, corpus.heldout_fraction, by):
                 yield document
 
-    return {name: documents(corpus) for name, corpus in check_heldout(config).items()}
+    return {name: documents(name, corpus) for name, corpus in check_heldout(config).items()}
+
+
+def _held_out_by(folder: Path) -> HeldoutBy:
+    """How the documents of a held-out part were chosen; one that is not made yet will be by words."""
+    return load_manifest(folder).heldout_by if (folder / MANIFEST).exists() else "words"

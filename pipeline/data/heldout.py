@@ -1,6 +1,8 @@
-"""No held-out document is in a training part: documents are compared by hashes of their tokens.
+"""No held-out document is in a training part: documents are compared by hashes of their tokens, and of their letters.
 
-Of the held-out documents the hashes are kept in memory, eight bytes each, of the others nothing.
+Copies that differ in white space, or in the form of Unicode, have the same letters. The hashes of these are made with a
+training part, so one that was finished before its held-out part is compared by tokens alone. Of the held-out documents
+the hashes are kept in memory, sixteen bytes each, of the others nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from functools import partial
 from hashlib import blake2b, sha256
 from itertools import pairwise
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.corpora import Job
-from pipeline.data.jobs import STATE, Outcome, Share, Work, run_units
+from pipeline.data.jobs import STATE, Outcome, Share, Work, letters_of, run_units
 from pipeline.data.token_corpus import MANIFEST, load_manifest
 from pipeline.data.token_shards import Shard
 from pipeline.data.tokenizer import cached_tokenizer
@@ -44,7 +47,11 @@ def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, s
     training, heldout = (written, others) if job.part == "train" else (others, written)
     if not others:
         return
-    known = np.unique(np.concatenate([np.zeros(1, np.uint64), *map(_hashes, heldout)]))  # and one of nothing
+    nothing = np.zeros(1, np.uint64)
+    known = np.unique(np.concatenate([nothing, *map(_hashes, heldout)]))
+    if job.part == "train":
+        letters = [_hashes_of_letters(job, shard) for shard in heldout]
+        known = np.unique(np.concatenate([known, *letters]))
     compared = sha256(known.data)  # after a change of either side everything is compared again
     for folder in made:
         compared.update((folder / MANIFEST).read_bytes())
@@ -64,16 +71,48 @@ def compare_documents(job: Job, written: Mapping[Path, str], workers: Workers, s
 
 def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> Outcome:
     hashes, known = _hashes(Path(shard.path)), np.load(saved, mmap_mode="r")
-    same = np.flatnonzero(known[np.searchsorted(known[:-1], hashes)] == hashes)
-    if len(same):
-        first, tokenizer = int(same[0]), cached_tokenizer(job.tokenizer, job.end_of_document)
+    same = _is_known(hashes, known)
+    of_letters = letters_of(job.output / STATE, Path(shard.path).name)
+    if of_letters.exists():
+        same |= _is_known(np.load(of_letters), known)
+    if same.any():
+        first, tokenizer = int(np.flatnonzero(same)[0]), cached_tokenizer(job.tokenizer, job.end_of_document)
         text = tokenizer.decode(Shard(Path(shard.path)).document(first)[len(tokenizer.document_start) :][:60])
-        folder = next(path.parent for path in heldout if hashes[first] in _hashes(path))
+        folder = _folder_of(job, first, Path(shard.path), heldout)
         raise DataError(
             f"{shard.source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the "
             "two, as scale-cpt clean does, remove the folder of that one, and start again"
         )
     return Outcome()
+
+
+def _is_known(hashes: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which of the hashes are among the sorted `known` ones."""
+    return known[np.searchsorted(known[:-1], hashes)] == hashes
+
+
+def _folder_of(job: Job, document: int, shard: Path, heldout: tuple[Path, ...]) -> Path:
+    """The held-out part that has a document of a training shard, or a copy of it."""
+    tokens = _hashes(shard)[document]
+    letters = _hashes_of_letters(job, shard)[document]
+    return next(path.parent for path in heldout if tokens in _hashes(path) or letters in _hashes_of_letters(job, path))
+
+
+def hash_of_letters(text: str) -> bytes:
+    """Eight bytes that are equal for texts that differ in white space, or in the form of Unicode, alone."""
+    letters = "".join(normalize("NFC", text).split())
+    return blake2b(letters.encode(errors="replace"), digest_size=8).digest()
+
+
+def _hashes_of_letters(job: Job, shard: Path) -> npt.NDArray[np.uint64]:
+    """The same of the documents of a shard, decoded."""
+    opened, tokenizer = Shard(shard), cached_tokenizer(job.tokenizer, job.end_of_document)
+    start, end = len(tokenizer.document_start), len(tokenizer.document_end)
+    found = []
+    for number in range(opened.documents):
+        ids = opened.document(number)
+        found.append(hash_of_letters(tokenizer.decode(ids[start : len(ids) - end])))
+    return np.frombuffer(b"".join(found), np.uint64)
 
 
 def _shards_of(folder: Path) -> Iterable[tuple[Path, str]]:

@@ -9,6 +9,7 @@ completes the corpus, and the folder `.units` is removed. What is done in a unit
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -84,12 +85,16 @@ class Outcome(BaseModel):
 
 
 class UnitRecord(Outcome):
-    """The outcome of a unit that writes tokens. `quarantine` is of its list of rejected records, if there are any."""
+    """The outcome of a unit that writes tokens.
+
+    `quarantine` is of its list of rejected records, `letters` of the hashes of its documents' letters, if it has any.
+    """
 
     train: UnitPart
     heldout: UnitPart = UnitPart()
     rejected: dict[str, NonNegativeInt] = {}
     quarantine: FileContent | None = None
+    letters: FileContent | None = None
 
     def written(self, state: Path, name: str) -> Iterator[tuple[Path, FileContent]]:
         output = state.parent
@@ -98,11 +103,18 @@ class UnitRecord(Outcome):
                 yield shard_file(folder / name, end), content
         if self.quarantine is not None:
             yield quarantine_of(state, name), self.quarantine
+        if self.letters is not None:
+            yield letters_of(state, name), self.letters
 
 
 def quarantine_of(state: Path, name: str) -> Path:
     """The list of the records that the unit `name` rejected."""
     return state / f"{name}.{QUARANTINE}"
+
+
+def letters_of(state: Path, name: str) -> Path:
+    """The hashes of the letters of the training documents of the unit `name`, for copies in held-out text."""
+    return state / f"{name}.letters.npy"
 
 
 @dataclass(frozen=True)
@@ -130,15 +142,17 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
         OutputError: one of the folders holds something else.
         DataError: the folder holds or was begun for another corpus.
     """
+    _forget_without_documents(output, plan)
     if (manifest := finished(output, plan)) is not None:
         _logger.info("%s: already complete, %d documents, %d tokens", output, manifest.documents, manifest.tokens)
     else:
         try:
             _begin(output, plan)
             # Another job may have begun another corpus here, or finished this one, since the first look.
-            if (manifest := finished(output, plan)) is None:
-                manifest = make(output / STATE)
-                publish(manifest, output)
+            with _at_work(output):
+                if (manifest := finished(output, plan)) is None:
+                    manifest = make(output / STATE)
+                    publish(manifest, output)
         except (FileNotFoundError, DataError) as fault:
             # Another job that shares the work may have finished, and removed the state.
             if not (output / MANIFEST).exists() or (manifest := finished(output, plan)) is None:
@@ -167,6 +181,42 @@ def _begin(output: Path, plan: Plan) -> None:
     with contextlib.suppress(FileExistsError):  # of two jobs that begin at once one is first
         os.link(own, output / STATE / _PLAN)
     own.unlink()
+
+
+@contextlib.contextmanager
+def _at_work(output: Path) -> Iterator[None]:
+    """Holds a lock on the plan that any number of jobs share, so that none removes the state of another."""
+    with (output / STATE / _PLAN).open("rb") as plan:
+        with contextlib.suppress(OSError):  # a file system without locks; there nothing is forgotten
+            fcntl.flock(plan, fcntl.LOCK_SH)
+        yield
+
+
+def _forget_without_documents(output: Path, plan: Plan) -> None:
+    """Removes the state of a corpus that was begun otherwise, if no document was written and no job is at work.
+
+    So settings under which no document was found, such as another text key, can be corrected.
+    """
+    state = output / STATE
+    try:
+        found = begun(output)
+        if not isinstance(found, Plan) or found == plan or (found.sampling is None) != (plan.sampling is None):
+            return
+        if found.tokenizer.backend != plan.tokenizer.backend:  # an encoder that erred: the user is to know
+            return
+        with (state / _PLAN).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _has_documents(output):
+                _logger.info("%s: holds no document of what was begun; it is begun anew", output)
+                shutil.rmtree(rename_aside(state), ignore_errors=True)
+    except OSError:  # another job is at work there, or finished it, or the file system has no locks
+        return
+
+
+def _has_documents(output: Path) -> bool:
+    """Whether a unit of the corpus wrote documents."""
+    folders = output, heldout_of(output)
+    return any(next(folder.glob("*.bin"), None) is not None for folder in folders)
 
 
 def finished(output: Path, plan: Plan) -> Manifest | None:
@@ -219,7 +269,9 @@ def _terms(made: Plan | Manifest) -> dict[str, Any]:
     tokenizer, sampling = fields.pop("tokenizer"), fields.pop("sampling") or {}
     if isinstance(made, Manifest):  # it does not say how the work was divided, and either encoder may have made it
         fields["inputs"] = [(file.path, file.bytes) for file in made.inputs]
-        del tokenizer["backend"]
+        del tokenizer["backend"], fields["heldout_by"]
+        if fields["special_tokens"] is None:  # an earlier version made it
+            del fields["special_tokens"]
     return {**tokenizer, **sampling, **fields}  # the size of units, which others decide, comes last
 
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
+from unicodedata import is_normalized
 
 import numpy as np
 import orjson
 
 from pipeline.data.corpora import Job, is_heldout
-from pipeline.data.heldout import compare_documents
+from pipeline.data.heldout import compare_documents, hash_of_letters
 from pipeline.data.jobs import (
     QUARANTINE,
     STATE,
@@ -30,14 +32,16 @@ from pipeline.data.jobs import (
     Work,
     complete,
     heldout_of,
+    letters_of,
     manifest_of,
     publish,
     quarantine_of,
     run_units,
 )
-from pipeline.data.records import Document, Keys, Rejected
+from pipeline.data.records import Document, Keys, Rejected, SpecialTokens
+from pipeline.data.spelling import cached_speller
 from pipeline.data.text_streams import encoding_advice
-from pipeline.data.token_corpus import InputFile, Manifest
+from pipeline.data.token_corpus import Counts, InputFile, Manifest
 from pipeline.data.token_shards import Shard, ShardWriter, content_of, token_dtype, writing_shard
 from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, cached_tokenizer, joined, load_tokenizer
 from pipeline.data.units import Unit, default_unit_bytes, input_files, is_text, split_file, unit_records
@@ -100,7 +104,9 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
             total += record.train.documents + record.heldout.documents + sum(record.rejected.values())
             if total >= _RECORDS_BEFORE_CHECK:
                 check_rejected()
+                _check_unknown(job, records.values())
         check_rejected()
+        _check_unknown(job, records.values())
         if not any(record.train.documents for record in records.values()):
             raise DataError(f"{', '.join(job.corpus.input)}: no usable document in {total} records: {dict(rejected)}")
         written = {job.output / unit.name: unit.path for unit in units if records[unit.name].train.documents}
@@ -133,9 +139,13 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
         document=keys.document,
         chat_template=None if keys.chat is None else keys.chat.fingerprint,
         encoding=keys.encoding,
+        quoting=keys.quoting,
+        normalize=keys.normalize,
+        special_tokens=_special_tokens(job, tokenizer) if is_text(job.corpus.input) else None,
         heldout_fraction=job.corpus.heldout_fraction,
+        heldout_by="words",
         unit_size=job.unit_bytes or default_unit_bytes(sum(files.values())),
-        version=3,
+        version=4,
     )
 
 
@@ -150,7 +160,7 @@ def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: 
     """The error about too many rejected records, with three examples."""
     lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
     examples = list(islice(lines, 3))
-    shown = "; ".join(f"{one['file']} at {one['offset']}: {one['reason']} {one['excerpt'][:60]!r}" for one in examples)
+    shown = "; ".join(map(_example, examples))
     advice = encoding_advice(Path(one["file"]) for one in examples) or (
         "set text_key (--text-key), prompt_key, or for chats messages_key, or correct the input, and remove the output "
         "folder; or raise --max-bad-fraction and start again: finished work is kept"
@@ -159,6 +169,45 @@ def _too_many(rejected: Counter[str], total: int, fraction: float, quarantines: 
         f"{rejected.total()} of {total} records are bad, more than --max-bad-fraction {fraction} allows: {shown}; "
         f"{advice}"
     )
+
+
+def remarks(manifest: Manifest) -> Iterator[str]:
+    """What the maker of a corpus should know of its texts."""
+    if (spelled := manifest.special_tokens_spelled) > 0:
+        kept = "as text" if manifest.special_tokens == "text" else "as these tokens"
+        yield f"{spelled:,} special tokens are spelled in the texts, kept {kept}"
+    if (unknown := manifest.unknown_tokens) > 0:
+        yield f"{unknown:,} tokens are unknown ({unknown / manifest.tokens:.2%})"
+    if (lost := manifest.lost_characters) > 0:
+        yield f"{lost:,} characters cannot be spelled and are gone ({lost / manifest.characters:.2%})"
+    if (decomposed := manifest.decomposed_documents) > 0:
+        yield f"{decomposed:,} documents are not in Unicode's NFC (normalize: nfc would bring them to it)"
+
+
+def _example(rejected: dict[str, Any]) -> str:
+    """A line of a quarantine, for a message."""
+    shown = f"{rejected['file']} at {rejected['offset']}: {rejected['reason']} {rejected['excerpt'][:60]!r}"
+    return f"{shown} ({rejected['detail'][:120]})" if "detail" in rejected else shown
+
+
+def _check_unknown(job: Job, records: Iterable[UnitRecord]) -> None:
+    """Raises DataError where the tokenizer cannot spell more of the text than the corpus allows."""
+    total = Counts()
+    for record in records:
+        for part in (record.train, record.heldout):
+            total.tokens += part.tokens
+            total.characters += part.characters
+            total.unknown_tokens += part.unknown_tokens
+            total.lost_characters += part.lost_characters
+    most = job.corpus.max_unknown_fraction
+    if total.unknown_fraction > most:
+        lost = f"{total.lost_characters:,} of {total.characters:,} characters become nothing"
+        unknown = f"{total.unknown_tokens:,} of {total.tokens:,} tokens are unknown"
+        raise DataError(
+            f"{job.tokenizer}: cannot spell the text of {', '.join(job.corpus.input)}: "
+            f"{lost if total.lost_characters else unknown}, more than max_unknown_fraction {most} allows; take a "
+            "tokenizer that has the language, or raise it (--max-unknown-fraction)"
+        )
 
 
 # --- The work on a unit ----------------------------------------------------------------------------------------------
@@ -186,11 +235,19 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 rejected[record.reason] += 1
                 if len(listed) < _MOST_LISTED:
                     shown = record._asdict() | {"excerpt": record.excerpt.decode(errors="backslashreplace")}
+                    if not record.detail:
+                        del shown["detail"]
                     listed.append(orjson.dumps({"file": unit.path, **shown}, option=orjson.OPT_APPEND_NEWLINE))
             else:
                 (heldout if fraction and is_heldout(record.held_out_by, fraction) else train).add(record)
         train.write_batch()
         heldout.write_batch()
+    letters = None
+    if train.letters:
+        path = letters_of(state, unit.name)
+        with published_file(path) as file:
+            np.save(file, np.frombuffer(b"".join(train.letters), np.uint64))
+        letters = content_of(path)
     quarantine = None
     if listed:
         path = quarantine_of(state, unit.name)
@@ -202,11 +259,19 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
         heldout=heldout.counted(),
         rejected=dict(sorted(rejected.items())),
         quarantine=quarantine,
+        letters=letters,
     )
 
 
 def _encoder(job: Job, tokenizer: Tokenizer) -> Encoder:
     return tokenizer.reference if job.reference_only or tokenizer.fast is None else tokenizer.fast
+
+
+def _special_tokens(job: Job, tokenizer: Tokenizer) -> SpecialTokens:
+    """What a text of `job` that spells a special token becomes. A chat's template spells those that it means."""
+    if job.corpus.messages_key is not None:
+        return "control"
+    return cached_speller(tokenizer, tokenizer.reference, job.corpus.special_tokens).special_tokens
 
 
 def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Document | Rejected]:
@@ -234,7 +299,13 @@ class _Part:
 
     def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, job: Job) -> None:
         self.writer, self._tokenizer, self._job = writer, tokenizer, job
+        self._is_chat = job.corpus.messages_key is not None
+        wanted: SpecialTokens | None = "control" if self._is_chat else job.corpus.special_tokens
+        self._speller = cached_speller(tokenizer, _encoder(job, tokenizer), wanted)
         self._counts = UnitPart()
+        self._is_compared = bool(job.apart_from) and job.part == "train"
+        self.letters: list[bytes] = []
+        """by which the documents are compared with those that are held out"""
         self._batch: list[Document] = []
         self._batch_bytes = 0
 
@@ -244,6 +315,8 @@ class _Part:
         return self._counts.model_copy(update=written)
 
     def add(self, document: Document) -> None:
+        if self._is_compared:
+            self.letters.append(hash_of_letters(document.whole_text))
         self._batch.append(document)
         self._batch_bytes += document.utf8_bytes
         if self._batch_bytes >= _BATCH_BYTES:
@@ -266,9 +339,15 @@ class _Part:
         stops = np.cumsum(lengths)
         places = np.column_stack([*[stops - lengths] * len(start), *[stops] * len(end)])
         framed = np.insert(ids, places.ravel(), np.tile([*start, *end], len(lengths)))
+        if int(framed.max()) >= self._tokenizer.vocab_size:
+            raise DataError(
+                f"{self._tokenizer.path}: expected ids below {self._tokenizer.vocab_size}, found {framed.max()} around "
+                "a document; name the token that ends one with --end-of-document"
+            )
         self.writer.add(framed, lengths + len(start) + len(end), prompt_lengths)
         counts.characters += sum(len(document.whole_text) for document in batch)
         counts.bytes += self._batch_bytes
+        counts.decomposed_documents += sum(not is_normalized("NFC", document.whole_text) for document in batch)
         self._batch, self._batch_bytes = [], 0
 
     def _encoded(self) -> Encoded:
@@ -284,9 +363,9 @@ class _Part:
                 f"{encoder.name} and {reference.name} differ on {checked[:60]!r}; remove {self._job.output} and start "
                 "again with --reference-only"
             )
-        encoded = encoder.encode(texts)
-        if len(encoded.ids) and int(encoded.ids.max()) >= tokenizer.vocab_size:
-            raise DataError(
-                f"{tokenizer.path}: produced the id {encoded.ids.max()}, but has a vocabulary of {tokenizer.vocab_size}"
-            )
-        return encoded
+        spelled = self._speller.spell(texts)
+        if not self._is_chat:  # its template spells special tokens
+            self._counts.special_tokens_spelled += spelled.special_tokens
+        self._counts.unknown_tokens += spelled.unknown_tokens
+        self._counts.lost_characters += spelled.lost_characters
+        return spelled.encoded

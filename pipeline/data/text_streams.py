@@ -23,6 +23,18 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
 }
 COMPRESSIONS = tuple(_DECOMPRESSORS)
+_MAGIC: dict[str, tuple[bytes, ...]] = {
+    ".gz": (b"\x1f\x8b",),
+    ".xz": (b"\xfd7zXZ\x00",),
+    # A frame, or one to skip, which pzstd and the seekable format write.
+    ".zst": (b"\x28\xb5\x2f\xfd", *(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))),
+    ".bz2": tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)),
+    ".zip": (b"PK\x03\x04",),
+}
+"""How compressed files begin."""
+_MAGIC_BYTES = 10
+_XZ_PADDING = 4  # a multiple of so many zeros may follow a stream
+Fault = Literal["truncated_file", "corrupt_file"]
 _DAMAGE = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError)
 # Small, because what a damaged slice held before the damage is lost, too.
 _SLICE_BYTES = 4 << 10
@@ -30,6 +42,8 @@ _SLICES = 256
 _SAMPLE_BYTES = 64 << 10
 # Of the text before, so that a reader can go back a little.
 _KEPT_BYTES = 1 << 20
+# Their text is UTF-8 by definition.
+_TABLES = (".parquet", ".arrow")
 
 # A lone surrogate is not UTF-8: the record that holds the undecodable bytes is rejected, the others are read.
 codecs.register_error("lone_surrogate", lambda error: ("\ud800", error.end))  # type: ignore[attr-defined]
@@ -41,7 +55,7 @@ class Stream:
     `fault` is set once reading has reached a damaged place; the stream ends there.
     """
 
-    fault: Literal["truncated_file", "corrupt_file"] | None = None
+    fault: Fault | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,14 +105,26 @@ class DecodedStream(Stream):
         """What each piece of the file decompresses to. Consecutive members or frames form one text."""
         slices = (os.pread(self._descriptor, _SLICE_BYTES, offset) for offset in count(0, _SLICE_BYTES))
         stored = takewhile(bool, slices)
-        new_decompressor = _DECOMPRESSORS.get(self.path.suffix)
+        suffix = self.path.suffix.lower()
+        new_decompressor = _DECOMPRESSORS.get(suffix)
         if new_decompressor is None:
             yield from stored
             return
         decompressor, complete = new_decompressor(), True
+        zeros = 0  # behind a member
         for piece in stored:
             data = piece
             while data:
+                if decompressor.eof and suffix != ".zst":  # zstd -dc refuses zeros; gzip -dc and xz -dc pass over them
+                    rest = data.lstrip(b"\0")
+                    zeros += len(data) - len(rest)
+                    data = rest
+                    if not data:
+                        break
+                if suffix == ".xz" and zeros % _XZ_PADDING:
+                    self.fault = "corrupt_file"
+                    return
+                zeros = 0
                 if decompressor.eof:
                     decompressor = new_decompressor()
                 try:
@@ -110,23 +136,48 @@ class DecodedStream(Stream):
                 data = decompressor.unused_data if complete else b""
         if not complete:
             self.fault = "truncated_file"
+        elif suffix == ".xz" and zeros % _XZ_PADDING:
+            self.fault = "corrupt_file"
 
 
 def open_stream(path: Path, encoding: str | None = None) -> Stream:
-    """The text of `path`, decompressed if its name ends in .gz, .zst or .xz."""
+    """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
+
+    Raises DataError for an unknown encoding, and where the file is not compressed as its name says.
+    """
     try:
         is_plain = encoding is None or codecs.lookup(encoding).name == "utf-8"
     except LookupError:
         raise DataError(f"{path}: unknown encoding {encoding!r}; name one of Python's, such as cp949") from None
-    if is_plain and path.suffix not in _DECOMPRESSORS:
-        return Stream(path)
+    plain = Stream(path)
+    _check_compression(path, plain.read_at(0, _MAGIC_BYTES))
+    if is_plain and path.suffix.lower() not in _DECOMPRESSORS:
+        return plain
     return DecodedStream(path, None if is_plain else encoding)
 
 
-def text_length(path: Path, encoding: str | None = None) -> int:
-    """The bytes of text in a file: its size, or what it decodes to before any damage."""
+def _check_compression(path: Path, beginning: bytes) -> None:
+    """Raises DataError where the name of a file says another compression than its first bytes."""
+    suffix = path.suffix.lower()
+    named = suffix if suffix in _DECOMPRESSORS else ""
+    found = next((kind for kind, magic in _MAGIC.items() if beginning.startswith(magic)), "")
+    if found == named or not beginning:
+        return
+    if found:
+        advice = f"rename it so that it ends in {found}" if found in _DECOMPRESSORS else "decompress it first"
+    else:
+        advice = f"rename it without {named} if it is plain text, or copy it again if it is damaged"
+    expected = f"a file compressed as {named}" if named else "a file that is not compressed"
+    raise DataError(f"{path}: expected {expected} by its name, found {found or 'other bytes'}; {advice}")
+
+
+def text_length(path: Path, encoding: str | None = None) -> tuple[int, Fault | None]:
+    """The bytes of text in a file, its size or what it decodes to before any damage; and that damage."""
     stream = open_stream(path, encoding)
-    return sum(map(len, stream.pieces())) if isinstance(stream, DecodedStream) else path.stat().st_size
+    if not isinstance(stream, DecodedStream):
+        return path.stat().st_size, None
+    size = sum(map(len, stream.pieces()))
+    return size, stream.fault
 
 
 def encoding_advice(paths: Iterable[Path]) -> str | None:
@@ -142,7 +193,7 @@ def encoding_advice(paths: Iterable[Path]) -> str | None:
 
 def likely_encoding(path: Path) -> str | None:
     """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
-    if path.suffix == ".parquet":
+    if path.suffix.lower() in _TABLES:
         return None
     sample = open_stream(path).read_at(0, _SAMPLE_BYTES)
     text = sample.decode(errors="replace")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt
 
-from pipeline.data.records import DocumentUnit
+from pipeline.data.records import DocumentUnit, HeldoutBy, Normalization, Quoting, SpecialTokens
 from pipeline.data.token_shards import FileContent, Shard, ShardFile, check_file, shard_file
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, in_threads, is_plain_name, read_record, write_record
@@ -94,7 +94,13 @@ class Description(BaseModel):
     chat_template: str | None = None
     """the hash of the template that framed chats"""
     encoding: str | None = None
+    quoting: Quoting | None = None
+    normalize: Normalization | None = None
+    special_tokens: SpecialTokens | None = None
+    """what a text that spells a special token became; None: an earlier version made it, which did not say"""
     heldout_fraction: float = 0.0
+    heldout_by: HeldoutBy = "text"
+    """whose hash decides what is held out; text: an earlier version made it"""
     sampling: SamplingRecord | None = None
 
 
@@ -102,6 +108,8 @@ class Counts(BaseModel):
     """`characters` and `bytes` (UTF-8) are of the accepted text, openings included.
 
     In a corpus with prompts, `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
+    `special_tokens_spelled`: how often a text spells a special token. `unknown_tokens` and `lost_characters` are what
+    the tokenizer cannot spell. `decomposed_documents` are not in Unicode's NFC.
     """
 
     documents: NonNegativeInt = 0
@@ -110,6 +118,16 @@ class Counts(BaseModel):
     bytes: NonNegativeInt = 0
     prompt_tokens: NonNegativeInt = 0
     prompt_bytes: NonNegativeInt = 0
+    special_tokens_spelled: NonNegativeInt = 0
+    unknown_tokens: NonNegativeInt = 0
+    lost_characters: NonNegativeInt = 0
+    decomposed_documents: NonNegativeInt = 0
+
+    @property
+    def unknown_fraction(self) -> float:
+        """The share of the text that the tokenizer cannot spell: of the tokens, or of the characters."""
+        of_tokens = self.unknown_tokens / max(self.tokens, 1)
+        return max(of_tokens, self.lost_characters / max(self.characters, 1))
 
 
 class Manifest(Description, Counts):

@@ -92,8 +92,12 @@ class ShardWriter:
     ) -> None:
         """Appends documents: their joined `ids: [T]` and their `lengths: [documents]`, which sum to T.
 
-        `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents or for none.
+        `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents or for none. Raises
+        DataError for an id that the type of the file cannot hold.
         """
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(self.dtype).max:
+            found = f"{ids.min()} to {ids.max()}"
+            raise DataError(f"expected ids that {self.dtype} can hold, found {found}; the tokenizer's files disagree")
         self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         parts = [lengths] if prompt_lengths is None else [prompt_lengths, lengths - prompt_lengths]
         self.sequences.append(np.column_stack(parts).astype(np.int32))

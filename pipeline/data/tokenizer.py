@@ -170,7 +170,7 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         fingerprint=fingerprint,
         vocab_size=vocab_size,
         document_start=tuple(framed[:at]),
-        document_end=_document_end(file, library, end_of_document, own_end),
+        document_end=_document_end(file, library, vocab_size, end_of_document, own_end),
         reference=reference,
         fast=_fast_encoder(content, reference),
     )
@@ -243,7 +243,7 @@ def fingerprint_of(described: dict[str, Any]) -> str:
 
 
 def _document_end(
-    file: Path, library: tokenizers.Tokenizer, wanted: str | None, own_end: tuple[int, ...]
+    file: Path, library: tokenizers.Tokenizer, vocab_size: int, wanted: str | None, own_end: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The ids that end a document: what the user wants, the tokenizer's own, the folder's, or a well-known token."""
     if wanted is not None:
@@ -253,14 +253,26 @@ def _document_end(
     if own_end:
         return own_end
     token = json_beside(file, "tokenizer_config.json").get("eos_token")
-    if token is None:
-        for name in ("generation_config.json", "config.json"):
-            ids = json_beside(file, name).get("eos_token_id")
-            first = ids[0] if isinstance(ids, list) and ids else ids
-            if isinstance(first, int) and first >= 0:
-                return (first,)
-    for candidate in (token.get("content") if isinstance(token, dict) else token, *_KNOWN_ENDS):
-        if isinstance(candidate, str) and (found := library.token_to_id(candidate)) is not None:
+    named = token.get("content") if isinstance(token, dict) else token
+    if isinstance(named, str):
+        if (found := library.token_to_id(named)) is None:
+            raise DataError(
+                f"{file.with_name('tokenizer_config.json')}: eos_token: expected a token of the tokenizer, found "
+                f"{named!r}, which it does not have; correct it, or name one with --end-of-document"
+            )
+        return (found,)
+    for name in ("generation_config.json", "config.json"):
+        ids = json_beside(file, name).get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        if isinstance(first, int) and first >= 0:
+            if first >= vocab_size:
+                raise DataError(
+                    f"{file.with_name(name)}: eos_token_id: expected an id of the tokenizer, below {vocab_size}, found "
+                    f"{first}; correct it, or name the token with --end-of-document"
+                )
+            return (first,)
+    for candidate in _KNOWN_ENDS:
+        if (found := library.token_to_id(candidate)) is not None:
             return (found,)
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
 

@@ -27,7 +27,16 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # GPT-2's alphabet of printable characters, a character for each byte.
+_NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
+
+
+def byte_pieces(*, is_byte_level: bool, has_fallback: bool) -> Iterator[list[str]]:
+    """The pieces of the bytes of UTF-8, in each of the ways in which a tokenizer may spell any text by them."""
+    if is_byte_level:
+        yield [piece for piece, byte in _BYTE_OF.items() if byte not in _NOT_IN_UTF8]
+    if has_fallback:
+        yield [f"<0x{byte:02X}>" for byte in range(256) if byte not in _NOT_IN_UTF8]
 
 
 @dataclass(frozen=True)

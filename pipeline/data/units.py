@@ -6,7 +6,6 @@ the unit size alone, never from the workers.
 
 from __future__ import annotations
 
-import glob
 import math
 import random
 from collections import Counter
@@ -18,22 +17,39 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.data import hub_datasets
+from pipeline.data.file_names import check_named_once, check_spelling, matching, saved_dataset
 from pipeline.data.jobs import Work
-from pipeline.data.readers import begins_array, parquet_ranges, parquet_records, text_records
-from pipeline.data.records import Document, Keys, Record, Rejected
+from pipeline.data.readers import (
+    arrow_ranges,
+    arrow_records,
+    begins_array,
+    begins_objects,
+    line_end,
+    parquet_ranges,
+    parquet_records,
+    text_records,
+)
+from pipeline.data.records import Document, Keys, Record, Rejected, composed
 from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, open_stream, text_length
 from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
 from pipeline.files import in_threads
 
-Kind = Literal["jsonl", "json_array", "text", "csv", "tsv", "parquet", "tokens"]
+Kind = Literal[
+    "jsonl", "json_array", "json_objects", "text", "text_cr", "csv", "tsv", "parquet", "arrow", "tokens"
+]  # fmt: skip
 
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".csv": "csv", ".tsv": "tsv",
-    ".parquet": "parquet", ".bin": "tokens",
+    ".parquet": "parquet", ".arrow": "arrow", ".bin": "tokens",
 }  # fmt: skip
+_TABLES = ("parquet", "arrow")
 TOKENS = ".bin"
 """Of tokens that Megatron-LM made, with an index beside them."""
+_BY_LINES = ("jsonl", "text", "text_cr")
+_READ_WHOLE = ("json_array", "json_objects", "csv", "tsv")
+"""Kinds that only make sense from their beginning."""
+_FAULTS = {"truncated_file": "is truncated", "corrupt_file": "is damaged"}
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
 _SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
@@ -52,8 +68,8 @@ class Unit(Work):
 def input_files(inputs: Sequence[str]) -> dict[Path, int]:
     """The files that `inputs` name, with their sizes in bytes.
 
-    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), and datasets on the hub (`hf://org/name`), which are
-    downloaded first where they are not here.
+    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders that `datasets` saved, and datasets on the hub
+    (`hf://org/name`), which are downloaded first where they are not here.
 
     Raises DataError where a file is missing, empty, named twice, or of an unknown format.
     """
@@ -65,28 +81,27 @@ def input_files(inputs: Sequence[str]) -> dict[Path, int]:
 
 
 def named_files(inputs: Sequence[str]) -> list[Path]:
-    """The files that `inputs` name, without opening them. Raises as `input_files`, but for what it finds in a file."""
+    """The files that `inputs` name, without reading their documents. Raises as `input_files`."""
     found: list[Path] = []
+    downloaded: list[Path] = []
     for name in inputs:
         if name.startswith(hub_datasets.PREFIX):
-            found += hub_datasets.dataset_files(name)
+            downloaded += hub_datasets.dataset_files(name)
             continue
-        # Path.glob takes no absolute pattern.
-        matches = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
-        if not matches:
-            raise DataError(
-                f"{name}: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
-            )
-        found += map(Path, matches)
-    for file in found:
+        for path in matching(name):
+            check_spelling(path)
+            saved = saved_dataset(path) if path.is_dir() else None
+            found += [path] if saved is None else saved
+    for file in [*found, *downloaded]:
         if not file.exists():
             raise DataError(f"{file}: no such file, or a link to none; put it back, or leave it out")
         if file.is_dir():
             raise DataError(f"{file}: is a folder; name its files by a pattern, such as '{file}/*.jsonl'")
         _kind(file)
-    if len(set(found)) < len(found):
-        raise DataError(f"{Counter(found).most_common(1)[0][0]}: is named twice among the inputs")
-    return found
+    check_named_once(found)  # equal files of the hub are one in its cache
+    if len({*downloaded}) < len(downloaded):
+        raise DataError(f"{Counter(downloaded).most_common(1)[0][0]}: is named twice among the inputs")
+    return [*found, *downloaded]
 
 
 def is_text(inputs: Sequence[str]) -> bool:
@@ -113,22 +128,27 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
     kind = _kind(path)
     if keys.document != "line" and kind != "text":
         raise DataError(f"{path}: document {keys.document} is for .txt files; here each record is a document")
-    if keys.chat is not None and kind not in ("jsonl", "parquet"):
+    if keys.chat is not None and kind not in ("jsonl", *_TABLES):
         raise DataError(f"{path}: chats are read from JSON or Parquet; write them as JSONL, a chat a line")
-    if keys.encoding is not None and kind in ("parquet", "tokens"):
-        raise DataError(f"{path}: encoding is for text files; Parquet is UTF-8")
+    if keys.encoding is not None and kind in (*_TABLES, "tokens"):
+        raise DataError(f"{path}: encoding is for text files; Parquet and Arrow are UTF-8")
     if keys.prompt is not None and kind in ("text", "tokens"):
         raise DataError(f"{path}: a line has no {keys.prompt!r}; give texts with prompts as JSONL, CSV or Parquet")
     if kind == "tokens":
         ranges = _token_ranges(path, unit_bytes)
     elif kind == "parquet":
         ranges = parquet_ranges(path, keys, unit_bytes)
+    elif kind == "arrow":
+        ranges = arrow_ranges(path, keys, unit_bytes)
     else:
-        length = text_length(path, keys.encoding)
-        # Of a .json file that holds one array of all records, as LLaMA-Factory's data do, and not an object a line.
-        if ".json" in path.suffixes[-2:] and begins_array(open_stream(path, keys.encoding)):
-            kind = "json_array"
-        if kind in ("json_array", "csv", "tsv") or keys.document == "file":
+        length, fault = text_length(path, keys.encoding)
+        if fault is not None and not keys.allow_damaged:
+            raise DataError(
+                f"{path}: {_FAULTS[fault]} after {length:,} bytes of text; copy it again, or set `allow_damaged: true` "
+                "for the corpus (--allow-damaged) to read what precedes the damage"
+            )
+        kind = _layout(path, kind, keys)
+        if kind in _READ_WHOLE or keys.document == "file":
             unit_bytes = max(length, 1)
         starts = range(0, max(length, 1), unit_bytes)
         ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
@@ -136,6 +156,20 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         Unit(f"{file_index:05d}-{number:06d}", size, str(path), kind, start, stop)
         for number, (start, stop, size) in enumerate(ranges)
     ]
+
+
+def _layout(path: Path, kind: Kind, keys: Keys) -> Kind:
+    """The kind of a text file by its content: JSON that is not an object a line, and lines of old Macs."""
+    if kind == "text":
+        return "text_cr" if line_end(open_stream(path, keys.encoding)) == b"\r" else kind
+    if kind == "jsonl":
+        named_lines = ".json" not in [suffix.lower() for suffix in path.suffixes[-2:]]
+        # LLaMA-Factory's data, among others, are one array of all records.
+        if begins_array(open_stream(path, keys.encoding), named_lines=named_lines):
+            return "json_array"
+        if begins_objects(open_stream(path, keys.encoding)):
+            return "json_objects"
+    return kind
 
 
 def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
@@ -155,8 +189,16 @@ def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
     if unit.kind == "tokens":
         raise DataError(f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input")
     if unit.kind == "parquet":
-        return parquet_records(path, unit.start, unit.stop, keys)
-    return text_records(_cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys)
+        records = parquet_records(path, unit.start, unit.stop, keys)
+    elif unit.kind == "arrow":
+        records = arrow_records(path, unit.start, unit.stop, keys)
+    else:
+        records = text_records(_cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys)
+    if keys.normalize == "nfc":
+        records = map(composed, records)
+    if keys.special_tokens == "control":
+        records = (one._replace(has_control=True) if isinstance(one, Document) else one for one in records)
+    return records
 
 
 def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None) -> Iterator[Document]:
@@ -172,7 +214,7 @@ def good_documents(inputs: Sequence[str], keys: Keys, *, max_bytes: int | None =
         units = split_file(file, 0, keys, default_unit_bytes(size))
         for record in chain.from_iterable(unit_records(unit, keys) for unit in units):
             if isinstance(record, Rejected):
-                first_bad = first_bad or f": {record.reason} {record.excerpt.decode(errors='backslashreplace')!r}"
+                first_bad = first_bad or f": {record}"
                 continue
             is_empty = False
             yield record
@@ -211,32 +253,49 @@ def sampled_documents(
         for number, file in enumerate(opened)
         for unit in split_file(file, number, keys, max(_SAMPLED_BYTES, files[file] // 1024))
     ]
-    places: list[Unit] = []
+    share = _share_of_each([unit.size for unit in units], max_bytes)
+    places: list[tuple[Unit, int]] = []  # with the bytes to read there
     wanted = max_bytes
     for unit in draw.sample(units, len(units)):
         if wanted <= 0:
             break
-        has_lines = unit.kind in ("jsonl", "text") and keys.document != "file"  # a document is shorter than the file
-        size = min(unit.size, _SAMPLED_BYTES) if has_lines else unit.size
-        places.append(replace(unit, stop=unit.start + size, size=size) if has_lines else unit)
+        size = min(unit.size, share)
+        if unit.kind in _BY_LINES and keys.document != "file":  # so that no more is read
+            unit = replace(unit, stop=unit.start + size, size=size)
+        places.append((unit, size))
         wanted -= size
     documents: list[Document] = []
+    first_bad = ""
     read = 0
-    for place in sorted(places, key=lambda unit: (unit.path, unit.start)):  # a compressed file is read forwards
+    for place, size in sorted(places, key=lambda drawn: (drawn[0].path, drawn[0].start)):
+        # In this order a compressed file is read forwards.
         taken = 0
         for record in unit_records(place, keys):
-            if isinstance(record, Document):
-                documents.append(record)
-                taken += record.utf8_bytes
-                if taken >= _SAMPLED_BYTES and place.kind not in ("jsonl", "text"):
-                    break
+            if isinstance(record, Rejected):
+                first_bad = first_bad or f": {record}"
+                continue
+            documents.append(record)
+            taken += record.utf8_bytes
+            if taken >= size and place.kind not in _BY_LINES:
+                break
         else:
             taken = place.size
         read += min(taken, place.size)
     if not documents:
-        raise _no_document(inputs, keys)
+        raise _no_document(inputs, keys, first_bad)
     scale = sum(files.values()) / sum(files[file] for file in opened)
     return documents, scale * max(1.0, sum(unit.size for unit in units) / max(1, read))
+
+
+def _share_of_each(sizes: Sequence[int], wanted: int) -> int:
+    """How much to read of each of several units, of these sizes, so that they give `wanted` bytes together."""
+    left = wanted
+    for number, size in enumerate(sorted(sizes)):
+        share = -(-left // (len(sizes) - number))
+        if size >= share:
+            return max(_SAMPLED_BYTES, share)
+        left -= size
+    return max([_SAMPLED_BYTES, *sizes])
 
 
 def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
@@ -248,11 +307,11 @@ def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> Data
 
 
 def _kind(path: Path) -> Kind:
-    suffixes = path.suffixes
+    suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
     kind = _KINDS.get(suffix)
-    if kind is None or (compressed and kind in ("parquet", "tokens")):
+    if kind is None or (compressed and kind in (*_TABLES, "tokens")):
         raise DataError(
             f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats may also end in .gz, "
             ".zst or .xz"

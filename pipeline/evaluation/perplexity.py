@@ -20,6 +20,7 @@ from torch import Tensor
 from pipeline import log
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.data.records import Document
+from pipeline.data.spelling import ids_of
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError
@@ -145,12 +146,14 @@ def _encode(
     for document in documents:
         if max_bytes and left <= 0:
             return sequences, False
-        text, prompt = (document, None) if isinstance(document, str) else (document.text, document.prompt)
+        # A bare string comes of no corpus: it is read as its tokenizer reads it.
+        given = Document(document, has_control=True) if isinstance(document, str) else document
+        text, prompt, control = given.text, given.prompt, given.has_control
         if max_bytes and len(content := text.encode()) > share:
             # Cut the text, not the ids, so that the bytes are those of what is scored.
             text, whole = content[:share].decode(errors="ignore") or text[0], False
-        read = [*prefix, *([] if prompt is None else tokenizer.reference.encode([prompt]).ids.tolist())]
-        ids = tokenizer.reference.encode([text]).ids.tolist()
+        read = [*prefix, *([] if prompt is None else ids_of(tokenizer, prompt, control=control))]
+        ids = ids_of(tokenizer, text, control=control)
         left -= len(text.encode())
         skipped = 0 if read else len(tokenizer.decode(ids[:1]).encode())  # nothing predicts the first token
         if len(ids) > (not read):

@@ -14,6 +14,7 @@ from pipeline.config.data import Sampling
 from pipeline.data.blend import Permutation
 from pipeline.data.chats import ChatTemplate
 from pipeline.data.records import Document, Keys
+from pipeline.data.spelling import ids_of
 from pipeline.data.token_shards import FileContent, Shard, ShardFile, token_dtype, writing_shard
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import good_documents, input_files
@@ -42,12 +43,13 @@ def write_openings(
         """What precedes a document and its beginning; or a chat up to where the answer begins."""
         text = document.text
         if document.prompt is not None:
-            return np.concatenate([tokenizer.document_start, tokenizer.reference.encode([document.prompt]).ids])
+            opened = ids_of(tokenizer, document.prompt, control=document.has_control)
+            return np.concatenate([tokenizer.document_start, opened])
         if template is not None:
             return tokenizer.reference.encode([template.opened([{"role": "user", "content": text}])]).ids
         limit = sampling.opening_tokens
         beginning = text if limit is None else text[: limit * _CHARACTERS_PER_TOKEN]
-        return np.concatenate([tokenizer.before_document, tokenizer.reference.encode([beginning]).ids[:limit]])
+        return np.concatenate([tokenizer.before_document, ids_of(tokenizer, beginning)[:limit]])
 
     files = input_files(sampling.openings)
     too_long = 0

@@ -70,14 +70,16 @@ def propose(
     cluster: Cluster,
     *,
     text_key: str = "text",
+    old_text_key: str | None = None,
     vocabulary: Path | None = None,
     gated: bool = True,
 ) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
     `base` may be a model on the hub, which is fetched; the YAML names it as it was given. `text_key` is that of all
-    texts, `vocabulary` the folder of a tokenizer that extends the base's. What the base writes itself teaches a gate
-    where to stay closed; without one (`gated`) it is rehearsed, and the model may leave as an ordinary one.
+    texts, or with `old_text_key` of the new ones alone. `vocabulary`: the folder of a tokenizer that extends the
+    base's. What the base writes itself teaches a gate where to stay closed; without one (`gated`) it is rehearsed, and
+    the model may leave as an ordinary one.
 
     Raises:
         BaseModelError, DataError: the base or a text cannot be read.
@@ -85,7 +87,8 @@ def propose(
     """
     folder = model_folder(base)
     spec, tokenizer = open_base(folder).spec, load_tokenizer(vocabulary or folder)
-    learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, text_key)
+    of_old = old_text_key or text_key
+    learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, of_old)
     schedule, length = _schedule(learned, spec, cluster)
     own: dict[str, Any] = {
         "tokens": max(20_000, min(4 * GateSettings().tokens if gated else 50_000_000, _read(learned) // 300)),
@@ -93,11 +96,11 @@ def propose(
     }
     if not tokenizer.document_start:  # nothing to begin a text with
         own |= {"openings": [*known.inputs], "opening_tokens": min(16, length // 4)}  # a copy, or YAML writes an anchor
-    key = {} if text_key == "text" else {"text_key": text_key}
+    key, old_key = ({} if name == "text" else {"text_key": name} for name in (text_key, of_old))
     corpora = {
         "new": {**_corpus(learned, length), **key},
-        "old": {**_corpus(known, length), "role": "replay", **key},
-        "own_text": {"role": "rehearsal", "sample": own, **key},
+        "old": {**_corpus(known, length), "role": "replay", **old_key},
+        "own_text": {"role": "rehearsal", "sample": own, **old_key},  # its openings are old texts
     }
     values: dict[str, Any] = {
         "name": name,

@@ -69,7 +69,9 @@ def test_documents_before_damage_are_kept(tmp_path: Path, kind: str, damage: str
     whole = COMPRESS[kind](jsonl(texts))
     half = len(whole) // 2
     path.write_bytes(whole[:half] + (bytes(64) + whole[half + 64 :]) * (damage == "corrupt_file"))
-    made = tokenize(tmp_path / "out", path, unit_bytes=unit_bytes)
+    with pytest.raises(DataError, match=rf"{path}: is (truncated|damaged) after .*--allow-damaged"):
+        tokenize(tmp_path / "refused", path, unit_bytes=unit_bytes)
+    made = tokenize(tmp_path / "out", path, unit_bytes=unit_bytes, allow_damaged=True)
     kept = texts_in(tmp_path / "out")
     assert made.rejected[damage] == 1
     assert 1000 < len(kept) < len(texts)

@@ -112,7 +112,7 @@ def test_going_back_further_than_the_window(tmp_path: Path):
     for offset in (5_000_000, 5_999_990, 10, 3_000_000, 2_900_000, 0):
         assert stream.read_at(offset, 10) == content[offset : offset + 10]
     assert stream.read_at(6_000_000, 10) == b""
-    assert text_length(tmp_path / "x.txt.xz") == len(content)
+    assert text_length(tmp_path / "x.txt.xz") == (len(content), None)
 
 
 @pytest.mark.parametrize("suffix", ["", ".zst"])
@@ -148,8 +148,9 @@ def test_csv_and_tsv(tmp_path: Path, name: str, compression: str):
     path = tmp_path / f"{name}{compression}"
     content = ROWS if name == "x.csv" else ROWS.replace(",", "\t").replace("하나\t", "하나,")
     path.write_bytes(COMPRESS[compression](b"\xef\xbb\xbf" + content.encode()))
-    assert texts_of(path) == ['하나, "둘"\r\n셋', "넷"]
-    assert [record.prompt for record in read(path, keys=Keys("text", "question"), unit_bytes=3)] == ["왜?", "누가?"]
+    assert texts_of(path, keys=Keys(quoting="standard")) == ['하나, "둘"\r\n셋', "넷"]
+    asked = Keys("text", "question", quoting="standard")
+    assert [record.prompt for record in read(path, keys=asked, unit_bytes=3)] == ["왜?", "누가?"]
     with pytest.raises(DataError, match=f"{path}: has no column 'content'; set --text-key to one of: id, q"):
         read(path, keys=Keys("content"))
 
@@ -163,8 +164,10 @@ def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):
     whole = COMPRESS[".gz"](b"text\n" + b"".join(b"%d\n" % number for number in range(50_000)))
     (tmp_path / "x.csv.gz").write_bytes(whole[: len(whole) // 2])
     shutil.copy(tmp_path / "x.csv.gz", tmp_path / "x.txt.gz")
-    assert texts_of(tmp_path / "x.txt.gz", keys=AS_A_WHOLE) == ["truncated_file"]
-    *kept, last = texts_of(tmp_path / "x.csv.gz")
+    with pytest.raises(DataError, match=r"x\.csv\.gz: is truncated after .* set `allow_damaged: true`"):
+        texts_of(tmp_path / "x.csv.gz")
+    assert texts_of(tmp_path / "x.txt.gz", keys=AS_A_WHOLE._replace(allow_damaged=True)) == ["truncated_file"]
+    *kept, last = texts_of(tmp_path / "x.csv.gz", keys=Keys(allow_damaged=True))
     assert last == "truncated_file" and len(kept) > 1000
     assert kept == [str(number) for number in range(len(kept))]
 

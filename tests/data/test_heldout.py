@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 
@@ -42,6 +43,16 @@ def test_a_document_of_heldout_files_is_named_in_any_training_part(tmp_path: Pat
     shutil.rmtree(tmp_path / "tokens" / "a.heldout")
     tokens = made(tmp_path, a=corpus | {"heldout_input": {"held2.jsonl": TEXTS[40:]}}, b=others)
     assert [load_manifest(tokens / part).documents for part in ("a", "b", "a.heldout")] == [20, 20, 20]
+
+
+@pytest.mark.parametrize("copy", ["{}\n", " {}", "{}  "])
+def test_a_copy_that_differs_in_white_space_or_form_is_named(tmp_path: Path, copy: str):
+    copied = copy.format(normalize("NFD", TEXTS[33]).replace(" ", "  "))
+    corpus = {"input": {"a.jsonl": [*TEXTS[:20], copied]}, "heldout_input": {"held.jsonl": TEXTS[30:40]}}
+    with pytest.raises(
+        DataError, match=rf"a\.jsonl: the document ' ?0-33 .* held out, in {tmp_path}/tokens/a\.heldout"
+    ):
+        made(tmp_path, a=corpus)
 
 
 def test_files_held_out_later_are_compared_with_what_is_there(tmp_path: Path):

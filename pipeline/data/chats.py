@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from pipeline.data.records import EXCERPT_BYTES, Document, Reason, Record, Rejected, record_of
-from pipeline.data.tokenizer import json_beside, load_tokenizer, tokenizer_file
+from pipeline.data.tokenizer import json_beside, json_file, load_tokenizer
 from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.files import json_hash, read_text
 
@@ -37,7 +37,7 @@ class ChatTemplate:
 
     def __init__(self, path: Path, thinking: bool | None = None, systems: Sequence[str] = (), seed: int = 0) -> None:
         self.path, self._systems, self._seed = path, systems, seed
-        file = tokenizer_file(path)
+        file = json_file(path)
         described = json_beside(file, "tokenizer_config.json")
         source = template_in(file.parent, described)
         if not source:

@@ -58,10 +58,11 @@ class SentencePieceModel:
         decisive = [trainer.model_type, trainer.byte_fallback, charsmap, spaces, pieces]
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
-    @property
-    def control_pieces(self) -> list[str]:
+    @cached_property
+    def reserved_pieces(self) -> list[str]:
         """The pieces that no text becomes, such as `<s>`: where a text spells one, it is cut as any other text."""
-        return [piece.piece for piece in self.description.pieces if piece.type == _PIECE_TYPES.CONTROL]
+        reserved = (_PIECE_TYPES.CONTROL, _PIECE_TYPES.UNKNOWN)
+        return [piece.piece for piece in self.description.pieces if piece.type in reserved]
 
     def id_of(self, piece: str) -> int | None:
         """The id of a piece; None where there is no such piece."""
@@ -153,10 +154,8 @@ def converted(model: SentencePieceModel, document_start: tuple[int, ...] = ()) -
         if only_first:
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
         tokenizer.decoder = _decoder(strips=normalizer.add_dummy_prefix)
-        special = [
-            piece.piece for piece in description.pieces if piece.type in (_PIECE_TYPES.CONTROL, _PIECE_TYPES.UNKNOWN)
-        ]
-        tokenizer.add_special_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in special])
+        special = [tokenizers.AddedToken(piece, normalized=False) for piece in model.reserved_pieces]
+        tokenizer.add_special_tokens(special)
         # They may spell spaces, which a text has only after the normalizer; that also changes the piece itself.
         normalized = not normalizer.add_dummy_prefix
         tokenizer.add_tokens([tokenizers.AddedToken(piece, normalized=normalized) for piece in own])

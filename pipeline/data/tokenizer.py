@@ -285,6 +285,11 @@ def tokenizer_file(path: Path) -> Path:
     raise DataError(f"{files[0]}: no such tokenizer; {_EXPECTED}")
 
 
+def has_tokenizer_file(folder: Path) -> bool:
+    """Whether the folder has a tokenizer that `load_tokenizer` reads, damaged or not."""
+    return any((folder / name).is_file() for name in (TOKENIZER_FILE, *MODEL_FILES))
+
+
 def json_file(path: Path) -> Path:
     """The tokenizer.json of the tokenizer at `path`. Raises DataError where there is none, and says what to do."""
     file = tokenizer_file(path)

@@ -118,7 +118,7 @@ def test_a_conversion_has_the_same_ids(kind: str):
     """But where a Unigram model has several best cuts, between which the libraries choose by their rounding."""
     model = trained(**KINDS[kind])
     tokenizer = converted(model, (1,))
-    read = [*ODD, *(text for text in stories(60) if not any(piece in text for piece in model.control_pieces))]
+    read = [*ODD, *(text for text in stories(60) if not any(piece in text for piece in model.reserved_pieces))]
     different = [text for text in read if tokenizer.encode(text).ids != [1, *ids_of(model, text)]]
     assert len(read) > 60 and len(different) <= (2 if "unigram" in kind else 0)
     if kind == "llama":

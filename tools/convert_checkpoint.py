@@ -56,16 +56,17 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
-    from pipeline.conversion.convert import TYPES, Conversion, convert, latest_conversion, run_probe
+    from pipeline.conversion.convert import TYPES, Conversion, convert, latest_conversion, run_sources
+    from pipeline.conversion.served_tokenizer import texts_of
     from pipeline.conversion.verify import probe_maker
 
     if config is not None:
-        conversion, make_probe = latest_conversion(config), run_probe(config)
+        conversion, (sources, keys) = latest_conversion(config), run_sources(config)
     else:
         conversion = Conversion(arguments.checkpoint, arguments.base, arguments.output, gate=arguments.gate)
-        make_probe = probe_maker({})
+        sources, keys = {}, {}
     if arguments.text:
-        make_probe = probe_maker({path.name: [str(path)] for path in arguments.text})
+        sources, keys = {path.name: [str(path)] for path in arguments.text}, {}
     conversion = replace(
         conversion,
         output=arguments.output or conversion.output,
@@ -75,7 +76,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         overwrite=arguments.overwrite,
     )
-    is_new = convert(conversion, make_probe)
+    is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))
     logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)
 
 

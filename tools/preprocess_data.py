@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="instead of --input: PREFIX.bin and PREFIX.idx of Megatron-LM's preprocess_data, made with that tokenizer",
     )
-    add("--tokenizer", type=folder_or_hub, help="a Hugging Face folder or a tokenizer.json")
+    add("--tokenizer", type=folder_or_hub, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
     add("--messages-key", help="or that of a chat, of {role, content} or {from, value}: predicts the assistant's")

@@ -20,6 +20,10 @@ from pipeline.checks.devices import Finding, judge_all_reduce, judge_products, m
 from pipeline.checks.inputs import Inputs, Stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
+from pipeline.conversion.formats import why_not
+from pipeline.conversion.hf_folder import base_config
+from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
+from pipeline.conversion.served_tokenizer import check_future_export
 from pipeline.data import preprocess
 from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
 from pipeline.data.jobs import finished
@@ -31,6 +35,7 @@ from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.rehearsal.corpus import check_sampling, plan_of, sampling_jobs
 from pipeline.run_folder.lock import check_folder
+from pipeline.scale.plan import plan_expansion
 
 _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
 _logger = log.get_logger(__name__)
@@ -79,6 +84,22 @@ def _sampled(run: Inputs) -> list[UserError]:
     if run.get("base") is None or run.get("tokenizer") is None:
         return []
     return _faults_of_each(lambda job: finished(job.output, plan_of(job)), sampling_jobs(run.config))
+
+
+def _exported_tokenizer(run: Inputs) -> None:
+    """The export's AutoTokenizer is compared with the tokenizer of training before any GPU is used."""
+    config = run.config
+    if run.get("fitting_spec") is None or run.get("tokenizer") is None:
+        return
+    scale = config.method if isinstance(config.method, ScaleMethod) else None
+    spec = run.fitting_spec
+    expansion = plan_expansion(scale, spec.widths, spec.num_layers) if scale else None
+    refused = why_not(config.method, expansion, spec, gated=config.gate is not None)
+    # `auto` takes stock where it can.
+    model_type = ScaleConfig.model_type
+    if refused["stock"] is None and config.base.is_dir():
+        model_type = str(base_config(config.base)["model_type"])
+    check_future_export(config.tokenizer, run.tokenizer, model_type, run.compared_texts)
 
 
 def _expansion(run: Inputs) -> None:
@@ -137,6 +158,7 @@ CHECKS = (
     Check("files", ("tokenize",), _sampling),
     Check("files", ("train",), _corpora),
     Check("files", (), _texts),
+    Check("files", (), _exported_tokenizer),
     Check("files", (), lambda run: check_folder(run.config.folder)),  # a stage takes its lock
     Check("files", ("tokenize",), _expansion),
     Check("files", ("train",), _resume),

@@ -13,6 +13,7 @@ from pipeline import log
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import SAME_MODEL, SAME_OVER_A_RUN, check_same_run, describe_run, load_manifest
 from pipeline.config.run import RunConfig
+from pipeline.conversion.convert import run_texts
 from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
@@ -113,6 +114,11 @@ class Inputs:
     def tokenizer_fingerprint(self) -> str:
         """Equal for tokenizers that produce equal ids."""
         return self.tokenizer.fingerprint
+
+    @cached_property
+    def compared_texts(self) -> list[str]:
+        """The beginnings of the corpora that are text and on this machine, on which tokenizers are compared."""
+        return list(run_texts(self.config))
 
     @cached_property
     def samples(self) -> Samples:

@@ -15,9 +15,11 @@ from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.formats import describe_formats, why_not
+from pipeline.conversion.served_tokenizer import warn_of_base
 from pipeline.data.corpora import is_tokenized, train_folder, unfinished_corpora
 from pipeline.data.token_corpus import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.token_corpus import load_manifest
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import LayoutError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes
@@ -68,6 +70,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             faults.append(error)
     rows += _steps(config, estimate, cluster)
     rows += _corpora(run)
+    rows += _tokenizer(run)
     rows.append(("stages", ", ".join(_stages(config))))
     if spec is not None:
         scale = config.method if isinstance(config.method, ScaleMethod) else None
@@ -134,6 +137,18 @@ def _corpora(run: Inputs) -> Iterator[tuple[str, str]]:
     counts = [f"{min(len(own), config.validation.max_sequences)} of {name}" for name, own in heldout.items()]
     text = f", sequences: {', '.join(counts)}" if counts else ""
     yield "validation", f"{1 + _times(config, config.validation.every_steps):,} times{text}"
+
+
+def _tokenizer(run: Inputs) -> Iterator[tuple[str, str]]:
+    """Whether what transformers makes of the base's folder has the ids of its tokenizer.json."""
+    base = run.config.base
+    if not base.is_dir() or run.get("tokenizer") is None:
+        return
+    try:
+        warning = warn_of_base(base, load_tokenizer(base), run.compared_texts)
+    except UserError as fault:
+        warning = str(fault)
+    yield "tokenizer", warning or "the base's AutoTokenizer has the same ids on all texts that were compared"
 
 
 def _times(config: RunConfig, every_steps: int) -> int:

@@ -35,6 +35,7 @@ from pipeline.conversion.remote_code.modeling_scale_combined import (
     CombinedForCausalLM,
     is_of_base,
 )
+from pipeline.conversion.served_tokenizer import check_export
 from pipeline.conversion.verify import BUILT_IN, windows_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.vocabulary import EXPORTED as EXTENDED
@@ -234,6 +235,7 @@ def _write_model(folder: Path, base: Mapping[str, Any], exports: Mapping[str, Ex
         "expansions": {name: {**export.config, "tie_word_embeddings": False} for name, export in exports.items()},
     }
     write_json(folder / "config.json", dict(sorted(config.items())))
+    check_export(folder, load_tokenizer(folder), advice="convert the runs again")
 
 
 def _card(exports: Mapping[str, Export]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import code_files, dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, model_card
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.conversion.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, probe_maker, verify
 from pipeline.data.corpora import heldout_source, keys_of
+from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import is_text
 from pipeline.errors import CheckpointError, ConversionError
@@ -94,14 +97,24 @@ def run_probe(config: RunConfig) -> MakeProbe:
 
     Text that the base wrote has neither, and a corpus that came as tokens no text.
     """
+    return probe_maker(*run_sources(config))
+
+
+def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
+    """The files of that text by corpus, and where documents are in them."""
     sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
     texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
     keys = {name: keys_of(of, config.tokenizer) for name, of in texts.items()}
-    return probe_maker({name: of.input for name, of in texts.items()}, keys)
+    return {name: of.input for name, of in texts.items()}, keys
 
 
-def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
-    """Writes `conversion.output`, verified, completely or not at all.
+def run_texts(config: RunConfig) -> Iterator[str]:
+    """The beginnings of the same text, on which tokenizers are compared."""
+    return texts_of(*run_sources(config))
+
+
+def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] = ()) -> bool:
+    """Writes `conversion.output`, verified, completely or not at all. Tokenizers are compared on `texts`, too.
 
     Returns False, and writes nothing, if an equal request has already made it, with this version's code.
 
@@ -109,7 +122,8 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
             gate that is not fitted for this checkpoint.
         OutputError: the output holds something else.
-        ConversionError: the format cannot express the model, or what was written differs from it.
+        ConversionError: the format cannot express the model, or what was written differs from it, or its tokenizer from
+            that of training.
     """
     output, is_expansion = conversion.output, conversion.format == "expansion"
     if is_expansion and conversion.gate is not None:
@@ -140,7 +154,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
         "base_precision": run.base_precision,
     }
     if not is_expansion:
-        _write_export(conversion, model, make_probe, record)
+        _write_export(conversion, model, make_probe, list(texts), record)
         return True
     check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
@@ -169,9 +183,16 @@ def _open(conversion: Conversion) -> TrainedModel:
     return replace(model, gate=gate)
 
 
-def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeProbe, record: dict[str, Any]) -> None:
+def _write_export(
+    conversion: Conversion,
+    model: TrainedModel,
+    make_probe: MakeProbe,
+    texts: Sequence[str],
+    record: dict[str, Any],
+) -> None:
     run, output = model.manifest.run, conversion.output
-    if run.vocabulary is not None and load_tokenizer(model.tokenizer).fingerprint != run.tokenizer_fingerprint:
+    tokenizer = load_tokenizer(model.tokenizer)
+    if run.vocabulary is not None and tokenizer.fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(
             f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was trained with; put "
             "that one back, or name its folder as --vocabulary"
@@ -181,6 +202,8 @@ def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeP
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
+        warn_of_base(model.tokenizer, tokenizer, texts)
+        check_export(folder, tokenizer, texts)
         residual = export.config.get(RESIDUAL_KEY)
         report = verify(model, folder, make_probe(model), dtype, residual["scale"] if residual else None)
         write_json(folder / VERIFICATION, asdict(report))

@@ -7,6 +7,7 @@ pattern, and no link leads out of the folder.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ from pipeline.conversion.remote_code.configuration_scale_combined import Combine
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.data.chats import TEMPLATE, template_in
+from pipeline.data.sentencepiece_model import MODEL_FILES, converted
+from pipeline.data.tokenizer import TOKENIZER_FILE, SentencePieceEncoder, load_tokenizer
+from pipeline.data.tokenizer_config import read_as_it_is
 from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_inside, read_object, write_json, write_text
@@ -91,6 +95,7 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path
     for file in export.code:
         shutil.copy(file, folder)
     copy_base_files(folder, base, tokenizer or base)
+    add_tokenizer_json(folder, tokenizer or base)
     write_json(folder / "config.json", export.config)
 
 
@@ -153,21 +158,26 @@ def _matching(folder: Path, names: re.Pattern[str]) -> list[str]:
 def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the folder `tokenizer`.
 
+    Raises BaseModelError: a file cannot be read, or links out of its folder.
+    """
+    for name in ("generation_config.json", *terms_in(base)):
+        _copy(base, name, folder / name)
+    copy_tokenizer(folder, tokenizer)
+
+
+def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
+    """Copies into `folder` the tokenizer of the folder `tokenizer`, so that every server reads its tokenizer.json.
+
     The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
-    latter names is not kept: the only code of an export is that of `remote_code`.
+    latter names is not kept: the only code of an export is that of `remote_code`. Nor is a class that would build
+    another tokenizer than tokenizer.json says.
 
     Raises BaseModelError: a file cannot be read, or links out of its folder.
     """
     templates = _matching(tokenizer / _MORE_TEMPLATES, re.compile(r"[\w-]+\.jinja"))
-    kept = [(base, name) for name in ("generation_config.json", *terms_in(base))]
-    kept += [(tokenizer, name) for name in _matching(tokenizer, _TOKENIZER)]
-    kept += [(tokenizer, f"{_MORE_TEMPLATES}/{name}") for name in templates] + [(tokenizer, RECORD)]
-    for source, name in kept:
-        with suppress(FileNotFoundError):
-            content = read_inside(source, name, BaseModelError)
-            written = folder / (EXPORTED if name == RECORD else name)
-            written.parent.mkdir(exist_ok=True)
-            written.write_bytes(content)
+    for name in (*_matching(tokenizer, _TOKENIZER), *(f"{_MORE_TEMPLATES}/{name}" for name in templates)):
+        _copy(tokenizer, name, folder / name)
+    _copy(tokenizer, RECORD, folder / EXPORTED)
     path, config = folder / "tokenizer_config.json", dict[str, Any]()
     with suppress(FileNotFoundError):
         config = read_object(path, BaseModelError)
@@ -177,8 +187,38 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
         if not isinstance(config.get("chat_template"), list):
             config["chat_template"] = template
     config.pop("auto_map", None)
+    if (folder / TOKENIZER_FILE).exists():
+        config = read_as_it_is(config, read_object(folder / TOKENIZER_FILE, BaseModelError))
     if config:
         write_json(path, config)
+
+
+def add_tokenizer_json(folder: Path, tokenizer: Path) -> None:
+    """Writes a tokenizer.json into `folder` where the folder `tokenizer` has only a model of SentencePiece.
+
+    Raises DataError where that cannot be read or converted.
+    """
+    if (folder / TOKENIZER_FILE).exists() or not any((tokenizer / name).exists() for name in MODEL_FILES):
+        return
+    loaded = load_tokenizer(tokenizer)
+    assert isinstance(loaded.reference, SentencePieceEncoder), "a folder without a tokenizer.json"
+    library = converted(loaded.reference.model, loaded.document_start)
+    write_text(folder / TOKENIZER_FILE, library.to_str())
+    path, config = folder / "tokenizer_config.json", dict[str, Any]()
+    with suppress(FileNotFoundError):
+        config = read_object(path, BaseModelError)
+    processor = loaded.reference.model.processor
+    ids = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id(), "unk_token": processor.unk_id()}
+    own = {name: processor.id_to_piece(number) for name, number in ids.items() if number >= 0}
+    write_json(path, read_as_it_is({**own, **config}, json.loads(library.to_str())))
+
+
+def _copy(source: Path, name: str, written: Path) -> None:
+    """Copies a file of the folder `source`, if there is one."""
+    with suppress(FileNotFoundError):
+        content = read_inside(source, name, BaseModelError)
+        written.parent.mkdir(exist_ok=True)
+        written.write_bytes(content)
 
 
 def base_config(base: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from pipeline.data.records import EXCERPT_BYTES, Document, Record, Rejected, record_of
-from pipeline.data.tokenizer import json_beside, load_tokenizer, tokenizer_file
+from pipeline.data.tokenizer import HuggingFaceEncoder, json_beside, json_file, load_tokenizer
 from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.files import json_hash, read_text
 
@@ -59,7 +59,7 @@ class ChatTemplate:
         keeps_control: bool = False,
     ) -> None:
         self.path, self._systems, self._seed, self._keeps_control = path, systems, seed, keeps_control
-        file = tokenizer_file(path)
+        file = json_file(path)
         described = json_beside(file, "tokenizer_config.json")
         source = template_in(file.parent, described)
         if not source:
@@ -88,7 +88,9 @@ class ChatTemplate:
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
         """What finds the special tokens of the tokenizer in a text."""
-        added = load_tokenizer(self.path).reference.library.get_added_tokens_decoder().values()
+        reference = load_tokenizer(self.path).reference
+        assert isinstance(reference, HuggingFaceEncoder), "json_file refuses others"
+        added = reference.library.get_added_tokens_decoder().values()
         spellings = [re.escape(str(token.content)) for token in added if token.special]
         return re.compile("|".join(spellings)) if spellings else None
 

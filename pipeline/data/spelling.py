@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.records import SpecialTokens
-from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer
+from pipeline.data.tokenizer import Encoded, Encoder, HuggingFaceEncoder, SentencePieceEncoder, Tokenizer
 from pipeline.data.tokenizer_pieces import byte_pieces
 from pipeline.errors import DataError
 from pipeline.files import read_object
@@ -37,14 +37,48 @@ class Spelled(NamedTuple):
     """characters of which no id is left"""
 
 
-class Speller:
-    """Encodes raw texts with a tokenizer: by its `encoder`, and by the reference where a text spells a special token.
+class Speller(Protocol):
+    """Encodes raw texts, and counts what is special in them."""
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """What a text that spells a special token becomes."""
+
+    def spell(self, texts: Sequence[str]) -> Spelled:
+        """Encodes `texts`. Raises DataError where an id is beyond the vocabulary."""
+
+
+class SentencePieceSpeller:
+    """The speller of a model of SentencePiece, whose library reads no special token in a text."""
+
+    special_tokens: SpecialTokens = "text"
+
+    def __init__(self, tokenizer: Tokenizer, reference: SentencePieceEncoder, wanted: SpecialTokens | None) -> None:
+        if wanted == "control":
+            raise DataError(
+                f"{tokenizer.path}: SentencePiece reads special tokens in a text as text; set special_tokens: text, or "
+                f"write a tokenizer.json: scale-cpt tokenizer --convert {tokenizer.path} --output tokenizer.json"
+            )
+        self._reference = reference
+        self._unknown = int(reference.model.processor.unk_id())
+
+    def spell(self, texts: Sequence[str]) -> Spelled:
+        """Encodes `texts`. It has an unknown piece, so that nothing is lost without a trace."""
+        encoded = self._reference.encode(texts)
+        named = sum(text.count(piece) for text in texts for piece in self._reference.model.reserved_pieces)
+        unknown = int((encoded.ids == self._unknown).sum())
+        return Spelled(encoded, named, unknown, lost_characters=0)
+
+
+class TokenizerJsonSpeller:
+    """The speller of a tokenizer.json: by its `encoder`, and by the reference where a text spells a special token.
 
     `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can. Raises DataError where it
     is to be ordinary text and the tokenizer cannot.
     """
 
     def __init__(self, tokenizer: Tokenizer, encoder: Encoder, special_tokens: SpecialTokens | None) -> None:
+        assert isinstance(tokenizer.reference, HuggingFaceEncoder)
         self._tokenizer, self._encoder = tokenizer, encoder
         self._library = tokenizer.reference.library
         added = self._library.get_added_tokens_decoder()
@@ -173,8 +207,10 @@ class Speller:
 
 @lru_cache(maxsize=4)
 def cached_speller(tokenizer: Tokenizer, encoder: Encoder, special_tokens: SpecialTokens | None) -> Speller:
-    """The speller of a job, made once. Arguments and errors are those of `Speller`."""
-    return Speller(tokenizer, encoder, special_tokens)
+    """The speller of a job, made once. Arguments and errors are those of `TokenizerJsonSpeller`."""
+    if isinstance(tokenizer.reference, SentencePieceEncoder):
+        return SentencePieceSpeller(tokenizer, tokenizer.reference, special_tokens)
+    return TokenizerJsonSpeller(tokenizer, encoder, special_tokens)
 
 
 def ids_of(tokenizer: Tokenizer, text: str, *, control: bool = False) -> list[int]:

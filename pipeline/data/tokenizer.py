@@ -1,9 +1,10 @@
-"""Loading a tokenizer: a `tokenizer.json`, or the Hugging Face folder that has it.
+"""Loading a tokenizer: a `tokenizer.json`, a model of SentencePiece, or the Hugging Face folder that has either.
 
 A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor puts before a text (a
 BOS, or nothing), and an end-of-document token. Every corpus manifest records both.
 
-The library `tokenizers` defines the ids. The fast encoder, `gigatoken`, is used only while it agrees with it.
+The library `tokenizers` defines the ids of a `tokenizer.json`, `sentencepiece` those of its own models. The fast
+encoder, `gigatoken`, is used only while it agrees with the former.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import tokenizers
 
 from pipeline import log
+from pipeline.data.sentencepiece_model import MODEL_FILES, SUFFIX, SentencePieceModel, read_model
 from pipeline.data.token_corpus import TokenizerRecord
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import read_bytes, read_object
@@ -40,10 +42,13 @@ _TEST_TEXTS = (
     "<s> </s> <unk> <|endoftext|>",
 )
 _EXPECTED = (
-    "expected a tokenizer.json, or the Hugging Face folder that has it; transformers writes one of other files: "
-    "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    "expected a tokenizer.json, a model of SentencePiece (.model), or the Hugging Face folder that has one of them; "
+    "transformers writes one of other files: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
 )
+# Classes of transformers that put nothing before a text, although their models may have a BOS.
+_CLASSES_WITHOUT_START = ("T5Tokenizer", "GPTSw3Tokenizer")
 _BATCH = 256
+TOKENIZER_FILE = "tokenizer.json"
 _logger = log.get_logger(__name__)
 
 
@@ -65,6 +70,36 @@ class HuggingFaceEncoder:
         with faults_of_library("the tokenizer cannot encode a text", DataError):
             encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return joined([encoding.ids for encoding in encodings])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included."""
+        return str(self.library.decode(list(ids), skip_special_tokens=False))
+
+
+@dataclass(frozen=True)
+class SentencePieceEncoder:
+    """The reference of SentencePiece's own models: the library `sentencepiece`.
+
+    Where a text spells a control piece such as `<s>`, it is cut as any other text.
+    """
+
+    model: SentencePieceModel
+    name = "sentencepiece"
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        with faults_of_library("the tokenizer cannot encode a text", DataError):
+            ids: list[list[int]] = self.model.processor.encode(list(texts))
+        return joined(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, with the spelling of each control piece, which the library itself leaves out."""
+        processor = self.model.processor
+        parts: list[str] = []
+        with faults_of_library("the tokenizer cannot decode ids", DataError):
+            for is_control, run in groupby(map(int, ids), processor.is_control):
+                numbers = list(run)
+                parts += processor.id_to_piece(numbers) if is_control else [processor.decode(numbers)]
+        return "".join(parts)
 
 
 class GigatokenEncoder:
@@ -91,7 +126,8 @@ class GigatokenEncoder:
         return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
 
 
-Encoder = Union[HuggingFaceEncoder, GigatokenEncoder]
+Reference = Union[HuggingFaceEncoder, SentencePieceEncoder]
+Encoder = Union[Reference, GigatokenEncoder]
 
 
 def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
@@ -119,9 +155,9 @@ class Tokenizer:
     """the ids before every document, often none"""
     document_end: tuple[int, ...]
     """the ids after it"""
-    reference: HuggingFaceEncoder
+    reference: Reference
     fast: GigatokenEncoder | None
-    """None if gigatoken does not support this tokenizer"""
+    """None if gigatoken does not support this tokenizer, or another library than `tokenizers` is the reference"""
 
     @property
     def before_document(self) -> tuple[int, ...]:
@@ -140,17 +176,19 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of `ids`, including special tokens if the library shows them."""
-        return str(self.reference.library.decode([int(token) for token in ids], skip_special_tokens=False))
+        return self.reference.decode([int(token) for token in ids])
 
 
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
-    """Loads the tokenizer at `path`: a Hugging Face folder, or a `tokenizer.json`.
+    """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a model of SentencePiece.
 
     `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong. Raises
     DataError where there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
     file = tokenizer_file(path)
     content = read_bytes(file, DataError)
+    if file.suffix == SUFFIX:
+        return _sentencepiece_tokenizer(read_model(file, content), end_of_document)
     described = read_object(file, DataError)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
@@ -170,9 +208,40 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         fingerprint=fingerprint,
         vocab_size=vocab_size,
         document_start=tuple(framed[:at]),
-        document_end=_document_end(file, library, vocab_size, end_of_document, own_end),
+        document_end=_document_end(file, library.token_to_id, vocab_size, end_of_document, own_end),
         reference=reference,
         fast=_fast_encoder(content, reference),
+    )
+
+
+def _sentencepiece_tokenizer(model: SentencePieceModel, end_of_document: str | None) -> Tokenizer:
+    """The tokenizer of a model of SentencePiece, which says nothing of what stands before and after a document.
+
+    That is what the folder's tokenizer_config.json says, as the classes of transformers read it: a BOS before, unless
+    it says otherwise. The end is the EOS.
+    """
+    described = json_beside(model.path, "tokenizer_config.json")
+    start: tuple[int, ...] = ()
+    adds_start = described.get("add_bos_token")
+    if adds_start is None:
+        adds_start = not str(described.get("tokenizer_class")).startswith(_CLASSES_WITHOUT_START)
+    if adds_start:
+        named = model.id_of(spelling_of(described.get("bos_token")) or "")
+        first = int(model.processor.bos_id()) if named is None else named
+        start = (first,) if first >= 0 else ()
+    last = int(model.processor.eos_id())
+    named_end = spelling_of(described.get("eos_token"))
+    own_end = (last,) if named_end is None and last >= 0 else ()
+    vocab_size = int(model.processor.get_piece_size())
+    described_frame = json.dumps([model.fingerprint, start]).encode()
+    return Tokenizer(
+        path=model.path,
+        fingerprint="sentencepiece:" + hashlib.sha256(described_frame).hexdigest(),
+        vocab_size=vocab_size,
+        document_start=start,
+        document_end=_document_end(model.path, model.id_of, vocab_size, end_of_document, own_end),
+        reference=SentencePieceEncoder(model),
+        fast=None,
     )
 
 
@@ -210,11 +279,27 @@ def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
 
 def tokenizer_file(path: Path) -> Path:
     """The file of the tokenizer at `path`. Raises DataError where there is none."""
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise DataError(f"{file}: no such tokenizer; {_EXPECTED}")
-    if file.suffix == ".model":
-        raise DataError(f"{file}: a model of SentencePiece; {_EXPECTED}")
+    files = [path / name for name in (TOKENIZER_FILE, *MODEL_FILES)] if path.is_dir() else [path]
+    for file in files:
+        if file.is_file():
+            return file
+    raise DataError(f"{files[0]}: no such tokenizer; {_EXPECTED}")
+
+
+def has_tokenizer_file(folder: Path) -> bool:
+    """Whether the folder has a tokenizer that `load_tokenizer` reads, damaged or not."""
+    return any((folder / name).is_file() for name in (TOKENIZER_FILE, *MODEL_FILES))
+
+
+def json_file(path: Path) -> Path:
+    """The tokenizer.json of the tokenizer at `path`. Raises DataError where there is none, and says what to do."""
+    file = tokenizer_file(path)
+    if file.suffix == SUFFIX:
+        written = file.with_name(TOKENIZER_FILE)
+        raise DataError(
+            f"{file}: a model of SentencePiece, expected a tokenizer.json; write it, and see how its ids "
+            f"compare on your texts: scale-cpt tokenizer --convert {file} --output {written} --report-on FILE…"
+        )
     return file
 
 
@@ -243,19 +328,23 @@ def fingerprint_of(described: dict[str, Any]) -> str:
 
 
 def _document_end(
-    file: Path, library: tokenizers.Tokenizer, vocab_size: int, wanted: str | None, own_end: tuple[int, ...]
+    file: Path,
+    id_of: Callable[[str], int | None],
+    vocab_size: int,
+    wanted: str | None,
+    own_end: tuple[int, ...],
 ) -> tuple[int, ...]:
     """The ids that end a document: what the user wants, the tokenizer's own, the folder's, or a well-known token."""
     if wanted is not None:
-        if (found := library.token_to_id(wanted)) is None:
+        if (found := id_of(wanted)) is None:
             raise DataError(f"{file}: has no token {wanted!r} to end documents with; name one of its own")
         return (found,)
     if own_end:
         return own_end
     token = json_beside(file, "tokenizer_config.json").get("eos_token")
-    named = token.get("content") if isinstance(token, dict) else token
-    if isinstance(named, str):
-        if (found := library.token_to_id(named)) is None:
+    named = spelling_of(token)
+    if named is not None:
+        if (found := id_of(named)) is None:
             raise DataError(
                 f"{file.with_name('tokenizer_config.json')}: eos_token: expected a token of the tokenizer, found "
                 f"{named!r}, which it does not have; correct it, or name one with --end-of-document"
@@ -272,9 +361,15 @@ def _document_end(
                 )
             return (first,)
     for candidate in _KNOWN_ENDS:
-        if (found := library.token_to_id(candidate)) is not None:
+        if (found := id_of(candidate)) is not None:
             return (found,)
     raise DataError(f"{file}: does not say which token ends a document; name it with --end-of-document")
+
+
+def spelling_of(token: object) -> str | None:
+    """How a special token of a tokenizer_config.json is spelled, which has it as text or as an object."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
 
 
 def json_beside(file: Path, name: str) -> dict[str, Any]:

@@ -105,6 +105,12 @@ def read_pieces(file: Path) -> Pieces:
     """
     described = read_object(file, DataError)
     model: dict[str, Any] = described["model"]
+    if model.get("type") == "Unigram":
+        raise DataError(
+            f"{file}: a Unigram tokenizer, which weighs all cuts of a text: new pieces would change how old "
+            "ones are cut, so it cannot be extended; train on it as it is, without `vocabulary`, or take a "
+            "base whose tokenizer is BPE (scale-cpt tokenizer --compare --report-on shows how many tokens each needs)"
+        )
     byte_level = "ByteLevel" in _kinds_in(described.get("pre_tokenizer")) | _kinds_in(described.get("normalizer"))
     unusual = [key for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
     if model.get("type") != "BPE" or unusual or not (byte_level or model.get("byte_fallback")):

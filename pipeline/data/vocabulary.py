@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from pipeline.data.merges import ROW_BITS, Pair, Word, learn_merges, new_rows_of_characters, row_pattern
-from pipeline.data.tokenizer import Tokenizer, batches, fingerprint_of, json_beside, load_tokenizer, tokenizer_file
+from pipeline.data.tokenizer import Tokenizer, batches, fingerprint_of, json_beside, json_file, load_tokenizer
 from pipeline.data.tokenizer_pieces import Pieces, read_pieces
 from pipeline.errors import DataError
 from pipeline.files import FolderKind, published_folder, read_inside, read_record, write_json, write_record
@@ -98,7 +98,7 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
 
     Raises DataError where the tokenizer cannot be extended, or no piece would be used `min_uses` times.
     """
-    tokenizer, pieces = load_tokenizer(base), read_pieces(tokenizer_file(base))
+    tokenizer, pieces = load_tokenizer(base), read_pieces(json_file(base))
     of_new: Counter[str] = Counter()
     of_old: Counter[str] = Counter()
     for counts, texts in ((of_new, new), (of_old, old)):
@@ -117,7 +117,7 @@ def learn_extension(base: Path, new: Sequence[str], old: Iterable[str], *, add: 
             "not have; give more text, or keep this tokenizer"
         )
     # The rows of the base's embedding; of a tokenizer alone, its largest id plus one.
-    rows_in_config = json_beside(tokenizer_file(base), "config.json").get("vocab_size", 0)
+    rows_in_config = json_beside(json_file(base), "config.json").get("vocab_size", 0)
     if not isinstance(rows_in_config, int) or rows_in_config > 2**24:
         raise DataError(f"{base}/config.json: vocab_size: expected a number of rows, found {rows_in_config!r:.80}")
     first = max(tokenizer.vocab_size, rows_in_config)
@@ -161,7 +161,7 @@ def join_extensions(folder: Path, other: Path) -> None:
     (docs/adr/0023-old-cuts-stay.md). Raises DataError where they have pieces for the same characters.
     """
     first, second = (read_vocabulary(one, EXPORTED) for one in (folder, other))
-    own = read_pieces(tokenizer_file(other))
+    own = read_pieces(json_file(other))
     added = [one.piece for one in second.pieces]
     if shared := _rows_in(own, first) & _rows_in(own, second):
         letters = (one for piece in added for one in own.raw(piece).decode(errors="ignore"))
@@ -173,7 +173,7 @@ def join_extensions(folder: Path, other: Path) -> None:
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in own.described["model"]["merges"])
     made = {*added}
     merges = [(left, right) for left, right in pairs if left + right in made]
-    content = read_pieces(tokenizer_file(folder)).extended(first.base_rows + len(first.pieces), added, merges)
+    content = read_pieces(json_file(folder)).extended(first.base_rows + len(first.pieces), added, merges)
     changes = {
         "tokenizer": fingerprint_of(content),
         "new_rows": sorted({*first.new_rows, *second.new_rows}),
@@ -208,7 +208,7 @@ class Comparison:
     def __init__(self, extension: Extension, extended: Path) -> None:
         self._base, self._replaced = extension.base, extension.record.spelling
         self._before, self._after = load_tokenizer(extension.base), load_tokenizer(extended)
-        self._normalize = read_pieces(tokenizer_file(extension.base)).normalize
+        self._normalize = read_pieces(json_file(extension.base)).normalize
         self._is_new = row_pattern(extension.record.new_rows)
 
     def of(self, texts: Iterable[str]) -> Cuts:

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.served_tokenizer import served_tokenizer, tokenizer_as_trained
 from pipeline.data.chats import ChatTemplate
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer import has_tokenizer_file, load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
 from pipeline.evaluation.perplexity import Prefix
 from pipeline.evaluation.table import table
+from pipeline.evaluation.tokens import check_served_ids
 from pipeline.model.output import NEVER
 
 AVERAGE = "average"
@@ -137,6 +138,7 @@ def benchmark_model(
 
     Raises:
         DataError: the folder has no tokenizer, or that has no chat template.
+        ConversionError: it is an export whose AutoTokenizer has other ids than its tokenizer.json.
         BaseModelError: the folder holds no model that can be loaded.
     """
     from lm_eval.models.huggingface import HFLM
@@ -145,9 +147,15 @@ def benchmark_model(
         ChatTemplate(folder)  # there is one
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
-    with faults_of_library(f"{folder}: transformers cannot load its tokenizer", DataError):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    read = () if chat_template or prefix == "none" else load_tokenizer(folder).before_document
+    read: tuple[int, ...] = ()
+    if prefix == "none" and not has_tokenizer_file(folder):
+        tokenizer = served_tokenizer(folder, trust_remote_code=trust_remote_code)
+    else:
+        # The ids of training and perplexity, whatever class the folder names.
+        own = load_tokenizer(folder)
+        check_served_ids(folder, own, trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer_as_trained(folder, own)
+        read = () if chat_template or prefix == "none" else own.before_document
     backend = getattr(tokenizer, "backend_tokenizer", None)  # None: Python code, which knows its own prefix
     if backend is not None:
         names = [(backend.id_to_token(token), token) for token in read]

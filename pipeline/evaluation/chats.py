@@ -20,6 +20,7 @@ from pipeline.data.text_streams import open_stream
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.tokens import check_served_ids
 from pipeline.log import progress_bar
 
 DEFAULT_ANSWER_TOKENS = 256
@@ -105,6 +106,7 @@ def score_chats(
         DataError: its tokenizer has no chat template, or that cannot frame a chat, or a chat leaves no room to answer.
     """
     template, tokenizer = chat_template(folder), load_tokenizer(folder)
+    check_served_ids(folder, tokenizer, trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
@@ -24,6 +25,7 @@ from pipeline.data.spelling import ids_of
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.tokens import check_served_ids
 from pipeline.log import progress_bar
 from pipeline.model.output import NEVER, perplexity
 
@@ -39,6 +41,8 @@ DEFAULT_CONTEXT = 4096
 # A batch holds at most this many logits, 512 MiB in fp32, and no more tokens than keep a small model in the caches.
 _BATCH_LOGITS = 2**27
 _BATCH_TOKENS = 2**13
+# Of each text, for the comparison with the ids that AutoTokenizer has.
+_COMPARED_DOCUMENTS = 32
 _ROUNDS = 8
 """How often a text with tokens that cannot follow is scored again, with these spelled out."""
 _logger = log.get_logger(__name__)
@@ -95,6 +99,7 @@ def score_folder(
     Raises:
         BaseModelError: the folder holds no model that can be loaded.
         ConfigError: the model has no such `context`.
+        ConversionError: it is an export whose AutoTokenizer has other ids than its tokenizer.json.
         DataError: the folder has no tokenizer, or a corpus no document.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,8 +112,16 @@ def score_folder(
     read = tokenizer.before_document if prefix == "document" else ()
     after = tokenizer.decode(read) if read else "nothing"
     _logger.info("%s: windows of %d tokens; documents follow %s", folder, context, after)
-    scores = {}
+    first: dict[str, list[Text]] = {}
+    whole_corpora: dict[str, Iterable[Text]] = {}
     for name, documents in corpora.items():
+        remaining = iter(documents)
+        first[name] = list(islice(remaining, _COMPARED_DOCUMENTS))
+        whole_corpora[name] = chain(first[name], remaining)
+    compared = (_whole_text(document) for own in first.values() for document in own)
+    check_served_ids(folder, tokenizer, compared, trust_remote_code=trust_remote_code)
+    scores = {}
+    for name, documents in whole_corpora.items():
         sequences, whole = _encode(documents, tokenizer, read, max_bytes)
         if not sequences:
             raise DataError(f"{name}: holds no document to score; give another file, or the field of its text")
@@ -119,6 +132,10 @@ def score_folder(
         nll, bits = total / tokens, total / math.log(2) / size
         scores[name] = Score(len(sequences), tokens, size, whole, nll, perplexity(nll), bits)
     return scores
+
+
+def _whole_text(document: Text) -> str:
+    return document if isinstance(document, str) else document.whole_text
 
 
 def windows(length: int, context: int, stride: int, first_scored: int = 1) -> Iterator[tuple[int, int, int]]:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-import sentencepiece
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from pipeline import log
-from pipeline.data.tokenizer import load_tokenizer, tokenizer_file
+from pipeline.data.sentencepiece_model import ModelType, converted, read_model, train_model
+from pipeline.data.tokenizer import TOKENIZER_FILE, json_file, load_tokenizer
 from pipeline.data.units import texts
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.model.from_hf import read_spec
 from pipeline.studies.study import NewTokenizer, RandomBase
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MADE_OF = "made_of.json"
-_MAX_SENTENCE_BYTES = 16_384  # SentencePiece drops longer ones
 _logger = log.get_logger(__name__)
 
 
@@ -65,9 +62,9 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
-    source = tokenizer_file(path)
+    source = json_file(path)
     tokenizer = load_tokenizer(source)
-    shutil.copyfile(source, folder / "tokenizer.json")
+    shutil.copyfile(source, folder / TOKENIZER_FILE)
     if (source.parent / _TOKENIZER_CONFIG).is_file():
         shutil.copyfile(source.parent / _TOKENIZER_CONFIG, folder / _TOKENIZER_CONFIG)
     else:
@@ -80,7 +77,7 @@ def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
     if wanted.start_token:
         start = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / TOKENIZER_FILE))
     _write_tokenizer_config(folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
@@ -88,41 +85,17 @@ def _write_tokenizer_config(folder: Path, **special: str) -> None:
     write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special})
 
 
-def train_tokenizer(documents: Iterator[str], vocab_size: int, *, character_coverage: float = 0.9999) -> Tokenizer:
-    """A tokenizer like Llama's, BPE with byte fallback, which SentencePiece learns from these documents.
+def train_tokenizer(
+    documents: Iterator[str],
+    vocab_size: int,
+    *,
+    character_coverage: float = 0.9999,
+    model_type: ModelType = "bpe",
+) -> Tokenizer:
+    """A tokenizer like Llama's, with byte fallback, which SentencePiece learns from these documents.
 
     Raises:
         DataError: there is too little text, or it is too uniform, for this vocabulary size.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            with (Path(temporary) / "tokenizer.model").open("wb") as model:
-                sentencepiece.SentencePieceTrainer.train(
-                    sentence_iterator=_sentences(documents),
-                    model_writer=model,
-                    vocab_size=vocab_size,
-                    model_type="bpe",
-                    byte_fallback=True,
-                    character_coverage=character_coverage,
-                    split_digits=True,
-                    normalization_rule_name="identity",
-                    remove_extra_whitespaces=False,
-                    allow_whitespace_only_pieces=True,
-                    max_sentence_length=_MAX_SENTENCE_BYTES,
-                    num_threads=len(os.sched_getaffinity(0)),
-                    minloglevel=2,
-                )
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1].replace("--character_coverage", "--character-coverage")
-            raise DataError(f"cannot train {vocab_size} pieces on this text: {reason}") from None
-        # sentencepiece and transformers treat leading spaces differently: one tokenizer.json serves us and them.
-        tokenizer: Tokenizer = LlamaTokenizer.from_pretrained(temporary).backend_tokenizer
-    return tokenizer
-
-
-def _sentences(documents: Iterator[str]) -> Iterator[str]:
-    """Documents line by line: SentencePiece learns from sentences, and would drop a long document."""
-    step = _MAX_SENTENCE_BYTES // 4  # a character has at most four bytes
-    for document in documents:
-        for line in document.split("\n"):
-            yield from (line[at : at + step] for at in range(0, len(line), step))
+    content = train_model(documents, vocab_size, model_type=model_type, character_coverage=character_coverage)
+    return converted(read_model(Path("tokenizer.model"), content))

@@ -15,6 +15,7 @@ from pipeline.sizing.memory import held_bytes
 from tests.distributed import run_ranks
 from tests.files import read_jsonl
 from tests.programs import scale_cpt
+from tests.rehearsal.helpers import copied_stories
 from tests.training.runs import make_run, train, write_config
 
 ROOT = Path(__file__).parents[2]
@@ -95,3 +96,19 @@ def test_a_base_that_is_not_downloaded():
     assert "models/Llama-3.2-1B: no such folder here" in done.stdout
     assert "base 1,235,814,400" in done.stdout and "59,999,518,720 tokens in all" in done.stdout
     assert "memory a rank" in done.stdout and "memory: a rank needs" not in done.stdout
+
+
+def test_a_base_whose_autotokenizer_has_other_ids_is_named_with_an_example(tmp_path):
+    base = copied_stories(tmp_path / "base", tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
+    plan = plan_of(write_config(tmp_path / "run", tmp_path / "tokens", base=str(base)))
+    row = dict(plan.rows)["tokenizer"]
+    assert row.startswith(f"{base}: AutoTokenizer has other ids than") and " is [" in row
+    assert not any("ids" in fault for fault in plan.faults)
+    usual = dict(plan_of(write_config(tmp_path / "run", tmp_path / "tokens")).rows)["tokenizer"]
+    assert usual == "the base's AutoTokenizer has the same ids on all texts that were compared"
+
+
+def test_an_export_that_would_have_other_ids_is_an_error(tmp_path):
+    base = copied_stories(tmp_path / "base", tokenizer_config={"pad_token": "[PAD]"})
+    plan = plan_of(write_config(tmp_path / "run", tmp_path / "tokens", base=str(base)))
+    assert any("an export would have other ids than training" in fault for fault in plan.faults)

@@ -97,7 +97,7 @@ def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error():
         ("tokenizer.json", None, "no such tokenizer"),
         ("tokenizer.json", b"{", "not JSON"),
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
-        ("x.model", b"nonsense", "a model of SentencePiece; expected a tokenizer.json"),
+        ("x.model", b"nonsense", "expected a model of SentencePiece, which its library cannot read"),
         ("", None, "no such tokenizer"),
     ],
 )

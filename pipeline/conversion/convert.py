@@ -37,6 +37,7 @@ from pipeline.files import (
     write_text,
 )
 from pipeline.methods.scale import origin_of
+from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import EXPANSION, write_expansion
@@ -145,7 +146,12 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
     # The origin that `upscale` would write: a run can start from this folder.
-    origin = {"base_hashes": model.base.hashes, "method": origin_of(model.settings), "seed": run.seed}
+    origin = {
+        "base_hashes": model.base.hashes,
+        "base_architecture": architecture_of(model.base.spec),
+        "method": origin_of(model.settings),
+        "seed": run.seed,
+    }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)
     origin = {**record, **origin, "tokenizer": run.tokenizer_fingerprint}

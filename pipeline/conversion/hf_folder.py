@@ -37,7 +37,7 @@ from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_inside, read_object, write_json, write_text
 from pipeline.log import progress_bar
-from pipeline.model.base_folder import INDEX_FILE
+from pipeline.model.base_folder import INDEX_FILE, files_by_tensor
 from pipeline.model.families import FAMILIES
 from pipeline.model.from_hf import loading_options, model_type_of
 
@@ -220,6 +220,7 @@ def load_hf_model(
     Raises BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
     """
     values = check_hf_config(folder, trust_remote_code=trust_remote_code)
+    files_by_tensor(folder)  # training must read the same weights
     transformers.utils.logging.disable_progress_bar()
     with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = AutoModelForCausalLM.from_pretrained(

@@ -97,7 +97,7 @@ def run_probe(config: RunConfig) -> MakeProbe:
     """
     sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
     texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
-    keys = {name: keys_of(of, config.tokenizer) for name, of in texts.items()}
+    keys = {name: keys_of(of, config.tokenizer, config.data.chat_date) for name, of in texts.items()}
     return probe_maker({name: of.input for name, of in texts.items()}, keys)
 
 

@@ -130,6 +130,7 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
         prompt_key=keys.prompt,
         document=keys.document,
         chat_template=None if keys.chat is None else keys.chat.fingerprint,
+        chat_date=None if keys.chat is None else keys.chat.date,
         encoding=keys.encoding,
         heldout_fraction=job.corpus.heldout_fraction,
         unit_size=job.unit_bytes or default_unit_bytes(sum(files.values())),

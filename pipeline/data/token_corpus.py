@@ -91,8 +91,10 @@ class Description(BaseModel):
     text_key: str
     prompt_key: str | None = None
     document: DocumentUnit = "line"
+    chat_date: str | None = None
+    """what the template that framed chats was told is today, if it asks"""
     chat_template: str | None = None
-    """the hash of the template that framed chats"""
+    """its hash, of that date too"""
     encoding: str | None = None
     heldout_fraction: float = 0.0
     sampling: SamplingRecord | None = None

@@ -33,6 +33,7 @@ from pipeline.conversion.remote_code.configuration_scale_combined import Combine
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.data.chats import TEMPLATE, template_in
+from pipeline.data.tokenizer import TOKENIZER, without_dropout
 from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_inside, read_object, write_json, write_text
@@ -154,7 +155,7 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
     """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the folder `tokenizer`.
 
     The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
-    latter names is not kept: the only code of an export is that of `remote_code`.
+    latter names is not kept: the only code of an export is that of `remote_code`. BPE dropout is off, as in training.
 
     Raises BaseModelError: a file cannot be read, or links out of its folder.
     """
@@ -168,6 +169,10 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
             written = folder / (EXPORTED if name == RECORD else name)
             written.parent.mkdir(exist_ok=True)
             written.write_bytes(content)
+    with suppress(FileNotFoundError):
+        without = without_dropout(read_object(folder / TOKENIZER, BaseModelError))
+        if without is not None:
+            write_json(folder / TOKENIZER, without)
     path, config = folder / "tokenizer_config.json", dict[str, Any]()
     with suppress(FileNotFoundError):
         config = read_object(path, BaseModelError)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Union
 import gigatoken
 import numpy as np
 import numpy.typing as npt
+import orjson
 import tokenizers
 
 from pipeline import log
@@ -28,6 +29,7 @@ from pipeline.data.token_corpus import TokenizerRecord
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import read_bytes, read_object
 
+TOKENIZER = "tokenizer.json"
 # For a tokenizer.json alone, which does not say which of its special tokens ends a text.
 _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
 # What the fast encoder must get right before it is used: scripts, spaces, digits, emoji, controls.
@@ -146,12 +148,18 @@ class Tokenizer:
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
     """Loads the tokenizer at `path`: a Hugging Face folder, or a `tokenizer.json`.
 
+    BPE dropout is switched off, and a line says so.
+
     `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong. Raises
     DataError where there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
     file = tokenizer_file(path)
     content = read_bytes(file, DataError)
     described = read_object(file, DataError)
+    if (without := without_dropout(described)) is not None:
+        message = "%s: its BPE dropout of %s, which makes other tokens of a text each time, is switched off"
+        _logger.warning(message, file, described["model"]["dropout"])
+        described, content = without, orjson.dumps(without)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
@@ -210,7 +218,7 @@ def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
 
 def tokenizer_file(path: Path) -> Path:
     """The file of the tokenizer at `path`. Raises DataError where there is none."""
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"{file}: no such tokenizer; {_EXPECTED}")
     if file.suffix == ".model":
@@ -230,6 +238,17 @@ def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEnc
     else:
         _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
     return None
+
+
+def without_dropout(described: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The contents of a tokenizer.json with BPE dropout switched off; None where there is none to switch off.
+
+    Dropout, a means against overfitting, leaves out merges at random: the same text gets other tokens each time.
+    """
+    model = described.get("model")
+    if not isinstance(model, dict) or not model.get("dropout"):
+        return None
+    return {**described, "model": {**model, "dropout": None}}
 
 
 def fingerprint_of(described: dict[str, Any]) -> str:

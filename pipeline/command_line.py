@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 from pipeline import log
@@ -98,6 +99,14 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
     return number
+
+
+def day(text: str) -> date:
+    """An argument that is a date: YYYY-MM-DD."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a date such as 2025-01-31, found {text!r}") from None
 
 
 def mebibytes(text: str) -> int:

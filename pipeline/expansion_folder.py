@@ -27,7 +27,7 @@ class ExpansionManifest(BaseModel):
     """What of manifest.json is read: where the expansion comes from, and its tensors and files with their hashes.
 
     One that comes from a checkpoint (`--format expansion`) has a `position`, and the fingerprint of the `tokenizer`
-    that it was trained with.
+    that it was trained with. `base_architecture` is None in one that an earlier version made.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,6 +35,7 @@ class ExpansionManifest(BaseModel):
     format: Literal["scale-cpt expansion 1"]
     base: str
     base_hashes: dict[str, str]
+    base_architecture: dict[str, Any] | None = None
     method: dict[str, Any]
     seed: int
     tensors: dict[str, str]

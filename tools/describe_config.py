@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import types
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +20,15 @@ from pydantic.fields import FieldInfo
 from pipeline import command_line
 from pipeline.config.run import RunConfig
 
-_WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
+_WORDS = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    date: "date",
+    Path: "path",
+    type(None): "nothing",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

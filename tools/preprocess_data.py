@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import log
-from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
-from pipeline.config.data import Corpus
+from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program, share
+from pipeline.config.data import CHAT_DATE, Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized
@@ -75,7 +75,7 @@ def _given(options: argparse.Namespace) -> Job:
     )  # fmt: skip
     given = {"input": inputs, **{name: getattr(options, name) for name in names}}
     corpus = checked(Corpus, given, source="the command line", listed_in="--help")
-    return Job(corpus, options.tokenizer, options.output, options.end_of_document)
+    return Job(corpus, options.tokenizer, options.output, options.end_of_document, chat_date=options.chat_date)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
     add("--text-key", default="text", help="the key or column that holds the document (default: text)")
     add("--messages-key", help="or that of a chat, of {role, content} or {from, value}: predicts the assistant's")
+    add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
     add("--encoding", help="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16")
     add("--quoting", choices=get_args(Quoting), help="of CSV and TSV (default: standard for CSV, none for TSV)")
     add("--normalize", choices=get_args(Normalization), help="bring texts to that form of Unicode (default: none)")

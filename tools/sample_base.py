@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import add_run, folder_or_hub, positive, run_program, share
-from pipeline.config.data import Sampling
+from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program, share
+from pipeline.config.data import CHAT_DATE, Sampling
 from pipeline.config.reading import checked
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
@@ -50,7 +50,15 @@ def _given(options: argparse.Namespace) -> SamplingJob:
         raise ConfigError("name a run, or give all of --base, --output, --tokens and --max-tokens")
     given = {name: getattr(options, name) for name in Sampling.model_fields}
     sampling = checked(Sampling, given, source="the command line", listed_in="--help")
-    return SamplingJob(options.base, options.output, sampling, options.max_tokens, options.text_key, options.batch_size)
+    return SamplingJob(
+        options.base,
+        options.output,
+        sampling,
+        options.max_tokens,
+        options.text_key,
+        options.batch_size,
+        chat_date=options.chat_date,
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--opening-tokens", type=positive, help="the beginning of each that is used (default: all of it)")
     add("--text-key", default="text", help="the key or column that holds them (default: text)")
     add("--chat-template", action="store_true", help="they are a user's messages, framed by the chat template")
+    add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
     add("--thinking", action=argparse.BooleanOptionalAction, help="whether the base thinks before it answers")
     add("--system-prompts", nargs="+", default=[], metavar="TEXT", help="one is drawn for each message")
     add("--seed", type=int, default=0, help="of the text (default: 0)")

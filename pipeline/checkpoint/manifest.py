@@ -20,6 +20,7 @@ from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import FolderKind, file_hash, first_fault, is_plain_name, read_bytes, write_json
 from pipeline.hub import source_of
+from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
@@ -82,14 +83,16 @@ class Position(_Record):
 
 
 class BaseRecord(_Record):
-    """The base, which the checkpoint does not hold: its path, and the SHA-256 of each weight file.
+    """The base, which the checkpoint does not hold: its path, the SHA-256 of each weight file, and its architecture.
 
-    `hub` is where a base from the Hugging Face hub came from, `org/name@commit`.
+    `hub` is where a base from the Hugging Face hub came from, `org/name@commit`. `architecture` is None in a checkpoint
+    of an earlier version.
     """
 
     path: str
     hashes: dict[str, str]
     hub: str | None = None
+    architecture: dict[str, Any] | None = None
 
 
 class LayoutRecord(_Record):
@@ -107,6 +110,8 @@ class RunRecord(_Record):
 
     `method` and `data` are those sections of the run configuration, without paths; `expansion` holds the added widths,
     or is None if nothing is added. `new_rows` is how many rows the extended vocabulary of the folder `vocabulary` has.
+    `corpora` holds a hash of the tokens of each corpus that is read, by the name of its folder; None in a checkpoint of
+    an earlier version.
     """
 
     name: str
@@ -115,6 +120,7 @@ class RunRecord(_Record):
     method: dict[str, Any]
     expansion: dict[str, int] | None
     data: dict[str, Any]
+    corpora: dict[str, str] | None = None
     global_batch_size: int
     optimizer: str = "adamw"
     seed: int
@@ -148,14 +154,27 @@ class Manifest(_Record):
         write_json(folder / MANIFEST_FILE, self.model_dump(mode="json"))
 
 
-def describe_run(config: RunConfig, base: BaseFolder, model: Decoder, tokenizer_fingerprint: str) -> RunRecord:
+def describe_run(
+    config: RunConfig,
+    base: BaseFolder,
+    model: Decoder,
+    tokenizer_fingerprint: str,
+    corpora: Mapping[str, str] | None = None,
+) -> RunRecord:
+    """The record of the run `config`; `corpora` are the hashes of what it reads, None where nothing is read."""
     return RunRecord(
         name=config.name,
-        base=BaseRecord(path=str(config.base), hashes=base.hashes, hub=source_of(config.base)),
+        base=BaseRecord(
+            path=str(config.base),
+            hashes=base.hashes,
+            hub=source_of(config.base),
+            architecture=architecture_of(base.spec),
+        ),
         base_precision=config.base_precision,
         method=config.method.model_dump(mode="json"),
         expansion=None if model.plan is None else asdict(model.plan.expansion),
         data=config.data.model_dump(mode="json", exclude=PATHS),
+        corpora=None if corpora is None else dict(corpora),
         global_batch_size=config.schedule.global_batch_size,
         optimizer=config.schedule.optimizer,
         seed=config.seed,
@@ -217,13 +236,18 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
 def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN) -> None:
     """Checks that a run can resume from a checkpoint: that `names` of it and the base are the same.
 
-    Otherwise raises CheckpointError. The layout may differ. Settings that did not exist when the checkpoint was saved
-    have their defaults.
+    With its `data` go the corpora. Otherwise raises CheckpointError. The layout may differ. Settings that did not exist
+    when the checkpoint was saved have their defaults; what it does not record (`not_recorded`) is not compared.
     """
     if manifest.run.base.hashes != run.base.hashes:
         raise CheckpointError(
             f"{folder}: its base {manifest.run.base.path} had other weights than the configuration's base has; "
             "point `base` at that model, or start a run in another folder"
+        )
+    if changed := changed_entry(manifest.run.base.architecture, run.base.architecture):
+        raise CheckpointError(
+            f"{folder}: the config.json of its base {manifest.run.base.path} had another {changed}; put it back as it "
+            "was, or start a run in another folder"
         )
     saved, wanted = (_compared(record, names) for record in (manifest.run, run))
     if others := [name for name in saved | wanted if saved.get(name) != wanted.get(name)]:
@@ -232,6 +256,34 @@ def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tupl
             f"{folder}: was trained with another {name} (expected {saved.get(name)!r}, found {wanted.get(name)!r})"
             f"{more}; set it back, or name another `folder` in the configuration, where a new run begins"
         )
+    if "data" in names:
+        _check_same_corpora(manifest, folder, run)
+
+
+def _check_same_corpora(manifest: Manifest, folder: Path, run: RunRecord) -> None:
+    """Raises CheckpointError where a corpus holds other tokens than the one that the checkpoint was trained on.
+
+    Which corpora there are is a setting, and compared with the settings.
+    """
+    before, now = manifest.run.corpora or {}, run.corpora or {}
+    others = [name for name in before if name in now and before[name] != now[name]]
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise CheckpointError(
+            f"{folder}: was trained when the corpus {others[0]}{more} held other tokens than it holds now; put that "
+            "corpus back (make it again of the same files), or name another `folder` in the configuration, where a "
+            "new run begins"
+        )
+
+
+def not_recorded(manifest: Manifest) -> list[str]:
+    """What a checkpoint of an earlier version does not record, so that nobody can tell whether it changed."""
+    run = manifest.run
+    lacks = {
+        "the config.json of its base": run.base.architecture is None,
+        "the tokens of its corpora": run.corpora is None,
+    }
+    return [what for what, is_lacking in lacks.items() if is_lacking]
 
 
 def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import read_vocabulary
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
-from pipeline.errors import ConfigError, DamagedCheckpointError, DataError, UserError
+from pipeline.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, UserError
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.vocabulary import extended_spec, with_new_rows
@@ -27,7 +27,11 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
-from pipeline.run_folder.status import is_trained
+from pipeline.run_folder.attempts import NAME as ATTEMPTS
+from pipeline.run_folder.attempts import read_attempts
+from pipeline.run_folder.checkpoint_names import named_checkpoint
+from pipeline.run_folder.metrics import METRICS
+from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.sizing.micro_batch import imagined_ranks
 
 Stage = Literal["tokenize", "train"]
@@ -45,6 +49,11 @@ class Samples(NamedTuple):
         """The corpora that they are read from."""
         packed = (*self.training.corpora.values(), *(part.packed for part in self.heldout.values()))
         return [each.source for each in packed]
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """The hash of what each of them holds, by the name of its folder."""
+        return {corpus.folder.name: corpus.content for corpus in self.corpora}
 
 
 class Inputs:
@@ -142,7 +151,7 @@ class Inputs:
         """Whether an earlier attempt finished the run, which is logged. The checkpoints' files are not read.
 
         A newest checkpoint of another base, base_precision or method, or, unless the run is finished, of other data, is
-        a CheckpointError.
+        a CheckpointError; so is a run whose records say that it had checkpoints, where there is none.
         """
         config = self.config
         for checkpoint in candidates(config.checkpoint_folder):
@@ -152,18 +161,44 @@ class Inputs:
                 continue  # resuming reports it, and takes the one before
             with torch.device("meta"):
                 model = build_model(config, self.base.spec, SINGLE)
-            run = describe_run(config, self.base, model, self.tokenizer_fingerprint)
             finished = is_trained(config.folder) and manifest.position.step >= config.schedule.steps  # none were added
+            samples = None if finished else self.get("samples")  # a finished run needs its corpora no more
+            contents = None if samples is None else samples.contents
+            run = describe_run(config, self.base, model, self.tokenizer_fingerprint, contents)
             check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
             if finished:
                 _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
             return finished
+        check_no_checkpoint_is_lost(config)
         return False
 
     @cached_property
     def starts_at_base(self) -> bool:
         """Whether the model's logits must equal the base's before the first step."""
         return self.finished or self.method.expansion is None or not self.method.expansion.is_trained
+
+
+def check_no_checkpoint_is_lost(config: RunConfig) -> None:
+    """Raises CheckpointError where a run had checkpoints, and nothing of them is left.
+
+    It would begin again at step 0, and its figures so far would be lost. Damaged checkpoints are reported where a run
+    resumes.
+    """
+    folder, checkpoints = config.folder, config.checkpoint_folder
+    if any(checkpoints.glob("step_*")) or named_checkpoint(checkpoints) is not None:
+        return
+    kept = [name for name in (TRAINING, METRICS) if (folder / name).exists()]
+    saved = max((attempt.newest_checkpoint_step for attempt in read_attempts(folder)), default=0)
+    if is_trained(folder):
+        found = f"{folder / TRAINING} says that the run is trained"
+    elif kept and saved:
+        found = f"{folder / ATTEMPTS} says that the run was saved at step {saved}"
+    else:
+        return
+    raise CheckpointError(
+        f"{checkpoints}: holds no checkpoint, but {found}; put the checkpoints back, or, to train from step 0, move "
+        f"{' and '.join(kept)} away or name another `folder` in the configuration"
+    )
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:

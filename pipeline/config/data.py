@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,10 @@ Role = Literal["new", "replay", "rehearsal"]
 CleaningStep = Literal[
     "mend", "language", "boilerplate", "repetition", "quality", "lines", "personal_data", "duplicates", "contamination"
 ]
+
+
+CHAT_DATE = date(2025, 1, 1)
+"""What chat templates are told is today, where nothing else is said."""
 
 
 class Sampling(Section):
@@ -181,6 +186,8 @@ class Data(Section):
     temperature: Annotated[float, Field(ge=1)] | None = None
     """among the corpora of a role, also weigh each by tokens^(1 / temperature): 1 in proportion to their sizes, 3.3
     (mT5) more evenly; default: by weight alone"""
+    chat_date: date = CHAT_DATE
+    """what a chat template that asks for today's date (`strftime_now`) is told: tokens must not depend on the day"""
     document_mask: bool = True
     """attention and positions stay within a document"""
 

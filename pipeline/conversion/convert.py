@@ -41,6 +41,7 @@ from pipeline.files import (
     write_text,
 )
 from pipeline.methods.scale import origin_of
+from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
@@ -104,7 +105,7 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
     """The files of that text by corpus, and where documents are in them."""
     sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
     texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
-    keys = {name: keys_of(of, config.tokenizer) for name, of in texts.items()}
+    keys = {name: keys_of(of, config.tokenizer, config.data.chat_date) for name, of in texts.items()}
     return {name: of.input for name, of in texts.items()}, keys
 
 
@@ -159,7 +160,12 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
     # The origin that `upscale` would write: a run can start from this folder.
-    origin = {"base_hashes": model.base.hashes, "method": origin_of(model.settings), "seed": run.seed}
+    origin = {
+        "base_hashes": model.base.hashes,
+        "base_architecture": architecture_of(model.base.spec),
+        "method": origin_of(model.settings),
+        "seed": run.seed,
+    }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)
     origin = {**record, **origin, "tokenizer": run.tokenizer_fingerprint}

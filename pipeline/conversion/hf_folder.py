@@ -35,13 +35,13 @@ from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from pipeline.data.chats import TEMPLATE, template_in
 from pipeline.data.sentencepiece_model import MODEL_FILES, converted
-from pipeline.data.tokenizer import TOKENIZER_FILE, SentencePieceEncoder, load_tokenizer
+from pipeline.data.tokenizer import TOKENIZER_FILE, SentencePieceEncoder, load_tokenizer, without_dropout
 from pipeline.data.tokenizer_config import read_as_it_is
 from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_inside, read_object, write_json, write_text
 from pipeline.log import progress_bar
-from pipeline.model.base_folder import INDEX_FILE
+from pipeline.model.base_folder import INDEX_FILE, files_by_tensor
 from pipeline.model.families import FAMILIES
 from pipeline.model.from_hf import loading_options, model_type_of
 
@@ -170,7 +170,8 @@ def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
 
     The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
     latter names is not kept: the only code of an export is that of `remote_code`. Nor is a class that would build
-    another tokenizer than tokenizer.json says.
+    another tokenizer than tokenizer.json says, and BPE dropout is off, as in
+    training.
 
     Raises BaseModelError: a file cannot be read, or links out of its folder.
     """
@@ -178,6 +179,10 @@ def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
     for name in (*_matching(tokenizer, _TOKENIZER), *(f"{_MORE_TEMPLATES}/{name}" for name in templates)):
         _copy(tokenizer, name, folder / name)
     _copy(tokenizer, RECORD, folder / EXPORTED)
+    with suppress(FileNotFoundError):
+        without = without_dropout(read_object(folder / TOKENIZER_FILE, BaseModelError))
+        if without is not None:
+            write_json(folder / TOKENIZER_FILE, without)
     path, config = folder / "tokenizer_config.json", dict[str, Any]()
     with suppress(FileNotFoundError):
         config = read_object(path, BaseModelError)
@@ -260,6 +265,7 @@ def load_hf_model(
     Raises BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
     """
     values = check_hf_config(folder, trust_remote_code=trust_remote_code)
+    files_by_tensor(folder)  # training must read the same weights
     transformers.utils.logging.disable_progress_bar()
     with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = AutoModelForCausalLM.from_pretrained(

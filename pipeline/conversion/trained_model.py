@@ -13,12 +13,14 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
+from pipeline import log
 from pipeline.checkpoint.manifest import MANIFEST_FILE, Manifest, load_manifest
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
+from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
@@ -31,6 +33,8 @@ from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_norm import WidenedNorm
+
+_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,13 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         raise BaseModelError(
             f"{base_path}: other weights than the base that {checkpoint} was trained on "
             f"({manifest.run.base.path}); give that model's folder"
+        )
+    if manifest.run.base.architecture is None:
+        _logger.info("%s: an earlier version wrote it without a record of its base's config.json", checkpoint)
+    if changed := changed_entry(manifest.run.base.architecture, architecture_of(base.spec)):
+        raise BaseModelError(
+            f"{base_path}: its config.json has another {changed} than when {checkpoint} was trained; put it back as it "
+            "was"
         )
     # No folder of initial values is needed: only the structure is used, the values are in the checkpoint.
     method = method_for(settings, Path(), manifest.run.seed)

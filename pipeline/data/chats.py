@@ -6,15 +6,18 @@ answers only, and each is learned once. The template is a stranger's program; tr
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from pipeline import log
+from pipeline.config.data import CHAT_DATE
 from pipeline.data.records import EXCERPT_BYTES, Document, Record, Rejected, record_of
 from pipeline.data.tokenizer import HuggingFaceEncoder, json_beside, json_file, load_tokenizer
 from pipeline.errors import DataError, faults_of_library, in_one_line
@@ -26,27 +29,30 @@ _ROLES = {
     "human": "user", "user": "user", "system": "system", "tool": "tool", "assistant": "assistant", "gpt": "assistant",
     "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-_DAY = datetime.datetime(2024, 7, 26)  # templates ask for the local time
-"""What templates that ask for the date are told, so that a chat is framed alike on any day; Llama 3's own default."""
-_ASKS_FOR_THE_DATE = "strftime_now"
-_DIRECTIVES = [
-    "%-d", "%-m", "%-H", "%-I", "%a", "%A", "%d", "%b", "%B", "%m", "%y", "%Y", "%H", "%I", "%p", "%M", "%S", "%f",
-    "%j", "%F", "%D", "%T", "%R",
-]  # fmt: skip
 # What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
 _THINKING = "enable_thinking"
+# What transformers calls its clock in a template.
+_CLOCK = "strftime_now"
+# What Jinja itself draws at random.
+_RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
 _ADVICE = "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
+_logger = log.get_logger(__name__)
 
 
 class ChatTemplate:
     """The chat template of the tokenizer at `path`.
 
     `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
-    Chats without a system's message get one of `systems`, which the `seed` and their first message decide.
+    Chats without a system's message get one of `systems`, which the `seed` and their first message decide. A template
+    that asks for today's date is told `today`: what it renders does not depend on the day.
 
     A message that spells a special token, which would end it, is refused unless `keeps_control`.
 
-    Raises DataError where it has none, or no `enable_thinking`, or its library does not see special tokens in a text.
+    Attributes:
+        date: that date, as YYYY-MM-DD; None where the template does not ask.
+
+    Raises DataError where it has none, or no `enable_thinking`, or it draws at random, or its library does not see
+    special tokens in a text.
     """
 
     def __init__(
@@ -55,10 +61,12 @@ class ChatTemplate:
         thinking: bool | None = None,
         systems: Sequence[str] = (),
         seed: int = 0,
+        today: date = CHAT_DATE,
         *,
         keeps_control: bool = False,
     ) -> None:
-        self.path, self._systems, self._seed, self._keeps_control = path, systems, seed, keeps_control
+        self.path, self._systems, self._seed, self._today = path, systems, seed, today
+        self._keeps_control = keeps_control
         file = json_file(path)
         described = json_beside(file, "tokenizer_config.json")
         source = template_in(file.parent, described)
@@ -66,7 +74,15 @@ class ChatTemplate:
             raise DataError(f"{file.parent}: its tokenizer has no chat template; {_ADVICE}")
         if thinking is not None and _THINKING not in source:
             raise DataError(f"{file.parent}: its chat template has no {_THINKING}; leave thinking out")
+        if _RANDOM.search(source):
+            raise DataError(
+                f"{file.parent}: its chat template draws at random (`random`, `lipsum`): the same command would make "
+                "other tokens; write what it is to say into the template"
+            )
         self.source = source
+        self.date = today.isoformat() if _CLOCK in source else None
+        if self.date is not None:
+            _logger.info("%s: its chat template asks for today's date; it is told %s", path, self.date)
         self._variables = {
             name: token.get("content") if isinstance(token, dict) else token
             for name, token in described.items()
@@ -76,8 +92,8 @@ class ChatTemplate:
     @property
     def fingerprint(self) -> str:
         """A hash of what decides how a chat is rendered."""
-        day = [_DAY.isoformat()] if _ASKS_FOR_THE_DATE in self.source else []
-        return json_hash([self.source, self._variables, *day])
+        decides = [self.source, self._variables]
+        return json_hash(decides if self.date is None else [*decides, self.date])
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
@@ -167,14 +183,34 @@ class ChatTemplate:
         if self._systems and messages[0]["role"] != "system":
             drawn = int(json_hash([self._seed, messages[0]["content"]]), 16) % len(self._systems)
             messages = [{"role": "system", "content": self._systems[drawn]}, *messages]
-        with faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError):
+        with faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError), self._told_date():
             texts, _ = render_jinja_template(
                 conversations=[messages],
-                chat_template=_on_a_fixed_day(self.source),
+                chat_template=self.source,
                 add_generation_prompt=is_open,
                 **self._variables,
             )
         return str(texts[0])
+
+    @contextmanager
+    def _told_date(self) -> Iterator[None]:
+        """Within the block, `strftime_now` of this template formats the fixed date.
+
+        transformers takes no function as a variable of a template. It keeps compiled templates, each in an environment
+        of its own, where others in this process, such as lm-eval, must find its clock again.
+        """
+        if self.date is None:
+            yield
+            return
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        names = _compile_jinja_template(self.source).environment.globals
+        clock = names[_CLOCK]
+        names[_CLOCK] = self._today.strftime
+        try:
+            yield
+        finally:
+            names[_CLOCK] = clock
 
 
 @lru_cache(maxsize=4)
@@ -183,19 +219,12 @@ def chat_template(
     thinking: bool | None = None,
     systems: tuple[str, ...] = (),
     seed: int = 0,
+    today: date = CHAT_DATE,
     *,
     keeps_control: bool = False,
 ) -> ChatTemplate:
     """The chat template of the tokenizer at `path`, read once. Arguments and errors are those of `ChatTemplate`."""
-    return ChatTemplate(path, thinking, systems, seed, keeps_control=keeps_control)
-
-
-def _on_a_fixed_day(source: str) -> str:
-    """A template that is told the same date on any day: transformers lets it ask for the day on which it is used."""
-    if _ASKS_FOR_THE_DATE not in source:
-        return source
-    told = "".join(f" | replace({directive!r}, {_DAY.strftime(directive)!r})" for directive in _DIRECTIVES)
-    return f"{{% macro {_ASKS_FOR_THE_DATE}(format) -%}}{{{{ format{told} }}}}{{%- endmacro %}}{source}"
+    return ChatTemplate(path, thinking, systems, seed, today, keeps_control=keeps_control)
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:

@@ -6,10 +6,11 @@ import glob
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from unicodedata import normalize
 
-from pipeline.config.data import Corpus, Data
+from pipeline.config.data import CHAT_DATE, Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.chats import chat_template
 from pipeline.data.records import Document, HeldoutBy, Keys
@@ -33,11 +34,13 @@ class Job:
     reference_only: bool = False
     apart_from: tuple[Path, ...] = ()
     """the held-out parts of which no document may be in it; of a held-out part the training parts"""
+    chat_date: date = CHAT_DATE
+    """what a chat template is told is today"""
 
     @property
     def keys(self) -> Keys:
         """Where documents are in the inputs."""
-        return keys_of(self.corpus, self.tokenizer)
+        return keys_of(self.corpus, self.tokenizer, self.chat_date)
 
     @property
     def part(self) -> str:
@@ -45,12 +48,15 @@ class Job:
         return "heldout" if self.output.name.endswith(".heldout") else "train"
 
 
-def keys_of(corpus: Corpus, tokenizer: Path) -> Keys:
-    """Where documents are in the inputs of a corpus; raises DataError for chats without a chat template."""
+def keys_of(corpus: Corpus, tokenizer: Path, chat_date: date) -> Keys:
+    """Where documents are in the inputs of a corpus; raises DataError for chats without a chat template.
+
+    `chat_date` is what the template is told is today.
+    """
     keys = text_keys_of(corpus)
     if (key := corpus.messages_key) is not None:
-        keeps_control = corpus.special_tokens == "control"
-        return keys._replace(text=key, prompt=key, chat=chat_template(tokenizer, keeps_control=keeps_control))
+        template = chat_template(tokenizer, today=chat_date, keeps_control=corpus.special_tokens == "control")
+        return keys._replace(text=key, prompt=key, chat=template)
     return keys._replace(prompt=corpus.prompt_key)
 
 
@@ -152,14 +158,26 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
     for name, corpus in named.items():
         if corpus.heldout_input:
             apart = () if _is_to_be_memorised(corpus) else train
-            yield Job(heldout_source(data, name), tokenizer, heldout_folder(data, name), apart_from=apart)
+            yield Job(
+                heldout_source(data, name),
+                tokenizer,
+                heldout_folder(data, name),
+                apart_from=apart,
+                chat_date=data.chat_date,
+            )
     for name, corpus in sorted(named.items(), key=lambda item: -item[1].heldout_fraction):
         apart = tuple(
             heldout_folder(data, other)
             for other, its in named.items()
             if its.heldout_fraction > corpus.heldout_fraction or (its.heldout_input and not _is_to_be_memorised(its))
         )
-        yield Job(source_of(data, name), tokenizer, train_folder(data, name), apart_from=apart)
+        yield Job(
+            source_of(data, name),
+            tokenizer,
+            train_folder(data, name),
+            apart_from=apart,
+            chat_date=data.chat_date,
+        )
 
 
 def _is_to_be_memorised(corpus: Corpus) -> bool:
@@ -187,7 +205,7 @@ def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
 
     def documents(name: str, corpus: Corpus) -> Iterator[Document]:
         by = _held_out_by(heldout_folder(config.data, name))
-        for document in good_documents(corpus.input, keys_of(corpus, config.tokenizer)):
+        for document in good_documents(corpus.input, keys_of(corpus, config.tokenizer, config.data.chat_date)):
             if corpus.heldout_input or is_heldout(document.held_out_by, corpus.heldout_fraction, by):
                 yield document
 

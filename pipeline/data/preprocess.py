@@ -138,6 +138,7 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
         prompt_key=keys.prompt,
         document=keys.document,
         chat_template=None if keys.chat is None else keys.chat.fingerprint,
+        chat_date=None if keys.chat is None else keys.chat.date,
         encoding=keys.encoding,
         quoting=keys.quoting,
         normalize=keys.normalize,

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveI
 from pipeline.data.records import DocumentUnit, HeldoutBy, Normalization, Quoting, SpecialTokens
 from pipeline.data.token_shards import FileContent, Shard, ShardFile, check_file, shard_file
 from pipeline.errors import DataError
-from pipeline.files import FolderKind, in_threads, is_plain_name, read_record, write_record
+from pipeline.files import FolderKind, in_threads, is_plain_name, json_hash, read_record, write_record
 from pipeline.log import progress_bar
 
 MAKERS = "scale-cpt tokenize (or scale-cpt sample, for text that the base writes)"
@@ -91,8 +91,10 @@ class Description(BaseModel):
     text_key: str
     prompt_key: str | None = None
     document: DocumentUnit = "line"
+    chat_date: str | None = None
+    """what the template that framed chats was told is today, if it asks"""
     chat_template: str | None = None
-    """the hash of the template that framed chats"""
+    """its hash, of that date too"""
     encoding: str | None = None
     quoting: Quoting | None = None
     normalize: Normalization | None = None
@@ -186,6 +188,21 @@ class TokenCorpus:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_shard"}
+
+    @cached_property
+    def content(self) -> str:
+        """A hash of what training reads: the tokens and documents of all shards, wherever their text came from.
+
+        The library that encoded is no part of it, nor are the names and the compression of the input files.
+        """
+        manifest = self.manifest
+        shards = [
+            [shard.documents, shard.tokens, sorted((end, *content) for end, content in shard.files.items())]
+            for shard in manifest.shards
+        ]
+        counts = manifest.model_dump(include=set(Counts.model_fields))
+        tokenizer = manifest.tokenizer.model_dump(exclude={"backend"})
+        return json_hash([shards, counts, tokenizer, manifest.token_dtype, manifest.prompt_key is not None])
 
     @cached_property
     def _shard(self) -> Callable[[int], Shard]:

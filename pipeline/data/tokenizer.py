@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, groupby, islice
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Union
 import gigatoken
 import numpy as np
 import numpy.typing as npt
+import orjson
 import tokenizers
 
 from pipeline import log
@@ -182,6 +183,8 @@ class Tokenizer:
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
     """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a model of SentencePiece.
 
+    BPE dropout is switched off, and a line says so.
+
     `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong. Raises
     DataError where there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
@@ -190,6 +193,10 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
     if file.suffix == SUFFIX:
         return _sentencepiece_tokenizer(read_model(file, content), end_of_document)
     described = read_object(file, DataError)
+    if (without := without_dropout(described)) is not None:
+        message = "%s: its BPE dropout of %s, which makes other tokens of a text each time, is switched off"
+        _logger.warning(message, file, described["model"]["dropout"])
+        described, content = without, orjson.dumps(without)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
@@ -315,6 +322,17 @@ def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEnc
     else:
         _logger.warning("gigatoken differs from %s on a test text: %s encodes", reference.name, reference.name)
     return None
+
+
+def without_dropout(described: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The contents of a tokenizer.json with BPE dropout switched off; None where there is none to switch off.
+
+    Dropout, a means against overfitting, leaves out merges at random: the same text gets other tokens each time.
+    """
+    model = described.get("model")
+    if not isinstance(model, dict) or not model.get("dropout"):
+        return None
+    return {**described, "model": {**model, "dropout": None}}
 
 
 def fingerprint_of(described: dict[str, Any]) -> str:

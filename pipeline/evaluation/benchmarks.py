@@ -158,6 +158,8 @@ def benchmark_model(
         read = () if chat_template or prefix == "none" else own.before_document
     backend = getattr(tokenizer, "backend_tokenizer", None)  # None: Python code, which knows its own prefix
     if backend is not None:
+        if getattr(backend.model, "dropout", None):
+            backend.model.dropout = None  # as in training: a text has the same tokens each time
         names = [(backend.id_to_token(token), token) for token in read]
         backend.post_processor = TemplateProcessing(single=[*(name for name, _ in names), "$A"], special_tokens=names)
     last = read[-1] if read else None

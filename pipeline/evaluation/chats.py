@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import orjson
 import torch
 from transformers import GenerationConfig
 
+from pipeline.config.data import CHAT_DATE
 from pipeline.conversion.hf_folder import load_hf_model, taken_ends
 from pipeline.data.chats import chat_template, message_of
 from pipeline.data.readers import lines
@@ -94,18 +96,19 @@ def score_chats(
     files: Mapping[str, Sequence[Chat]],
     *,
     max_answer_tokens: int = DEFAULT_ANSWER_TOKENS,
+    chat_date: date = CHAT_DATE,
     trust_remote_code: bool = False,
 ) -> dict[str, ChatScore]:
     """The score of the model in `folder` on the chats of each file, by its name; on a GPU if there is one.
 
-    Chats are framed by the template of the folder's tokenizer. An answer ends at any `eos_token_id` of the model's
-    generation_config.json; nothing else of that file is used.
+    Chats are framed by the template of the folder's tokenizer, which is told that today is `chat_date`. An answer ends
+    at any `eos_token_id` of the model's generation_config.json; nothing else of that file is used.
 
     Raises:
         BaseModelError: the folder holds no model that can be loaded.
         DataError: its tokenizer has no chat template, or that cannot frame a chat, or a chat leaves no room to answer.
     """
-    template, tokenizer = chat_template(folder), load_tokenizer(folder)
+    template, tokenizer = chat_template(folder, today=chat_date), load_tokenizer(folder)
     check_served_ids(folder, tokenizer, trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)

@@ -49,7 +49,7 @@ def summarise(
         for when, folder in folders.items()
     }
     answered = {
-        when: score_chats(folder, asked, max_answer_tokens=max_answer_tokens)
+        when: score_chats(folder, asked, max_answer_tokens=max_answer_tokens, chat_date=config.data.chat_date)
         for when, folder in (folders.items() if asked else ())
     }
     fraction = training["trainable_parameters"] / training["total_parameters"]

@@ -11,10 +11,11 @@ import torch
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import BaseModelError, CheckpointError, ConfigError
 from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
-from pipeline.log import counted
+from pipeline.log import counted, get_logger
 from pipeline.methods.method import TrainingMethod
+from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import check_weights, is_base, load_base
@@ -24,6 +25,8 @@ from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.initialisers import initial_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
+
+_logger = get_logger(__name__)
 
 
 class Scale(TrainingMethod):
@@ -48,13 +51,26 @@ class Scale(TrainingMethod):
 
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
-        expansion.check_origin(base.hashes, origin_of(self.settings), self.seed)
+        _check_origin(expansion, base, self.settings, self.seed)
         _check_new_rows(expansion, base.new_rows)
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if not is_base(name) and not is_new_row(name):
                 shape, partition = full_shape_of(parameter), partition_of(parameter)
                 fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+
+
+def _check_origin(expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int) -> None:
+    """Raises as `check_origin`, and BaseModelError where the base's config.json has changed since."""
+    expansion.check_origin(base.hashes, origin_of(settings), seed)
+    recorded = expansion.manifest.base_architecture
+    if recorded is None:
+        _logger.info("%s: an earlier version made it without a record of its base's config.json", expansion.path)
+    if changed := changed_entry(recorded, architecture_of(base.spec)):
+        raise BaseModelError(
+            f"{expansion.path}: the config.json of its base {expansion.manifest.base} had another {changed}; put it "
+            "back as it was, or remove this folder to make it again"
+        )
 
 
 def _check_new_rows(expansion: ExpansionFolder, new_rows: NewRows | None) -> None:
@@ -94,7 +110,7 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     if not isinstance(config.method, ScaleMethod) or not (config.upscaled_folder / MANIFEST).exists():
         return None
     expansion = open_expansion(config.upscaled_folder)
-    expansion.check_origin(base.hashes, origin_of(config.method), config.seed)
+    _check_origin(expansion, base, config.method, config.seed)
     if base.new_rows is not None or config.vocabulary is None:
         _check_new_rows(expansion, base.new_rows)
     return expansion
@@ -110,6 +126,7 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
     origin = {
         "base": str(base.path),
         "base_hashes": base.hashes,
+        "base_architecture": architecture_of(base.spec),
         "method": origin_of(settings),
         "expansion": asdict(plan.expansion),
         "seed": seed,

@@ -7,7 +7,7 @@ of the folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -27,9 +27,12 @@ from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"
 T = TypeVar("T")
 _TIED = ("output.base", "embedding.base.weight")
 _ROWS = 2**13
+# Of config.json: the file that transformers reads in place of these.
+_WEIGHTS_ENTRY = "transformers_weights"
 _TYPES = ("F16", "BF16", "F32", "F64")
 """The types of weights, as safetensors names them; others are quantized, or no weights."""
 
@@ -47,22 +50,8 @@ class BaseFolder:
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
-        """The file of each of the folder's tensors. Raises BaseModelError if a file is missing or damaged."""
-        index = self.path / INDEX_FILE
-        try:
-            names = read_object(index, BaseModelError, "copy the folder again").get("weight_map")
-        except FileNotFoundError:
-            only = self.path / SINGLE_FILE
-            with _opened(only) as tensors:
-                return dict.fromkeys(tensors.keys(), only)
-        if not isinstance(names, dict) or not all(
-            isinstance(name, str) and is_plain_name(name) for name in names.values()
-        ):
-            raise BaseModelError(f"{index}: not an index of files in its folder; do not use this model")
-        for name in sorted(set(names.values())):
-            with _opened(self.path / name):
-                pass
-        return {tensor: self.path / name for tensor, name in names.items()}
+        """The file of each of the folder's tensors. Raises as `files_by_tensor`."""
+        return files_by_tensor(self.path)
 
     @property
     def files(self) -> list[Path]:
@@ -164,6 +153,66 @@ class BaseFolder:
         if tensor not in self.file_of:
             raise BaseModelError(f"{self.path}: lacks the tensor {tensor}; the weights do not fit config.json")
         return self.file_of[tensor]
+
+
+def files_by_tensor(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a Hugging Face folder.
+
+    This is the one rule for all who read such a folder. transformers has others: it prefers a single file to an index,
+    takes whatever a file holds, and applies an adapter where peft is installed. So a folder is refused from which it
+    would read other weights.
+
+    Raises BaseModelError: that is so, or a file is missing or damaged.
+    """
+    _check_no_other_weights(folder)
+    index = folder / INDEX_FILE
+    try:
+        names = read_object(index, BaseModelError, "copy the folder again").get("weight_map")
+    except FileNotFoundError:
+        only = folder / SINGLE_FILE
+        return dict.fromkeys(_tensors_in(only), only)
+    if not isinstance(names, dict) or not all(isinstance(name, str) and is_plain_name(name) for name in names.values()):
+        raise BaseModelError(f"{index}: not an index of files in its folder; do not use this model")
+    named = sorted(set(names.values()))
+    if (folder / SINGLE_FILE).exists() and named != [SINGLE_FILE]:
+        raise BaseModelError(
+            f"{folder / SINGLE_FILE}: {INDEX_FILE} beside it names other files, and transformers would read this one "
+            "instead; move away whichever is not the model"
+        )
+    for name in named:
+        for tensor in _tensors_in(folder / name):
+            listed = names.get(tensor)
+            if listed is None:
+                raise BaseModelError(f"{index}: lacks the tensor {tensor}, which {name} holds; copy the folder again")
+            if listed != name:
+                raise BaseModelError(
+                    f"{index}: names {listed} for {tensor}, and {name} holds one too, which transformers may read; "
+                    "copy the folder again"
+                )
+    return {tensor: folder / name for tensor, name in names.items()}
+
+
+def _check_no_other_weights(folder: Path) -> None:
+    """Raises BaseModelError where config.json names a file of weights, or an adapter lies beside the weights."""
+    adapter = folder / ADAPTER_FILE
+    if adapter.exists():
+        raise BaseModelError(
+            f"{adapter}: an adapter, which transformers applies where peft is installed; merge it into the weights "
+            "(merge_and_unload of peft), or move it away"
+        )
+    config: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        config = read_object(folder / "config.json", BaseModelError, "copy the folder again")
+    if (other := config.get(_WEIGHTS_ENTRY)) is not None:
+        raise BaseModelError(
+            f"{folder / 'config.json'}: {_WEIGHTS_ENTRY}: expected none, found {other!r:.80}; name these files "
+            f"{SINGLE_FILE} or {INDEX_FILE}, and remove the entry"
+        )
+
+
+def _tensors_in(file: Path) -> list[str]:
+    with _opened(file) as tensors:
+        return list(tensors.keys())
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The figures of every step: in metrics.jsonl, in TensorBoard's format, and as a line of progress.
 
-A run that resumes from step k, or rolls back to it, drops what was written after k, so that each step has one line.
+A run that resumes from step k, or rolls back to it, drops what was written after k, so that each step has one line. A
+run that begins again keeps what was written, as metrics.jsonl.1.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +16,7 @@ import orjson
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from pipeline import log
-from pipeline.run_folder.metrics import METRICS
+from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.training.observer import Observer, StepEvent
 
 BOARD = "tensorboard"
@@ -60,6 +62,8 @@ class MetricsFiles(Observer):
 
     def _go_back_to(self, step: int) -> None:
         """Continues after the line of `step`."""
+        if step == 0:
+            keep_aside(self.folder / METRICS)
         cut_after(self.folder / METRICS, step)
         self._waiting = [(of_step, line) for of_step, line in self._waiting if of_step <= step]
         self._board = None
@@ -84,6 +88,16 @@ class MetricsFiles(Observer):
             self._board.add_scalar(name, value, event.step)
         self._board.flush()
         self._purge_step = None
+
+
+def keep_aside(path: Path) -> None:
+    """Renames a metrics.jsonl with figures of steps, and says so: a run that begins again replaces none of them."""
+    if not any(line["step"] for line in read_metrics(path)):
+        return
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    _logger.warning("%s: the run begins at step 0; the figures of its earlier attempt are in %s", path, aside.name)
 
 
 def cut_after(path: Path, step: int) -> None:

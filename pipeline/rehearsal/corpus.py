@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from functools import lru_cache, partial
 from itertools import islice, repeat
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.config.data import Sampling
+from pipeline.config.data import CHAT_DATE, Sampling
 from pipeline.config.run import RunConfig
 from pipeline.data import jobs
 from pipeline.data.blend import mix
@@ -73,7 +74,8 @@ class Openings(Outcome):
 class SamplingJob:
     """Everything that decides what the base in `base` writes into `output`.
 
-    `max_tokens` is the resolved one; `batch_size` None takes one that suits the base.
+    `max_tokens` is the resolved one; `batch_size` None takes one that suits the base. `chat_date` is what a chat
+    template is told is today.
     """
 
     base: Path
@@ -83,6 +85,7 @@ class SamplingJob:
     text_key: str = "text"
     batch_size: int | None = None
     messages_key: str | None = None
+    chat_date: date = CHAT_DATE
 
     @property
     def openings(self) -> Path:
@@ -95,7 +98,8 @@ class SamplingJob:
         sampling = self.sampling
         if not (self.messages_key or sampling.chat_template):
             return None
-        return chat_template(self.base, sampling.thinking, tuple(sampling.system_prompts), sampling.seed)
+        systems = tuple(sampling.system_prompts)
+        return chat_template(self.base, sampling.thinking, systems, sampling.seed, self.chat_date)
 
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
@@ -110,6 +114,7 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
                 text_key=corpus.text_key,
                 batch_size=batch_size,
                 messages_key=corpus.messages_key,
+                chat_date=config.data.chat_date,
             )
 
 
@@ -150,6 +155,7 @@ def plan_of(job: SamplingJob) -> Plan:
         tokenizer=tokenizer.record("transformers"),
         text_key=job.messages_key or job.text_key,
         chat_template=template.fingerprint if template and job.messages_key else None,
+        chat_date=template.date if template else None,
         unit_size=max(batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)),
         sampling=sampling,
     )

@@ -111,6 +111,12 @@ class Attempt:
             return False
         return self.end is None or (self.end.stage in _RESUMING and self.end.exit_code == RESUME_LATER)
 
+    @property
+    def newest_checkpoint_step(self) -> int:
+        """The newest checkpoint's, of all that its lines say."""
+        lines = [line.checkpoint_step for line in (self.start, self.end) if line is not None]
+        return max(self.checkpoint_step, *lines, 0)
+
     def add(self, record: StageStart | StageEnd) -> None:
         if isinstance(record, StageEnd):
             self.end = record

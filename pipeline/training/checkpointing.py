@@ -197,6 +197,8 @@ class Checkpoints:
         _logger.info("resuming from %s", checkpoint)
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
+        if unknown := manifests.not_recorded(manifest):
+            _logger.info("an earlier version wrote it without a record of %s: not compared", " and ".join(unknown))
         index = broadcast_from_rank0(partial(read_index, checkpoint))
 
         def read() -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         hash_base(inputs)
         model = load_model(inputs, groups, device)
-        run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint)
+        contents = inputs.samples.contents
+        run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint, contents)
         self.engine = Engine(model, config, inputs.deepspeed_config, groups)
         self.batches = TrainingBatches(inputs.samples.training, config, layout, self.rank, device)
         self.validation = Validation(inputs, self.rank, device)

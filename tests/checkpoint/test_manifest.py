@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.checkpoint.manifest import PATHS, BaseRecord, LayoutRecord, Manifest, Position, RunRecord, check_same_run
+from pipeline.checkpoint.manifest import (
+    PATHS,
+    SAME_MODEL,
+    BaseRecord,
+    LayoutRecord,
+    Manifest,
+    Position,
+    RunRecord,
+    check_same_run,
+    not_recorded,
+)
 from pipeline.config.data import Data
 from pipeline.config.method import Lora
 from pipeline.errors import CheckpointError
@@ -48,3 +58,15 @@ def test_a_checkpoint_of_a_base_with_other_weights_is_refused(tmp_path):
     other = record().model_copy(update={"base": BaseRecord(path="b", hashes={"model.safetensors": "0"})})
     with pytest.raises(CheckpointError, match="its base b had other weights than the configuration's base"):
         check_same_run(manifest(other), tmp_path, record())
+
+
+def test_a_corpus_that_came_or_went_is_a_matter_of_the_settings_alone(tmp_path):
+    saved = record().model_copy(update={"corpora": {"ko": "1", "en": "2"}})
+    now = record().model_copy(update={"corpora": {"ko": "1", "de": "3"}})
+    check_same_run(manifest(saved), tmp_path, now)
+    check_same_run(manifest(saved), tmp_path, record())
+    other = now.model_copy(update={"corpora": {"ko": "9"}})
+    with pytest.raises(CheckpointError, match="when the corpus ko held other tokens than it holds now"):
+        check_same_run(manifest(saved), tmp_path, other)
+    check_same_run(manifest(saved), tmp_path, other, SAME_MODEL)  # a finished run reads none
+    assert not_recorded(manifest(record())) == ["the config.json of its base", "the tokens of its corpora"]

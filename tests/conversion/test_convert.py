@@ -135,6 +135,20 @@ def test_a_changed_file_is_noticed(conversion, tmp_path):
     assert not conversion.output.exists()
 
 
+@pytest.mark.parametrize("to", ["auto", "expansion"])
+def test_a_base_whose_config_changed_is_refused(to, conversion, tmp_path):
+    base = shutil.copytree(STORIES, tmp_path / "base")
+    change_json(base / "config.json", rms_norm_eps=0.5)
+    changed = replace(conversion, base=base, format=to)
+    with pytest.raises(BaseModelError, match=r"base: its config.json has another norm_eps \(expected 1e-05, found 0.5"):
+        convert(changed, probe_maker({}))
+    copied = shutil.copytree(conversion.checkpoint, tmp_path / "copy")
+    manifest = json.loads((copied / "manifest.json").read_text())
+    del manifest["run"]["base"]["architecture"]  # as an earlier version wrote it
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    assert convert(replace(conversion, checkpoint=copied, format=to), probe_maker({}))
+
+
 def test_code_of_the_base_is_neither_copied_nor_named(conversion, tmp_path):
     base = shutil.copytree(STORIES, tmp_path / "base")
     (base / "modeling_evil.py").write_text("raise SystemExit('run')")

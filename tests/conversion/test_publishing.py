@@ -160,6 +160,16 @@ def test_a_chat_template_is_where_every_server_looks(where, tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False) == "Hello"
 
 
+def test_an_exports_tokenizer_has_no_dropout(tmp_path):
+    model = json.loads((STORIES / "tokenizer.json").read_text())["model"]
+    base = copied_stories(tmp_path / "base", tokenizer={"model": model | {"dropout": 0.5}})
+    kept_of(base, tmp_path / "out")
+    text = "Once upon a time there was a little dog"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    expected = AutoTokenizer.from_pretrained(STORIES)([text])["input_ids"]
+    assert tokenizer([text] * 20)["input_ids"] == expected * 20
+
+
 @pytest.mark.parametrize("name", ["LICENSE", "additional_chat_templates"])
 def test_links_out_of_the_base_are_not_followed_but_those_of_a_downloaded_snapshot(name, tmp_path):
     cached = tmp_path / "hub" / "models--someone--stories"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -154,3 +155,44 @@ def test_a_template_is_part_of_the_corpus_and_runs_in_a_sandbox(model, tmp_path)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(DataError, match="has no chat template; take the tokenizer of a chat model"):
         ChatTemplate(STORIES260K)
+
+
+# As Llama's, which has a date of its own where there is no clock.
+DATED = (
+    "{% set today = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+    "{% for message in messages %}[{{ message.role }} {{ today }}] {{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant {{ today }}] {% endif %}"
+)
+
+
+def test_a_template_that_asks_for_the_day_is_told_a_fixed_one(model, tmp_path, caplog):
+    """So the same command makes the same tokens tomorrow; another date is another corpus."""
+    undated = ChatTemplate(model, today=date(2030, 1, 1))
+    assert (undated.date, undated.fingerprint) == (None, ChatTemplate(model).fingerprint)
+    (model / "chat_template.jinja").write_text(DATED)
+    chat_template.cache_clear()
+    with caplog.at_level("INFO", logger="pipeline"):
+        made = make(model, tmp_path / "out", [CHAT])
+    assert made.chat_date == "2025-01-01"
+    assert "its chat template asks for today's date; it is told 2025-01-01" in caplog.text
+    framed = "[user 01 Jan 2025] Who ran home? [assistant 01 Jan 2025] "
+    assert stored(tmp_path / "out")[0] == expected(framed, "Tom.")
+    with pytest.raises(DataError, match="begun with another chat date: expected '2024-02-29', found '2025-01-01'"):
+        make(model, tmp_path / "out", [CHAT], chat_date=date(2024, 2, 29))
+    other = make(model, tmp_path / "other", [CHAT], chat_date=date(2024, 2, 29))
+    assert other.chat_template != made.chat_template
+    assert stored(tmp_path / "other")[0] == expected(framed.replace("01 Jan 2025", "29 Feb 2024"), "Tom.")
+
+    texts = [
+        ChatTemplate(model).opened(CHAT[:1]),
+        AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True),
+    ]
+    assert texts[0] == framed
+    assert texts[1] == framed.replace("01 Jan 2025", f"{date.today():%d %b %Y}"), "others keep their clock"
+
+
+@pytest.mark.parametrize("drawn", ["{{ ['a', 'b'] | random }}", "{{ lipsum(1) }}"])
+def test_a_template_that_draws_at_random_is_refused(model, drawn):
+    (model / "chat_template.jinja").write_text(TEMPLATE + drawn)
+    with pytest.raises(DataError, match="model: its chat template draws at random"):
+        ChatTemplate(model)

@@ -54,6 +54,20 @@ def test_the_end_of_document_can_be_named_or_is_the_post_processors(tmp_path: Pa
     assert (loaded.document_start, loaded.document_end) == ((2,), (3,))
 
 
+def test_dropout_of_merges_is_off_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    described = json.loads((STORIES260K / "tokenizer.json").read_text())
+    described["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    text = "Once upon a time there was a little dog. "
+    library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert len({tuple(library.encode(text).ids) for _ in range(20)}) > 1, "or nothing is tried"
+    loaded, original = load_tokenizer(tmp_path, end_of_document="</s>"), load_tokenizer(STORIES260K)
+    assert f"{tmp_path}/tokenizer.json: its BPE dropout of 0.5, which makes other tokens" in caplog.text
+    assert ids_of(loaded.reference, [text] * 20) == ids_of(original.reference, [text] * 20)
+    assert loaded.fast is not None and agree(loaded.fast, original.reference, [text] * 20)
+    assert loaded.fingerprint == original.fingerprint, "their ids are equal"
+
+
 def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     original = load_tokenizer(STORIES260K).fingerprint
     described = json.loads((STORIES260K / "tokenizer.json").read_text())

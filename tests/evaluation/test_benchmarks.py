@@ -129,3 +129,10 @@ def test_the_command_line_compares_models(files):
     first, second = (results := json.loads(done.stdout)).values()
     assert list(results) == models and first == second
     assert {row["task"] for row in first} == {"copa", "passive", "passive_1", "passive_2", AVERAGE}
+
+
+def test_a_text_has_the_same_tokens_each_time_though_the_tokenizer_has_dropout(tmp_path):
+    described = json.loads((STORIES / "tokenizer.json").read_text())["model"]
+    base = copied_stories(tmp_path / "base", tokenizer={"model": described | {"dropout": 0.5}})
+    encode, text = benchmark_model(base).tok_encode, "Once upon a time there was a little dog"
+    assert [encode(text) for _ in range(20)] == [benchmark_model(STORIES).tok_encode(text)] * 20

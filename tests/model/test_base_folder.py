@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.errors import BaseModelError, LayoutError
 from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, in_three
 from pipeline.model.decoder import Decoder
@@ -205,6 +206,77 @@ FILE_FAULTS = {
     "an index that promises too little": (forget_a_tensor, "lacks the tensor"),
     "an index that leads outside": (move_weights_out, "not an index of files in its folder"),
 }
+
+
+def leave_an_old_file(path):
+    tensors = {name: 2 * tensor for name, tensor in load_tensors(path).items()}
+    save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
+
+
+def hold_a_tensor_twice(path):
+    last, name = path / "model-00002.safetensors", "lm_head.weight"
+    assert name in load_file(path / "model-00000.safetensors")
+    save_file(load_file(last) | {name: torch.zeros(97, 32)}, last, {"format": "pt"})
+
+
+def hide_a_tensor(path):
+    """An output of its own, where config.json says that it is the embedding."""
+    change_config(path, tie_word_embeddings=True)
+    weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
+    del weight_map["lm_head.weight"]
+    change_json(path / INDEX_FILE, weight_map=weight_map)
+
+
+def name_other_weights(path):
+    tensors = {name: 2 * tensor for name, tensor in load_tensors(path).items()}
+    save_file(tensors, path / "other.safetensors", {"format": "pt"})
+    change_config(path, transformers_weights="other.safetensors")
+
+
+def add_an_adapter(path):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(reference(path), settings).save_pretrained(path)
+
+
+def load_tensors(path):
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+READ_OTHERWISE = {
+    "a single file beside an index": (
+        leave_an_old_file,
+        f"base/{SINGLE_FILE}: {INDEX_FILE} beside it names other files",
+    ),
+    "a tensor in two files": (hold_a_tensor_twice, "for lm_head.weight, and model-00002.safetensors holds one too"),
+    "a tensor that the index lacks": (hide_a_tensor, f"{INDEX_FILE}: lacks the tensor lm_head.weight"),
+    "weights that config.json names": (
+        name_other_weights,
+        "config.json: transformers_weights: expected none, found 'o",
+    ),
+    "an adapter": (add_an_adapter, "base/adapter_config.json: an adapter"),
+}
+
+
+@pytest.mark.parametrize("name", READ_OTHERWISE)
+def test_a_folder_that_transformers_reads_otherwise_is_refused_by_both_readers(base, sharded, name):
+    change, expected = READ_OTHERWISE[name]
+    tokens = some_tokens(base("llama").spec, 1, 20)
+    before = load_hf_model(sharded)(tokens).logits
+    change(sharded)
+    # Of a hidden tensor a user runs what is stored, and training would read the embedding.
+    assert torch.equal(reference(sharded)(tokens).logits, before) == (change is hide_a_tensor)
+    assert expected in refused(sharded)
+    with pytest.raises(BaseModelError, match=re.escape(expected)):
+        load_hf_model(sharded)
+
+
+def test_an_index_of_a_single_file_is_no_fault(base, llama):
+    tensors = load_file(llama / SINGLE_FILE)
+    (llama / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE_FILE)}))
+    tokens = some_tokens(base("llama").spec, 1, 20)
+    assert torch.equal(load(llama).logits(tokens), unwidened(base("llama")).logits(tokens))
+    load_hf_model(llama)
 
 
 @pytest.mark.parametrize("fault", FILE_FAULTS)

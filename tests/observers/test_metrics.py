@@ -42,6 +42,20 @@ def test_steps_after_the_checkpoint_are_written_again_and_a_damaged_line_costs_n
     assert read_metrics(tmp_path / METRICS) == [{"step": 0, "loss": 9.0}]
 
 
+def test_a_run_that_begins_again_keeps_the_figures_of_its_earlier_attempts(tmp_path, caplog):
+    write(tmp_path, 0, {0: 9.0, 1: 5.0})
+    write(tmp_path, 0, {0: 9.0, 1: 4.0})
+    write(tmp_path, 0, {0: 9.0})
+    write(tmp_path, 0, {0: 9.0, 1: 3.0})
+    assert [line["loss"] for line in read_metrics(tmp_path / METRICS)] == [9.0, 3.0]
+    assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl.1")] == [9.0, 5.0]
+    assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl.2")] == [9.0, 4.0]
+    assert not (tmp_path / "metrics.jsonl.3").exists(), "the reference alone is no progress"
+    assert "metrics.jsonl: the run begins at step 0; the figures of its earlier attempt are in metrics.jsonl.1" in (
+        caplog.text
+    )
+
+
 def test_a_rollback_drops_later_figures(tmp_path):
     metrics = MetricsFiles(tmp_path, 0)
     for step in (0, 1, 2, 3, 4):

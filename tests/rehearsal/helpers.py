@@ -44,7 +44,9 @@ def known_logits(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
 
 
 def job(output: Path, base: Path = STORIES, *, max_tokens: int = 24, **settings: Any) -> SamplingJob:
-    own = {name: settings.pop(name) for name in ("text_key", "batch_size", "messages_key") if name in settings}
+    own = {
+        name: settings.pop(name) for name in ("text_key", "batch_size", "messages_key", "chat_date") if name in settings
+    }
     return SamplingJob(base, output, Sampling(**{"tokens": 600, **settings}), max_tokens, **own)
 
 

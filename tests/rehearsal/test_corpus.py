@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from unittest import mock
@@ -147,6 +148,18 @@ def test_openings_are_framed_by_the_chat_template_in_which_the_base_thinks_or_no
         found = documents_in(output)
         assert {tuple(document[: len(ids)]) for document in found} == {tuple(ids)}
         assert manifest.characters == sum(len(tokenizer.decode(document[1:-1])) for document in found)
+
+
+def test_openings_are_told_a_fixed_date_that_is_part_of_the_corpus(tmp_path: Path):
+    dated = TEMPLATE.replace("=>", "{{ strftime_now('%Y') }}=>")
+    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": dated})
+    file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
+    settings = {"openings": [str(file)], "chat_template": True, "max_tokens": 60}
+    assert sample(tmp_path / "own", base, **settings).chat_date == "2025-01-01"
+    ids = load_tokenizer(base).reference.encode(["<s>[user] Hi there2025=>"]).ids.tolist()
+    assert {tuple(document[: len(ids)]) for document in documents_in(tmp_path / "own")} == {tuple(ids)}
+    with pytest.raises(DataError, match="begun with another chat date: expected '2030-12-31', found '2025-01-01'"):
+        sample(tmp_path / "own", base, **settings, chat_date=date(2030, 12, 31))
 
 
 def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_its_turns(tmp_path: Path):

@@ -78,6 +78,18 @@ def test_an_expansion_of_another_base_is_refused(folder, tmp_path):
         load(open_base(tmp_path / "other"), folder)
 
 
+@pytest.mark.parametrize("changes", [{"rms_norm_eps": 0.5}, {"max_position_embeddings": 256}])
+def test_an_expansion_of_a_base_whose_config_changed_is_refused(base, folder, tmp_path, changes):
+    changed = shutil.copytree(base("llama").path, tmp_path / "changed")
+    change_json(changed / "config.json", **changes)
+    with pytest.raises(BaseModelError, match=r"upscaled: the config.json of its base .* had another \w+ \(expected"):
+        load(open_base(changed), folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["base_architecture"]  # as an earlier version wrote it
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    load(open_base(changed), folder)
+
+
 def cut_off(file):
     file.write_bytes(file.read_bytes()[:-64])
 

@@ -38,6 +38,8 @@ from tests.programs import scale_cpt
 from tests.rehearsal.helpers import job as sampling_job
 from tests.widened import scale_settings
 
+pytestmark = pytest.mark.full
+
 Writer = Callable[[Path], object]
 WRITERS = (
     "export",

@@ -17,6 +17,8 @@ from tests.files import read_jsonl
 from tests.programs import scale_cpt
 from tests.training.runs import make_run, train, write_config
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 WORLD = Cluster(gpus=2, gpus_per_node=2)
 

@@ -16,6 +16,8 @@ from tests.conversion.checkpoints import generate_greedily, without_this_project
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
+pytestmark = pytest.mark.full
+
 GATE = {"features": "token+running_mean"}
 PLAIN = {
     "route": ("llama tied", "scale", {}),

@@ -14,6 +14,8 @@ from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
+pytestmark = pytest.mark.full
+
 # Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
 # rotary embeddings; capped scores.
 MODELS = {"mistral window": "adapt", "exaone4": "scale", "gemma2": "adapt", "gemma3": "scale", "phi3": "adapt"}

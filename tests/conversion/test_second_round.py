@@ -27,6 +27,8 @@ from tests.tolerances import assert_near, rounding_of
 from tests.training.runs import in_turn, losses, make_run, train, train_compiled, write_config
 from tests.widened import some_tokens
 
+pytestmark = pytest.mark.full
+
 WIDE = {"method__norm": "base", "schedule__learning_rate": 5e-3}
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.data.helpers import PROJECT
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.timeout(3000)
 def test_readers_accept_or_refuse_every_input(tmp_path):

@@ -33,6 +33,8 @@ from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.tolerances import assert_near, rounding_of
 from tests.training.runs import in_turn, make_run, tokenize_corpora, train, write_config
 
+pytestmark = pytest.mark.full
+
 OLD = 97
 """The vocabulary of the tests' small bases; the first new id."""
 

@@ -22,6 +22,8 @@ from tests.gating.gates import random_gate
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
+pytestmark = pytest.mark.full
+
 PACKAGE = Path(__file__).parents[2] / "serving" / "scale_cpt_serving"
 
 

@@ -13,7 +13,7 @@ from tests.texts import REVIEWS, STORIES
 from tests.training.runs import write_config
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 SMALL_UNITS = ("--unit-mib", "0.25")
 

@@ -33,7 +33,7 @@ from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
 from tests.programs import call
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tools import combine as combine_tool
 
 DEMO = Path("data/models/stories260K")
@@ -176,7 +176,7 @@ def test_a_text_that_is_read_in_parts_is_the_whole(model):
         part = model(tokens[:, start:end], attention_mask=mask[:, :end], active=active, past_key_values=cache)
         cache = part.past_key_values
         parts.append(part.logits)
-    assert_near(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rounding_of(model.config))
+    assert_near(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], PARITY)
 
 
 @pytest.mark.full

@@ -67,7 +67,12 @@ def batch_with_new_tokens(model: Decoder) -> tuple[Tensor, Tensor]:
 def test_before_the_first_step_the_old_columns_are_the_bases(base, name, method, tmp_path):
     model = model_of(extended(base(name)), method, tmp_path, noise=0.0)
     tokens = some_tokens(base(name).spec, 2, 24)
-    assert torch.equal(model.logits(tokens)[..., :97], unwidened(base(name)).logits(tokens))
+    expected = unwidened(base(name)).logits(tokens)
+    assert torch.equal(model.logits(tokens)[..., :97], expected)
+    shake(model, 0.1)
+    assert not torch.equal(model.logits(tokens)[..., :97], expected), "nothing that trains reaches the old columns"
+    if model.keeps_base:
+        assert torch.equal(model.logits(tokens, path="base")[..., :97], expected)
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ clean-study: $(STAMP)  ## what a model learns from that crawl as it is, cleaned,
 	$(BIN)/python -m tests.cleaning --copies 25 --write runs/cleaning/texts/crawl.jsonl
 	$(BIN)/python -m pipeline study configs/studies/cleaning.yaml --data runs/cleaning/texts
 
-fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others)
-	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
+fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others; ONLY="run folders": one subject)
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1) $(if $(ONLY),--only "$(ONLY)")
 
 gpu: export DS_ACCELERATOR = cuda
 gpu: $(STAMP)  ## prove the project on this machine's NVIDIA GPU, at most 25 minutes (docs/gpu.md; ONLY="parity memory": some parts)

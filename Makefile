@@ -87,10 +87,10 @@ reproduce-biography: $(CORE)  ## the paper's biography experiment, under an hour
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
 	bash tests/slurm/install.sh
 
-test: $(STAMP) slurm lint  ## lint, types, import contracts, and the tests of every part, 10 minutes on two cores
+test: $(STAMP) slurm lint  ## lint, types, import contracts, and the tests of every part, under 12 minutes on two cores
 	$(PYTEST) -m "not full"
 
-test-all: $(STAMP) slurm lint  ## also every fault, damaged inputs, packaging, the tutorial, benchmarks and studies, 20 to 40 minutes
+test-all: $(STAMP) slurm lint  ## also every fault, packaging, the tutorial, benchmarks and studies, 20 to 40 minutes
 	$(PYTEST)
 
 lint: $(STAMP)  ## ruff, mypy, import contracts, shellcheck

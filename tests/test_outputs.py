@@ -38,8 +38,6 @@ from tests.programs import scale_cpt
 from tests.rehearsal.helpers import job as sampling_job
 from tests.widened import scale_settings
 
-pytestmark = pytest.mark.full
-
 Writer = Callable[[Path], object]
 WRITERS = (
     "export",

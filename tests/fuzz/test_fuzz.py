@@ -25,7 +25,6 @@ def fuzz(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
 
 
-@pytest.mark.full
 @pytest.mark.timeout(3000)
 def test_readers_accept_or_refuse_every_input(tmp_path):
     done = fuzz("--inputs", INPUTS, "--folder", tmp_path)

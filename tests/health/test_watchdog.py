@@ -26,8 +26,6 @@ from pipeline.parallel.ranks import run_on_all_ranks
 from tests.distributed import processes
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.full
-
 RANKS = 3
 # A busy machine delays a rank for seconds: only the limit that a scenario waits for is short.
 PATIENT = Settings(beat_every_s=0.2, dead_after_s=300, hung_after_s=300, slow_after_s=300)

@@ -26,8 +26,6 @@ from tests.distributed import RankError, run_ranks
 from tests.training.runs import KILL_POINTS, in_turn, losses, make_run, metrics, train
 from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.full
-
 STEPS = 3
 
 

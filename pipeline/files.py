@@ -27,6 +27,8 @@ from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of
 TEMPORARY_SUFFIX = ".partial"
 _CHECKSUM = "checksum"
 """The key of a record's checksum, in its file."""
+LONGEST_NAME = 255
+"""bytes that Linux file systems allow in a file's name; a longer one would fill a message"""
 _THREADS = 8
 SAMPLE_BYTES = 4096
 _Item = TypeVar("_Item")
@@ -187,8 +189,10 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name`, from an untrusted file, is a file name without any path."""
-    return name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
+    """Whether `name`, from an untrusted file, is a file name without any path, which a file system can have."""
+    if name in ("", ".", "..") or len(name.encode(errors="replace")) > LONGEST_NAME:
+        return False
+    return not {"/", "\\", "\0"} & set(name)
 
 
 def write_text(path: Path, text: str) -> None:

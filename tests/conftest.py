@@ -21,47 +21,8 @@ from tests.slurm.cluster import Cluster, guarded_cluster, why_not
 
 _NO_SLURM = "no Slurm: "
 _SKIPPED = pytest.StashKey[list[str]]()
-_TESTS = Path(__file__).parent
 FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_jobs.py")
-"""The longest files of `make test`, with which it starts: the workers then end together."""
-_FULL_FILES = {
-    "packaging": "wheel",
-    "training": "answers attempt damaged_checkpoints full_disk mixture saving divergence",
-    "conversion": "memory second_round generate library_features convert combined",
-    "gating": "fit_run new_pieces",
-    "model": "compile",
-    "sizing": "against_runs recommendation first_config",
-    "checks": "plan",
-    "checkpoint": "rank_files",
-    "observers": "trackers",
-    "evaluation": "benchmarks chats",
-    "data": "preprocess vocabulary",
-    "studies": "run_study chat_study osf",
-    "rehearsal": "corpus",
-    "health": "watchdog",
-    ".": "outputs",
-}
-FULL = (
-    "slurm/test_study.py",
-    "slurm",
-    "faults",
-    "fuzz",
-    "benchmarks",
-    "cleaning",
-    "serving",
-    *(f"{room}/test_{name}.py" for room, names in _FULL_FILES.items() for name in names.split()),
-)
-"""Files and folders whose tests only `make test-all` runs, marked `full`; it starts with them, in this order."""
-QUICK = (
-    "cleaning/test_clean.py::test_every_kind_of_fault",
-    "conversion/test_combined.py::test_each_token",
-    "studies/test_chat_study.py::test_answers_follow",
-    "slurm/test_pipeline.py::test_an_interrupted_job",
-    "slurm/test_scripts.py",
-    "slurm/test_jobs.py::test_a_job[a_time_limit_saves_and_requeues]",
-    "slurm/test_jobs.py::test_a_job[a_killed_rank_requeues_its_job]",
-)
-"""What `make test` runs nevertheless; on a real Slurm one whole run, one time limit, one kill."""
+"""The longest files, with which both tiers start: the workers then end together."""
 
 # The same examples in every run, so that a change cannot fail on an example that chance drew for other code.
 # `pytest --hypothesis-profile=default` draws new ones.
@@ -142,15 +103,17 @@ def slurm_cluster() -> Iterator[Cluster]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    listed = [*FIRST, *FULL]
+    """Sorts the tests: the longest files first, then those of the full tier, then the quick ones."""
+    tests = Path(__file__).parent
 
     def turn(item: pytest.Item) -> int:
-        return next((at for at, path in enumerate(listed) if item.path.is_relative_to(_TESTS / path)), len(listed))
+        name = item.path.relative_to(tests).as_posix()
+        if name in FIRST:
+            return FIRST.index(name)
+        if item.get_closest_marker("full"):
+            return len(FIRST)
+        return len(FIRST) + 1
 
-    for item in items:
-        in_full = any(item.path.is_relative_to(_TESTS / path) for path in FULL)
-        if in_full and not item.nodeid.removeprefix("tests/").startswith(QUICK):
-            item.add_marker("full")
     items.sort(key=turn)
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from pipeline.errors import DataError, LayoutError
+from pipeline.errors import DataError, LayoutError, MissingPackageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -73,9 +73,18 @@ def local_workers(
 def mpi_share() -> tuple[int, int]:
     """This process's rank in its MPI job, and the number of ranks.
 
-    Raises LayoutError where there are fewer than Slurm allocated, as without a launcher.
+    Raises:
+        MissingPackageError: this machine has no MPI.
+        LayoutError: there are fewer ranks than Slurm allocated, as without a launcher.
     """
-    from mpi4py import MPI  # the import starts MPI
+    try:
+        from mpi4py import MPI  # the import starts MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is installed, and finds no library of MPI
+        reason = str(error).partition("\n")[0]
+        raise MissingPackageError(
+            f"--mpi: this machine has no MPI ({reason}); install Open MPI and mpi4py, load their module, or use a job "
+            "array, which needs neither"
+        ) from None
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     expected = int(os.environ.get("SLURM_NTASKS", "1"))

@@ -8,6 +8,8 @@ from benchmarks import cleaning, tokenize_throughput
 from tests.benchmarks.calls import rows_of
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
+pytestmark = pytest.mark.full
+
 TEXTS = ["--english", STORIES_HELDOUT, "--korean", REVIEWS_HELDOUT]
 
 

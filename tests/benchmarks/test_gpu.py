@@ -17,6 +17,8 @@ from benchmarks.gpu_step import Contender, Shape, Variant
 from benchmarks.results import ROOT
 from tests.benchmarks.calls import rows_of
 
+pytestmark = pytest.mark.full
+
 # What a quantised base is off by says nothing about exactness; memory is measured on a GPU.
 NOT_JUDGED = ("transformers in fp32", "without scores of all pairs")
 

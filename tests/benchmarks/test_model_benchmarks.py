@@ -14,6 +14,8 @@ from tests.benchmarks.calls import rows_of
 from tests.rehearsal.helpers import copied_stories
 from tests.texts import DATA
 
+pytestmark = pytest.mark.full
+
 
 def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[2])

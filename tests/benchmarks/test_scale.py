@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.scale import __main__ as scale
 
+pytestmark = pytest.mark.full
+
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks.scale", *map(str, arguments)])

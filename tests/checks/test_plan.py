@@ -18,6 +18,8 @@ from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories
 from tests.training.runs import make_run, train, write_config
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 WORLD = Cluster(gpus=2, gpus_per_node=2)
 

@@ -49,6 +49,7 @@ def test_every_kind_of_fault_is_treated_by_its_step(crawl: Crawl) -> None:
     assert min(precision for _, precision in precisions.values()) >= 0.75, precisions
 
 
+@pytest.mark.full
 def test_a_task_cut_short_is_done_again_with_the_same_bytes(
     crawl: Crawl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_sound_tasks_are_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert clean(job, workers=1).documents
 
 
+@pytest.mark.full
 def test_other_settings_are_refused(crawl: Crawl) -> None:
     job = crawl.job
     corpus = job.corpus.model_copy(update={"clean": job.corpus.clean.model_copy(update={"min_words": 30})})
@@ -109,6 +111,7 @@ def test_other_settings_are_refused(crawl: Crawl) -> None:
         clean(replace(job, corpus=corpus), workers=1)
 
 
+@pytest.mark.full
 def test_a_folder_of_something_else_is_left(tmp_path: Path) -> None:
     job = Crawl(tmp_path / "made", 1).job
     for folder in (job.output, job.work):
@@ -138,6 +141,7 @@ def run_of(folder: Path, texts: list[str], **settings: object) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_language_model_drops_other_languages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fasttext")
 
@@ -153,6 +157,7 @@ def test_a_language_model_drops_other_languages(tmp_path: Path, monkeypatch: pyt
     assert cleaned.steps["language_model"] == {"dropped": 3, "total": 8}
 
 
+@pytest.mark.full
 def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +181,7 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     assert "): too short" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
@@ -193,6 +199,7 @@ def test_bad_settings_are_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("missing", ["datatrove.executor", "ftfy"])
 def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     for name in [name for name in sys.modules if name.startswith("pipeline.cleaning")]:
@@ -202,6 +209,7 @@ def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pyt
         call(clean_corpora, run_of(tmp_path, ["text"], language="en"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
     [("schedule.micro_batch_size=2", "micro_batch_size"), ("data.corpora.crawl.heldout_fraction=0", "heldout_input")],
@@ -212,6 +220,7 @@ def test_what_tokenization_would_refuse_is_refused_first(tmp_path: Path, change:
     assert not (tmp_path / "tokens").exists()
 
 
+@pytest.mark.full
 def test_a_failed_task_is_named_and_done_by_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, left = LocalPipelineExecutor._run_for_rank, [ValueError("bad luck")]
 
@@ -232,6 +241,7 @@ def check(*options: str | Path) -> str:
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.full
 def test_the_crawl_is_written_for_the_study(tmp_path: Path) -> None:
     check("--write", tmp_path / "texts" / "crawl.jsonl")
     texts = [record["text"] for record in read_jsonl(tmp_path / "texts" / "crawl.jsonl")]

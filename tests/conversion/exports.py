@@ -19,7 +19,7 @@ from tests.conversion.checkpoints import FFT, save_many, scale, trained, trainin
 from tests.distributed import run_ranks
 from tests.files import change_json
 from tests.gating.gates import random_gate
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import balance_router, some_tokens
 
 _BOTH = {"collaborative_modules": "both"}
@@ -123,10 +123,10 @@ def loaded_with_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel
 
 
 @torch.no_grad()
-def assert_exported(model: TrainedModel, folder: Path, bound: float | None = None) -> None:
-    """The folder's logits are the training model's, within `bound`: by default the rounding in fp32."""
+def assert_exported(model: TrainedModel, folder: Path, bound: float = PARITY) -> None:
+    """The folder's logits are the training model's, within `bound` of the largest."""
     tokens = some_tokens(model.spec, 2, 16)
     expected = training_decoder(model).logits(tokens)
     assert expected.std() > 0.5
     found = load_hf_model(folder, torch.float32)(tokens).logits
-    assert_near(found, expected, rounding_of(model.spec) if bound is None else bound)
+    assert_near(found, expected, bound)

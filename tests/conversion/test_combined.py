@@ -33,7 +33,7 @@ from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
 from tests.programs import call
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tools import combine as combine_tool
 
 DEMO = Path("data/models/stories260K")
@@ -153,6 +153,7 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
 REQUESTS = [["ko"], ["code", "law", "med"], [], ALL]
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_each_text_of_a_batch_is_continued_as_alone(model):
     """Padded on the left, with expansions of its own, cached or not, searched by beams or not."""
@@ -166,6 +167,7 @@ def test_each_text_of_a_batch_is_continued_as_alone(model):
     assert len({tuple(row) for row in found[:, -12:].tolist()}) == len(REQUESTS)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_text_that_is_read_in_parts_is_the_whole(model):
     (tokens, mask), active = prompts(), model.allowed(REQUESTS)
@@ -174,9 +176,10 @@ def test_a_text_that_is_read_in_parts_is_the_whole(model):
         part = model(tokens[:, start:end], attention_mask=mask[:, :end], active=active, past_key_values=cache)
         cache = part.past_key_values
         parts.append(part.logits)
-    assert_near(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rounding_of(model.config))
+    assert_near(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], PARITY)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_an_expansion_costs_from_its_first_token_on_and_preserve_pays_the_base_once(model):
     """Counts the tokens that each path's first layer computes, in a prompt and eight more tokens."""
@@ -204,6 +207,7 @@ def test_an_expansion_costs_from_its_first_token_on_and_preserve_pays_the_base_o
     assert cost[("code",)] == {"base": 12 + 8, "code": 12 + 8}
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_guessing_tokens_ahead_changes_nothing(model, tmp_path):
     """The cache is cropped where a guess was wrong, with sliding windows too."""
@@ -217,6 +221,7 @@ def test_guessing_tokens_ahead_changes_nothing(model, tmp_path):
         assert torch.equal(found, generate_greedily(one, tokens, new_tokens=12))
 
 
+@pytest.mark.full
 def test_arguments_it_cannot_follow_are_refused(exports, model):
     tokens, mask = prompts()
     for options, error in (
@@ -230,6 +235,7 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
             model(tokens, **options)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tmp_path):
     folder, tokens = tmp_path / "served", prompts()[0]
@@ -244,6 +250,7 @@ def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tm
     only(tokens + 10)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path):
     folder, owners = tmp_path / "served", list(TEXTS)
@@ -268,6 +275,7 @@ def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path
     assert load_tokenizer(folder).fingerprint == load_tokenizer(exports[owners[1]]).fingerprint
 
 
+@pytest.mark.full
 def test_experts_of_a_mixture_are_the_bases(tmp_path):
     mixture = asdict(MixtureSpec(4, top_k=2, intermediate_size=16, normalised=True, shared_size=8, gated=True))
     added = {name: export(tmp_path / name, name, mixture=mixture, expert_layers=[1, 3]) for name in ("ko", "code")}
@@ -278,6 +286,7 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
         assert not any("experts" in key or "router" in key or "shared" in key for key in held)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("error", "changes"),
     [
@@ -297,6 +306,7 @@ def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_pa
     assert contents(folder) == before
 
 
+@pytest.mark.full
 def test_what_is_no_export_of_the_same_tokenizer_is_refused(exports, combined, tmp_path, model):
     before, other = contents(combined), export(tmp_path / "other", "ko")
     described = json.loads((other / "tokenizer.json").read_text())
@@ -332,6 +342,7 @@ model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
 """
 
 
+@pytest.mark.full
 def test_the_folder_is_a_model_without_this_project(exports, tmp_path):
     folder = tmp_path / "served"
     call(combine_tool, folder, f"ko={exports['ko']}", f"pieces={exports['pieces']}")

@@ -15,7 +15,7 @@ from pipeline.errors import ConversionError
 from pipeline.model.from_hf import open_base
 from tests.bases import CONFIGS
 from tests.conversion.exports import METHODS, MORE_METHODS, assert_exported, exported, loaded_with_base, pairs
-from tests.tolerances import assert_near, rounding, rounding_of
+from tests.tolerances import PARITY, assert_near, rounding
 from tests.widened import some_tokens, unwidened
 
 # Tied; layers without rotary embedding; fused maps; norms after attention; both, with an embedding that is scaled;
@@ -48,7 +48,7 @@ def test_what_transformers_loads_is_the_model_that_trained(name, method, models,
     assert (folder / "modeling_scale.py").exists() == (method == "scale")
     if method != "scale":  # a base of a second round is read as transformers reads it
         tokens = some_tokens(model.spec, 2, 16)
-        assert_near(unwidened(open_base(folder)).logits(tokens), loaded(tokens).logits, rounding_of(loaded.config))
+        assert_near(unwidened(open_base(folder)).logits(tokens), loaded(tokens).logits, PARITY)
 
 
 def test_full_fine_tuning_and_freeze_change_what_they_train(models, tmp_path):

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from pipeline.conversion.hf_folder import load_hf_model
 from tests.bases import reference
 from tests.conversion.checkpoints import generate_greedily, without_this_project
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
+
+pytestmark = pytest.mark.full
 
 GATE = {"features": "token+running_mean"}
 PLAIN = {
@@ -52,7 +54,7 @@ def test_logits_are_those_of_the_trained_model(key, exports, load):
     decoder, model = exports(name, method, **gate)[1], load(key)
     tokens = some_tokens(decoder.spec, 3, LENGTH, seed=5)
     expected = decoder.logits(tokens)
-    assert_near(model(tokens).logits, expected, rounding_of(model.config))
+    assert_near(model(tokens).logits, expected, PARITY)
     if gate:
         fitted, decoder.gate = decoder.gate, None
         assert (decoder.logits(tokens) - expected).abs().max() > 0.1, "the gate closes nothing"
@@ -65,7 +67,7 @@ def test_logits_are_those_of_the_trained_model(key, exports, load):
 def test_logits_token_by_token_equal_logits_at_once(key, load):
     """Also after the cache was cropped, as in assisted generation, and beyond the running mean's window."""
     model = load(key)
-    near = partial(assert_near, bound=rounding_of(model.config))
+    near = partial(assert_near, bound=PARITY)
     tokens = some_tokens(model.config, 2, 14)
     expected = model(tokens, use_cache=False).logits
     cache, steps = None, []
@@ -119,7 +121,7 @@ def test_padding_on_the_left_changes_nothing(key, implementation, cache, load):
     for row, prompt in enumerate(prompts):
         assert torch.equal(together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
         alone = model(prompt.unsqueeze(0)).logits[0]
-        assert_near(direct[row, LENGTH - len(prompt) :], alone, rounding_of(model.config))
+        assert_near(direct[row, LENGTH - len(prompt) :], alone, PARITY)
 
 
 @torch.no_grad()
@@ -131,7 +133,7 @@ def test_documents_packed_in_one_row_do_not_see_each_other(key, load):
     positions = torch.cat([torch.arange(9), torch.arange(14)]).unsqueeze(0)
     packed = model(torch.cat(documents, dim=1), position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(document).logits for document in documents], dim=1)
-    assert_near(packed, alone, rounding_of(model.config))
+    assert_near(packed, alone, PARITY)
 
 
 @torch.no_grad()
@@ -163,7 +165,7 @@ def test_a_gate_that_never_opens_generates_what_the_base_does(key, exports, load
     name, method, gate = MODELS[key]
     model = load_hf_model(exports(name, method, features=gate["features"], opens="never")[0])
     original, tokens = reference(base(name).path), some_tokens(model.config, 3, 9)
-    assert_near(model(tokens).logits, original(tokens).logits, rounding_of(model.config))
+    assert_near(model(tokens).logits, original(tokens).logits, PARITY)
     generated = generate(model, tokens)
     assert torch.equal(generated, generate(original, tokens))
     assert not torch.equal(generated, generate(load(key), tokens))

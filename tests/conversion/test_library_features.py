@@ -11,8 +11,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from tests.conversion.checkpoints import generate_greedily
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
+
+pytestmark = pytest.mark.full
 
 # Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
 # rotary embeddings; capped scores.
@@ -37,7 +39,7 @@ def test_every_attention_implementation_gives_the_training_models_logits(name, i
     model = load(name, attn_implementation=implementation)
     tokens = some_tokens(model.config, 2, 40)
     expected = exports(name, MODELS[name])[1].logits(tokens)
-    assert_near(model(tokens, use_cache=False).logits, expected, rounding_of(model.config))
+    assert_near(model(tokens, use_cache=False).logits, expected, PARITY)
     if name == "gemma2":
         assert load(name).config._attn_implementation == "eager"  # sdpa caps no scores
         with pytest.raises(ValueError, match="does not support"):
@@ -58,7 +60,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, load):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     found = gradients()
     for key, gradient in expected.items():
-        assert_near(found[key], gradient, rounding_of(model.config, backward=True), key)
+        assert_near(found[key], gradient, PARITY, key)
 
 
 @torch.no_grad()
@@ -90,7 +92,7 @@ def test_outputs_are_what_the_library_asks_for(name, load):
     assert torch.equal(states[0], embedded) and {state.shape for state in states} == {embedded.shape}
     if not model.config.routed:
         weights = torch.cat([model.output.base, model.output.expansion], dim=1)
-        assert_near(states[-1] @ weights.T, expected, rounding_of(model.config))
+        assert_near(states[-1] @ weights.T, expected, PARITY)
 
 
 def test_embeddings_may_need_gradients(load):

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.bases import copy_tokenizer
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale, zero
 from tests.distributed import run_ranks
+
+pytestmark = pytest.mark.full
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]

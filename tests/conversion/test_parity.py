@@ -16,7 +16,7 @@ from pipeline.errors import BaseModelError
 from pipeline.model.from_hf import open_base
 from tests.bases import copy_tokenizer, save_base
 from tests.files import change_json
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import assert_parity
 from tests.widened import some_tokens, unwidened
 
 
@@ -57,9 +57,9 @@ def test_a_mistral_with_layer_types_is_the_ministral_that_users_load(tmp_path, m
     base, tokens = open_base(path), some_tokens(open_base(path).spec, 2, 40)
     assert [kind.window for kind in base.spec.layers] == [12, 12, None]
     expected = AutoModelForCausalLM.from_pretrained(path).eval()(tokens).logits
-    assert_near(unwidened(base).logits(tokens), expected, rounding_of(base.spec))
+    assert_parity(unwidened(base).logits(tokens), expected)
     check_against_transformers(base)
-    assert_near(load_hf_model(path)(tokens).logits, expected, rounding_of(base.spec))
+    assert_parity(load_hf_model(path)(tokens).logits, expected)
     named = base_config(path)  # what an export of it starts from: servers go by the class's name
     assert (named["model_type"], named["architectures"]) == ("ministral", ["MinistralForCausalLM"])
 

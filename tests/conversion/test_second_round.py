@@ -23,9 +23,11 @@ from pipeline.parallel.topology import SINGLE
 from tests.bases import STORIES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
 from tests.distributed import run_ranks
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.training.runs import in_turn, losses, make_run, train, train_compiled, write_config
 from tests.widened import some_tokens
+
+pytestmark = pytest.mark.full
 
 WIDE = {"method__norm": "base", "schedule__learning_rate": 5e-3}
 
@@ -72,7 +74,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     start, end = initial_model(second), final_model(second)
     assert start.spec.widths.hidden_size == 84 and start.spec.residual.normed_size == 64
     # The scale is a power of two, and the norms count the channels as those of the folder do.
-    assert_near(start.logits(probe), first_logits, rounding_of(start.spec))
+    assert_near(start.logits(probe), first_logits, PARITY)
     assert torch.equal(start.logits(probe), start.logits(probe, path="base"))
     assert torch.equal(training_decoder(end).logits(probe, path="base"), start.logits(probe))
     assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
@@ -88,7 +90,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
 
     convert(Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({}))
     twice = exported_logits(tmp_path / "hf", probe)
-    assert_near(twice, training_decoder(final_model(second)).logits(probe), rounding_of(start.spec))
+    assert_near(twice, training_decoder(final_model(second)).logits(probe), PARITY)
     assert (twice - first_logits).abs().max() > 0.1, "the second round changed nothing"
     third = open_base(tmp_path / "hf").spec
     assert (third.widths.hidden_size, third.residual.normed_size) == (112, 64)
@@ -131,7 +133,7 @@ def test_base_and_expansion_joined_are_the_exported_model(first):
     joined = initial_model(first.model_copy(update={"upscaled": first.folder / "expansion"}))
     probe = some_tokens(joined.spec, 2, 48)
     assert torch.equal(joined.logits(probe), training_decoder(final_model(first)).logits(probe))
-    assert_near(joined.logits(probe), exported_logits(first.folder / "hf", probe), rounding_of(joined.spec))
+    assert_near(joined.logits(probe), exported_logits(first.folder / "hf", probe), PARITY)
 
 
 def test_an_expansion_trains_on_from_its_trained_values(first, tokens, tmp_path):

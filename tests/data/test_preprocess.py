@@ -156,6 +156,16 @@ def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str])
     assert corpus_contents(tmp_path / "corpus") == undisturbed
 
 
+def test_a_machine_without_mpi_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "libmpi.so"))
+    done = scale_cpt("tokenize", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "--mpi: this machine has no MPI (" in line and line.endswith("use a job array, which needs neither")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)")
 def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     done = scale_cpt("tokenize", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")

@@ -23,6 +23,8 @@ from tests.data.helpers import STORIES260K, write_jsonl
 from tests.programs import scale_cpt
 from tests.texts import DATA, REVIEWS, REVIEWS_HELDOUT, STORIES, STORIES_HELDOUT
 
+pytestmark = pytest.mark.full
+
 OF_20B = DATA / "tokenizers" / "20B_tokenizer.json"
 KOREAN = list(islice(texts([str(REVIEWS)]), 25))
 ENGLISH = list(islice(texts([str(STORIES)]), 100))

@@ -19,6 +19,8 @@ from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:

@@ -17,6 +17,8 @@ from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories
 from tests.texts import chat, write_chats
 
+pytestmark = pytest.mark.full
+
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"

@@ -16,6 +16,8 @@ from tests.faults.runs import BRIEF, SAVE_EVERY, Laboratory
 from tests.faults.trials import kill_rank, stop_and_resume, to_the_newest, truncate
 from tests.slurm.cluster import Cluster
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:

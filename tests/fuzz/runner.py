@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import traceback
@@ -18,9 +20,12 @@ from tests.fuzz.damage import damage
 
 INPUT = Path("input")
 """What is damaged. Everything is relative to a subject's own folder, so that copies of it hold the same bytes."""
+ANSWER = "answer.json"
 GOOD = ("right", "refused")
-_WALL_SECONDS = 900
+ALARM_S = 60
 """How long an input may take. The readers need less than a second."""
+MEMORY_BYTES = 4 * 2**30
+"""How much an input may add to the address space. The readers add less than 1 GiB, most of it mapped files."""
 _LONGEST_MESSAGE = 2_000
 
 
@@ -50,9 +55,12 @@ class Result(NamedTuple):
     why: str
 
 
-def results(folder: Path, subjects: Sequence[Subject], seed: int, numbers: Iterable[int]) -> Iterator[Result]:
+def results(
+    folder: Path, subjects: Sequence[Subject], seed: int, numbers: Iterable[int], alarm_s: int = ALARM_S
+) -> Iterator[Result]:
     """Makes the sound inputs in `folder`, and yields how damaged copies of them ended, of each target in turn.
 
+    A reader that takes longer than `alarm_s` hangs.
     Each sound input is read first: a reader that refuses its own is an AssertionError.
     """
     targets: dict[str, list[Subject]] = {}
@@ -62,9 +70,9 @@ def results(folder: Path, subjects: Sequence[Subject], seed: int, numbers: Itera
         sound = _sound(folder, subject)
         shutil.rmtree(sound, ignore_errors=True)
         sound.mkdir(parents=True)
-        outcome, answer = _in_child(subject.make, sound)
+        outcome, answer = _in_child(subject.make, sound, alarm_s)
         if outcome == "right":
-            outcome, answer = _in_child(subject.read, _copied(sound, folder / "truth"))
+            outcome, answer = _in_child(subject.read, _copied(sound, folder / "truth"), alarm_s)
         assert outcome == "right", f"{subject.target}/{subject.name} unharmed: {answer}"
         truth[subject] = answer
     for number in numbers:
@@ -73,7 +81,7 @@ def results(folder: Path, subjects: Sequence[Subject], seed: int, numbers: Itera
         place = _copied(_sound(folder, subject), folder / f"input-{number}")
         os.chdir(place)
         done = damage(INPUT, draw, values=subject.guarded or not subject.exact)
-        outcome, answer = _in_child(subject.read, place)
+        outcome, answer = _in_child(subject.read, place, alarm_s)
         if outcome == "right" and subject.exact and answer != truth[subject]:
             outcome, answer = "silent change", "accepted, with another content than was written"
         elif outcome == "refused" and (str(INPUT) not in answer or len(answer) > _LONGEST_MESSAGE):
@@ -92,28 +100,45 @@ def _copied(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target, symlinks=True))
 
 
-def _in_child(work: Callable[[], object], place: Path) -> tuple[str, Any]:
+def _in_child(work: Callable[[], object], place: Path, alarm_s: int) -> tuple[str, Any]:
     """How `work` ends in `place`: "right" and what it returns, or another outcome and a text."""
+    (place / ANSWER).unlink(missing_ok=True)  # of the child that made the input
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)
-        os.chdir(place)
-        logging.disable()
-        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        signal.alarm(_WALL_SECONDS)
         try:
-            answer = ("right", work())
-        except BaseException as error:  # noqa: BLE001  every other end is a fault
-            answer = ("traceback", traceback.format_exc())
-            if isinstance(error, (UserError, OSError)) and exit_code_of(error) != INTERNAL_FAULT:
-                answer = ("refused", in_one_line(error))  # as every command line prints it
-        (place / "answer.json").write_text(json.dumps(answer))
-        os._exit(0)
+            _answer(work, place, alarm_s)
+        finally:
+            os._exit(0)  # also after a fault of the fuzz itself: this process must never go on as its parent does
     status = os.waitpid(child, 0)[1]
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # its workers
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return "hang" if number == signal.SIGALRM else "abort", signal.Signals(number).name
-    outcome, answer = json.loads((place / "answer.json").read_text())
+    if not (place / ANSWER).exists():
+        return "abort", "it ended without an answer"
+    outcome, answer = json.loads((place / ANSWER).read_text())
     return outcome, answer
+
+
+def _answer(work: Callable[[], object], place: Path, alarm_s: int) -> None:
+    """In the child: does `work` within the limits, and writes how it ended."""
+    os.setpgid(0, 0)
+    os.chdir(place)
+    logging.disable()
+    log = os.open("log.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    signal.alarm(alarm_s)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        answer = ("right", work())
+    except MemoryError:
+        answer = ("memory", f"it wanted more than {MEMORY_BYTES / 2**30:g} GiB")
+    except BaseException as error:  # noqa: BLE001  every other end is a fault
+        answer = ("traceback", traceback.format_exc())
+        if isinstance(error, (UserError, OSError)) and exit_code_of(error) != INTERNAL_FAULT:
+            answer = ("refused", in_one_line(error))  # as every command line prints it
+    (place / ANSWER).write_text(json.dumps(answer))

@@ -1,4 +1,4 @@
-"""What is damaged: corpora to tokenize, corpora in the making, finished ones, base folders, and configurations."""
+"""What is damaged: what strangers bring (this file), what training leaves (trained.py), and run folders."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from pipeline.parallel.topology import Layout
 from pipeline.studies.study import load_study
 from tests.bases import CONFIGS, STORIES, copy_tokenizer, random_model
 from tests.data.helpers import COMPRESS, PROJECT, contents, job
+from tests.fuzz import run_folders, trained
 from tests.fuzz.runner import INPUT, Subject
 
 _TEXTS = [f"Once upon a time there were {number} cats. 고양이 {'and a dog ' * (number % 7)}." for number in range(60)]
@@ -141,4 +142,6 @@ def _subjects() -> Iterator[Subject]:
         yield Subject("configurations", name, partial(_make_config, source), partial(load, INPUT / name))
 
 
-SUBJECTS = list(_subjects())
+# Corpora whose tokenization was interrupted are a target of their own: their subjects are added here.
+SUBJECTS: list[Subject] = [*_subjects(), *trained.subjects(), *run_folders.subjects()]
+"""All subjects; those of one target share a row of the table."""

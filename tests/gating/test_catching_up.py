@@ -15,7 +15,7 @@ from pipeline.conversion.remote_code import scale_cache
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.remote_code.scale_cache import WINDOW, GateCache
 from tests.conversion.checkpoints import generate_greedily, scale_config
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 
 NEW_TOKENS = 12
 BIASES = [-30.0, -2.1, -1.8, -1.0]
@@ -81,7 +81,7 @@ def test_generation_is_that_of_the_full_computation(name, bias):
     real = mask.bool()
     for cache in (None, DynamicCache()):
         found = model(tokens, attention_mask=mask, past_key_values=cache).logits
-        assert_near(found[real], expected[real], rounding_of(model.config))
+        assert_near(found[real], expected[real], PARITY)
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def test_only_texts_whose_gate_opens_are_computed_again_and_the_others_stay_the_
         assert len(computed) == 4 and torch.equal(found[closed], expected[closed])
     with always_whole():
         expected = model(opening, attention_mask=mask).logits[:, -1:]
-    assert_near(found, expected, rounding_of(model.config))
+    assert_near(found, expected, PARITY)
 
 
 def test_with_gradients_or_hidden_states_everything_is_computed():

@@ -29,6 +29,8 @@ from tests.files import change_json
 from tests.programs import scale_cpt
 from tests.training.runs import in_turn, make_run, train
 
+pytestmark = pytest.mark.full
+
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
 VARIANTS = {
     "adapt": {"base_precision": "nf4"},

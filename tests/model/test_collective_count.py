@@ -19,6 +19,8 @@ from tests.distributed import run_ranks
 from tests.messages import Messages
 from tests.widened import scale_settings, some_batch, trained_gradients, unwidened, widened
 
+pytestmark = pytest.mark.full
+
 TOKENS = 2 * 24
 D, U, LAYERS, HEAD_DIM = 32, 12, 3, 8
 BASE, BOTH, UP = TOKENS * D, TOKENS * (D + U), TOKENS * U

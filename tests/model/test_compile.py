@@ -15,6 +15,8 @@ from tests.model.test_tensor_parallel import Case
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import packed, scale_settings, some_batch, some_tokens, trained_gradients, widened
 
+pytestmark = pytest.mark.full
+
 # Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
 GRAPHS = {"preserve": 1, "route": 4, "adapt nf4": 3}
 DOCUMENTS = [(64,), (10, 54), (20, 20, 24), (1,) * 64]

@@ -10,7 +10,7 @@ import pipeline.model.output as output
 from pipeline.model.families import hf_tensor
 from pipeline.parallel.sharding import named_trained_parameters
 from tests.bases import reference
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import (
     METHODS,
     Watched,
@@ -50,13 +50,13 @@ def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(base, name, 
         model.zero_grad()
         monkeypatch.setattr(output, "CHUNK_ELEMENTS", rows * model.spec.vocab_size)
         total, nll, *_ = model(tokens, targets)
-        assert_near(nll, expected_nll, rounding_of(model.spec))
+        assert_near(nll, expected_nll, PARITY)
         assert torch.equal(nll[targets == -100], torch.zeros(2))
-        assert_near(total, expected_nll.sum(), rounding_of(model.spec))
+        assert_near(total, expected_nll.sum(), PARITY)
         (3.0 * total).backward()
         for parameter, gradient in trained_gradients(model).items():
             assert expected[parameter].any(), f"{parameter} is not reached"
-            assert_near(gradient, expected[parameter], rounding_of(model.spec, backward=True), parameter)
+            assert_near(gradient, expected[parameter], PARITY, parameter)
         chosen = model.logits(tokens).argmax(dim=-1)
         guesses = torch.where(targets % 2 == 0, chosen, targets)
         with torch.no_grad():
@@ -70,7 +70,7 @@ def test_experts_are_balanced_as_transformers_does_in_each_sequence(base, name):
     tokens, coefficient = some_tokens(model.spec, 3, 24), theirs.config.router_aux_loss_coef
     total, *_ = model(tokens, torch.full_like(tokens, -100))
     losses = [theirs(row, output_router_logits=True).aux_loss for row in tokens.split(1)]
-    assert_near(total, coefficient * 24 * sum(losses), rounding_of(model.spec))
+    assert_near(total, coefficient * 24 * sum(losses), PARITY)
     total.backward()
     (coefficient * 24 * sum(losses)).backward()
     expected = dict(theirs.named_parameters())
@@ -79,7 +79,7 @@ def test_experts_are_balanced_as_transformers_does_in_each_sequence(base, name):
         of_theirs = expected.get(hf_tensor(parameter, model.spec).name.replace("block_sparse_moe", "mlp"))
         if of_theirs is not None:
             own = torch.zeros_like(gradient) if of_theirs.grad is None else of_theirs.grad
-            assert_near(gradient, own, rounding_of(model.spec, backward=True), parameter)
+            assert_near(gradient, own, PARITY, parameter)
             reached += parameter.endswith("router.weight") and bool(own.any())
     assert reached == sum(layer.has_experts for layer in model.spec.layers)
     with torch.no_grad():

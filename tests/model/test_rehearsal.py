@@ -12,7 +12,7 @@ from pipeline.methods import method_for
 from pipeline.model.decoder import REFERENCE
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import (
     METHODS,
     SEED,
@@ -75,11 +75,11 @@ def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, n
     assert not losses.nll[:2].any()
     assert not losses.kl[2:].any()
     # One product instead of two for Route's paths.
-    assert_near(losses.kl[:2], kl[:2], rounding_of(model.spec), scale=nll)
-    assert_near(losses.nll[2:], nll[2:], rounding_of(model.spec))
-    assert_near(losses.total, expected, rounding_of(model.spec))
+    assert_near(losses.kl[:2], kl[:2], PARITY, scale=nll)
+    assert_near(losses.nll[2:], nll[2:], PARITY)
+    assert_near(losses.total, expected, PARITY)
     for key, expected_gradient in trained_gradients(model).items():
-        assert_near(gradients[key], expected_gradient, rounding_of(model.spec, backward=True), key)
+        assert_near(gradients[key], expected_gradient, PARITY, key)
 
 
 @pytest.mark.parametrize(("method", "name"), [*((method, "llama") for method in METHODS), ("adapt", "mixtral")])
@@ -103,7 +103,7 @@ def test_more_reference_rows_than_rehearsed_ones_change_nothing(base, method):
     few, many = model(tokens, targets, None, None, 1, 1), model(tokens, targets, None, None, 1, 3)
     assert few.kl.sum() > 0
     # A product over more rows may round otherwise.
-    assert_near(few.kl, many.kl, rounding_of(model.spec), scale=plain.nll)
+    assert_near(few.kl, many.kl, PARITY, scale=plain.nll)
 
 
 def test_the_frozen_copy_of_the_base_does_not_train(base):

@@ -20,6 +20,8 @@ from pipeline.errors import MissingPackageError
 from pipeline.observers.trackers import make_trackers
 from pipeline.training.observer import StepEvent
 
+pytestmark = pytest.mark.full
+
 WANDB = {"wandb": {"project": "tests", "mode": "offline"}}
 LOGGER = "pipeline.observers.trackers"
 

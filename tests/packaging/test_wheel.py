@@ -15,6 +15,8 @@ import pytest
 
 from pipeline import __version__
 
+pytestmark = pytest.mark.full
+
 PROJECT = Path(__file__).parents[2]
 SMALL = [
     "schedule.steps=2",

@@ -26,6 +26,8 @@ from tests.data.helpers import contents, documents, write_jsonl
 from tests.rehearsal.helpers import END, START, copied_stories, documents_in, random_base, sample
 from tests.texts import chat, write_chats
 
+pytestmark = pytest.mark.full
+
 TEMPLATE = (
     "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}=>{% endif %}"
 )

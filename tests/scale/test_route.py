@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import (
     balance_router,
     scale_settings,
@@ -56,19 +56,19 @@ def test_logits_choices_and_gradients_are_those_of_equation_5(base, name):
     logits, sides = equation_5(preserve, adapt, tokens, route.output.threshold)
     assert sides.any()
     assert not sides.all()
-    assert_near(route.logits(tokens).flatten(0, 1), logits, rounding_of(route.spec))
+    assert_near(route.logits(tokens).flatten(0, 1), logits, PARITY)
 
     expected_loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
     losses = route(tokens, targets)
     assert torch.equal(losses.preserved.flatten(), sides)
-    assert_near(losses.total, expected_loss, rounding_of(route.spec))
+    assert_near(losses.total, expected_loss, PARITY)
     losses.total.backward()
     expected_loss.backward()
     of_preserve, of_adapt = trained_gradients(preserve), trained_gradients(adapt)
     for parameter, gradient in trained_gradients(route).items():
         expected = of_adapt[parameter] + of_preserve.get(parameter, torch.zeros(()))
         assert expected.any(), parameter
-        assert_near(gradient, expected, rounding_of(route.spec, backward=True), parameter)
+        assert_near(gradient, expected, PARITY, parameter)
 
 
 @pytest.mark.parametrize("l_fp", [0, 1, 2])

@@ -1,4 +1,8 @@
-"""Before the first step the widened model is the base model, bit for bit, however its expansion starts."""
+"""Before the first step the widened model is the base model, bit for bit, however its expansion starts.
+
+The blocks that write to the base stream and to the logits start at zero, which hides every other one: before each
+comparison these are shaken, and after it the comparison must fail for a model whose zeros are shaken too.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,23 @@ import torch
 
 from pipeline.parallel.sharding import named_trained_parameters
 from tests.bases import CONFIGS
-from tests.widened import scale_settings, some_tokens, unwidened, widened
+from tests.widened import scale_settings, shake, some_tokens, unwidened, widened
 
 KINDS = ("zero", "random", "svd")
+
+
+@torch.no_grad()
+def assert_starts_at_the_base(model, opened, tokens):
+    """Its logits are the base's, whatever the blocks are that do not start at zero; and are not, once those do not."""
+    expected = unwidened(opened).logits(tokens)
+    assert torch.equal(model.logits(tokens), expected)
+    random = torch.Generator().manual_seed(0)
+    for _, parameter in named_trained_parameters(model):
+        if parameter.any():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
+    assert torch.equal(model.logits(tokens), expected)
+    shake(model, 0.1)
+    assert (model.logits(tokens) - expected).abs().max() > 0.01, "the expansion does not reach the logits"
 
 
 @pytest.mark.parametrize("variant", ["preserve", "adapt", "route"])
@@ -20,7 +38,7 @@ def test_logits_equal_the_base_models(base, name, variant):
     tokens = some_tokens(base(name).spec, 2, 32)
     changes = {} if variant == "preserve" else {"collaborative_modules": "both"}
     model = widened(base(name), scale_settings(variant, **changes))
-    assert torch.equal(model.logits(tokens), unwidened(base(name)).logits(tokens))
+    assert_starts_at_the_base(model, base(name), tokens)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +48,6 @@ def test_every_pair_of_initialisers_starts_at_the_base(base, pair, norm):
     tokens = some_tokens(base("llama").spec, 2, 32)
     initialisers = dict(zip(("base_to_expansion", "expansion_to_expansion"), pair, strict=True))
     model = widened(base("llama"), scale_settings("adapt", norm=norm, initialisers=initialisers))
-    assert torch.equal(model.logits(tokens), unwidened(base("llama")).logits(tokens))
     for name, parameter in named_trained_parameters(model):
         starts_at_zero = (
             "expansion_to_base" in name
@@ -39,6 +56,7 @@ def test_every_pair_of_initialisers_starts_at_the_base(base, pair, norm):
             or ("expansion_to_expansion" in name and pair[1] == "zero")
         )
         assert bool(parameter.any()) != starts_at_zero, name
+    assert_starts_at_the_base(model, base("llama"), tokens)
 
 
 def test_the_new_gains_start_at_the_mean_of_the_bases(base):

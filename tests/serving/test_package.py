@@ -17,6 +17,8 @@ from pipeline.conversion.remote_code.configuration_scale import NEEDED
 from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from tests.widened import some_tokens
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 LOAD = """
 import sys, torch, scale_cpt_serving

@@ -17,6 +17,8 @@ from pipeline.sizing.estimate import open_estimator
 from tests.distributed import run_ranks
 from tests.sizing.real_runs import COLLECTIVES, payloads, run_config, steps_on_rank
 
+pytestmark = pytest.mark.full
+
 CASES = [
     ("zero1", "adapt", Layout(2), {}),
     ("zero1", "fft", Layout(2, 2), {}),

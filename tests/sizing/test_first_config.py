@@ -27,6 +27,8 @@ from tests.programs import scale_cpt
 from tests.rehearsal.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 NEW, OLD = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")

@@ -14,6 +14,8 @@ from tests.distributed import run_ranks
 from tests.sizing.real_runs import METHODS, SCALE, real_batch, real_model, run_config
 from tests.widened import kept_for_backward
 
+pytestmark = pytest.mark.full
+
 DTYPE = torch.bfloat16
 
 

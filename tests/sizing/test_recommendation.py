@@ -18,6 +18,8 @@ from tests.bases import STORIES
 from tests.programs import scale_cpt
 from tests.sizing.real_runs import run_config
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 BASES = ROOT / "configs" / "bases"
 WIDTHS = {  # a tenth on top of the base, and where W12 begins

@@ -184,6 +184,13 @@ def outcomes(
         yield running
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+QUICK = ("a_time_limit_saves_and_requeues", "a_killed_rank_requeues_its_job")
+"""The scenarios of `make test`: a time limit and a kill."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SCENARIOS],
+)
 def test_a_job(outcomes: dict[str, Future[None]], name: str):
     outcomes[name].result()

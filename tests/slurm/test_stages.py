@@ -12,6 +12,8 @@ from pipeline.errors import USER_ERROR, worth_another_attempt
 from pipeline.run_folder.attempts import read_attempts
 from tests.slurm.jobs import PROJECT, bash, run_config, stage_script, without_slurm
 
+pytestmark = pytest.mark.full
+
 
 def test_the_ranks_meet_on_this_machine(tmp_path: Path):
     script = stage_script(tmp_path, "run_stage meet on_every_rank python -m tests.slurm.meet")

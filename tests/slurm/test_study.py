@@ -12,7 +12,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT
 from tests.studies.studies import BEYOND, let_diverge, study_values, write_study
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 
 def write_small(folder: Path, tokens: Path, *rates: float, **schedule: int) -> Path:

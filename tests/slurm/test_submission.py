@@ -15,7 +15,7 @@ from tests.data.helpers import contents, stories
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PROJECT
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 SLURM = PROJECT / "slurm"
 BATCH_SCRIPTS = [path.name for path in sorted(SLURM.glob("*.sh")) if "\n#SBATCH" in path.read_text(encoding="utf-8")]

@@ -13,7 +13,7 @@ import pytest
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 
 def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(slurm_cluster: Cluster, tmp_path: Path):

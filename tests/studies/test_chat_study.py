@@ -79,6 +79,7 @@ def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
     assert all(re.search("[가-힣]", str(record)) for record in korean)
 
 
+@pytest.mark.full
 def test_the_same_arguments_give_the_same_bytes(texts, data, tmp_path):
     write_texts(tmp_path / "again", data, seed=3, **SIZES)
     assert [*contents(tmp_path / "again").values()] == [*contents(texts).values()]
@@ -89,6 +90,7 @@ def test_the_same_arguments_give_the_same_bytes(texts, data, tmp_path):
         write_texts(texts, data, seed=4, **SIZES)
 
 
+@pytest.mark.full
 def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, capsys):
     """With the chat vector, and a gated model with and without its gate."""
     monkeypatch.chdir(PROJECT)

@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from pipeline.data.packing import IGNORED
@@ -17,6 +18,8 @@ from pipeline.model.from_hf import open_base
 from studies.frontier import osf
 from tests.studies.studies import study_values, write_study
 from tests.widened import unwidened
+
+pytestmark = pytest.mark.full
 
 
 def test_the_table_has_the_base_as_validation_scores_it_and_every_rate(tokens, tmp_path, monkeypatch, capsys):

@@ -22,6 +22,8 @@ from pipeline.studies.summary import summarise
 from tests.studies.studies import BEYOND, STEPS, let_diverge, study_values, write_study
 from tests.training.runs import metrics
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -19,6 +19,8 @@ from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, prepared, tokenize_corpora
 
+pytestmark = pytest.mark.full
+
 IGNORED = -100
 # stories260K predicts most of these answers; some are wrong on purpose.
 PAIRS = [

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from pipeline.errors import FOLDER_TAKEN, LOST_RANK
 from pipeline.run_folder.attempts import read_attempts
 from pipeline.run_folder.status import read_status
 from tests.training.runs import losses, make_run
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.full
 
 PROJECT = Path(__file__).parents[2]
 ENDLESS = 1_000_000

@@ -20,6 +20,8 @@ from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
 from tests.training.runs import in_turn, make_run, metrics, start_deepspeed, train, write_config
 
+pytestmark = pytest.mark.full
+
 CLIPPING = 1.0
 
 

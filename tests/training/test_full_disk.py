@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from tests.disks import fill, free
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, losses, make_run, metrics, train
+
+pytestmark = pytest.mark.full
 
 SETTINGS = {"schedule__steps": 5, "validation__max_sequences": 2}
 EVERY_STEP = {**SETTINGS, "checkpoints__every_steps": 1, "validation__every_steps": 1}

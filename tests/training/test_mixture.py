@@ -14,6 +14,8 @@ from tests.rehearsal.helpers import random_base
 from tests.training.journeys import METHODS, TRAINS_BASE
 from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
 
+pytestmark = pytest.mark.full
+
 STEPS = 3
 TP2 = {"parallel__tp_size": 2}
 BOTH = {"l_fp": 1, "collaborative_modules": "both"}

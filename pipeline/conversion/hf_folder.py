@@ -6,6 +6,7 @@ pattern, and no link leads out of the folder.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 import shutil
@@ -35,7 +36,7 @@ from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForC
 from pipeline.data.chats import TEMPLATE, template_in
 from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
-from pipeline.files import read_inside, read_object, write_json, write_text
+from pipeline.files import file_hash, read_inside, read_object, write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE
 from pipeline.model.families import FAMILIES
@@ -51,6 +52,8 @@ _TOKENIZER = re.compile(
     r"(tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|[\w-]+\.tiktoken|tekken\.json|vocab\.(json|txt)|"
     r"merges\.txt|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json|chat_template\.jinja"
 )
+CONFIGURATION_FILE = Path(inspect.getfile(ScaleConfig)).name
+"""The file of code that every folder of the scale format carries, and transformers imports first."""
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
@@ -88,8 +91,7 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path
     Raises BaseModelError: a file of the base cannot be read, or links out of its folder.
     """
     write_tensors(folder, export.tensors, export.dtype)
-    for file in export.code:
-        shutil.copy(file, folder)
+    copy_code(folder, export.code)
     copy_base_files(folder, base, tokenizer or base)
     write_json(folder / "config.json", export.config)
 
@@ -203,6 +205,21 @@ def code_files(model: type) -> list[Path]:
     """The file of a model's class and those that it imports, which its folder carries beside the weights."""
     file = Path(inspect.getfile(model))
     return [file, *map(Path, sorted(set(get_relative_import_files(file))))]
+
+
+def copy_code(folder: Path, files: Sequence[Path]) -> None:
+    """Copies the Python files of an export into `folder`; their configuration file ends with a hash of them all.
+
+    transformers takes a model's class by that of its configuration, which it knows by the contents of that file alone.
+    Two folders with other code beside an equal configuration file would both run the code that is loaded first.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.name} {file_hash(file)}\n".encode())
+        shutil.copy(file, folder)
+    if files:
+        path = folder / CONFIGURATION_FILE
+        write_text(path, f"{path.read_text(encoding='utf-8')}# The code of this folder: {digest.hexdigest()}\n")
 
 
 # Folders of the scale format are loaded with the package's own copy of the code that they carry.

@@ -25,6 +25,8 @@ from pipeline.files import read_text, write_text
 from pipeline.hub import source_of
 
 CARD = "README.md"
+LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
+"""The modules of a gated export that adapters may change: its closed text does not depend on them."""
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 _logger = log.get_logger(__name__)
@@ -80,9 +82,24 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         "## Figures",
         "The first held-out documents, by the model that trained and by this one as transformers loads it:",
         markdown_table(("text", "tokens", "perplexity in training", "here"), verified),
-        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
+        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.",
+        *_on_further_training(model, export),
     ]
-    return "\n\n".join(paragraphs)
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
+    """The section on what other tools must know before they train the folder; empty if that is nothing."""
+    if model.gate is None:
+        return []
+    targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
+    return [
+        "## Training it further",
+        "Text for which the gate stays shut remains the base's to the last bit as long as only the expansion's blocks "
+        "change. With LoRA these are:",
+        f"```python\nLoraConfig(target_modules=[{targets}])\n```",
+        'Adapters on all linear maps (`"all-linear"`) change the base\'s own, and so every text.',
+    ]
 
 
 def add_to_card(folder: Path, heading: str, text: str) -> None:

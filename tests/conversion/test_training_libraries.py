@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
 from pipeline.conversion.combine import base_entries
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.model_card import LORA_TARGETS
 from pipeline.conversion.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from tests.conversion.checkpoints import scale_config
@@ -97,3 +99,41 @@ def test_a_model_without_such_a_head_says_so(load):
         with pytest.raises(ValueError, match=rf"no backbone .*{reason}.*labels=labels") as caught:
             model.base_model(input_ids=some_tokens(model.config, 1, 4))
         assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "method", "opens"),
+    [
+        ("llama tied", "adapt", "never"),
+        ("llama tied", "adapt", "sometimes"),
+        ("llama tied", "preserve", "sometimes"),
+        ("qwen2_moe", "adapt", "never"),
+    ],
+)
+def test_adapters_on_the_expansions_blocks_leave_closed_text_to_the_bit(name, method, opens, load):
+    """Those that the card and docs/gate.md name; on all linear maps, as PEFT offers, closed text is another."""
+    model = load(name, method, opens=opens)
+    tokens = some_tokens(model.config, 4, 24)
+    is_closed = torch.ones_like(tokens, dtype=torch.bool)
+    x_up = model.streams(model.embedding(tokens), tokens=tokens)[0].x_up
+    if len(x_up):
+        is_closed = (x_up == 0).all(-1)
+    if method == "adapt":  # whose closed tokens attend to open ones
+        is_closed = is_closed.cummin(1).values
+    assert is_closed.any() and is_closed.all() == (opens == "never")
+
+    def adapted(targets):
+        # Random adapters, as trained ones.
+        return get_peft_model(
+            load(name, method, opens=opens), LoraConfig(target_modules=targets, init_lora_weights=False)
+        )
+
+    expected = model(tokens).logits
+    of_blocks = adapted(list(LORA_TARGETS)).eval()
+    found = of_blocks(tokens).logits
+    assert torch.equal(found[is_closed], expected[is_closed])
+    assert opens == "never" or not torch.allclose(found[~is_closed], expected[~is_closed])
+    assert torch.equal(of_blocks.merge_and_unload()(tokens).logits[is_closed], expected[is_closed])
+    of_all = adapted("all-linear").eval()(tokens).logits
+    assert (of_all - expected)[is_closed].abs().max() > 0.1

@@ -21,14 +21,14 @@ from tests.texts import chat, write_chats
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import some_tokens
 
-WORDS = "Once upon a time there was a little girl who lived in a small house with a big dog and a red ball . ".split()
+SENTENCE = "Once upon a time there was a little girl who lived in a small house with a big dog and a red ball ."
 TEMPLATE = "<s>{% for m in messages %}{{ m.content }}{% endfor %}"
 CONTEXT = 32
 """Of the base phi3, before its frequencies change."""
 
 
 def text_of(words: int) -> str:
-    return " ".join((WORDS * 20)[:words])
+    return " ".join((SENTENCE.split() * 20)[:words])
 
 
 @pytest.fixture(scope="module")

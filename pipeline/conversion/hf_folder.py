@@ -230,7 +230,7 @@ def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:
         older["rope_scaling"] = {key: value for key, value in whole.items() if key not in elsewhere}
     for key, value in older.items():
         is_stated = config.get(key) is not None
-        candidate = config | entries | {key: config[key] if is_stated else value}
+        candidate = {**config, **entries, key: config[key] if is_stated else value}
         if _rope_parameters(candidate) == parameters:
             entries[key] = candidate[key]
     return entries

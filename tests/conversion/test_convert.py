@@ -171,9 +171,11 @@ def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
 def test_the_command_line(models, tmp_path):
     checkpoint = models("stories260K", "adapt norm base").checkpoint
     named = ["--checkpoint", checkpoint, "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
+    named += ["--for", "training"]
     done = scale_cpt("convert", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
     assert done.returncode == 0 and "verified" in done.stderr, done.stderr
     assert type(load_hf_model(tmp_path / "out")).__name__ == "LlamaForCausalLM"
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["asked_purpose"] == "training"
     text = ["--text", "nothing.jsonl"]
     again = scale_cpt("convert", *named, "--output", tmp_path / "out", *text)
     assert again.returncode == 0, "it is done already: the text is not read"

@@ -10,6 +10,9 @@ of ours; `scale` carries its code (trust_remote_code=True); `expansion` holds on
 where possible. A run whose configuration has a section `gate` is converted with its gate, into the format `scale`, or
 --without-gate.
 
+A wider stock model in fp32 is stored for serving, with the added channels too small for other tools to train. With
+`--for training` they can, and it differs a little more from the model that trained.
+
 Nothing leaves this machine: to publish the folder, `hf upload organisation/model FOLDER --exclude conversion.json`.
 """
 
@@ -22,7 +25,7 @@ from typing import get_args
 
 from pipeline import command_line, log
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion import Format, Precision
+from pipeline.conversion import Format, Precision, Purpose
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
 
@@ -40,6 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_overwrite_option(parser)
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=get_args(Purpose),
+        default="serving",
+        help="of a wider stock model in fp32: whether other tools are to train it (default: serving)",
+    )
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
 
 
@@ -75,6 +85,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         gate=None if arguments.without_gate else conversion.gate,
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         overwrite=arguments.overwrite,
+        purpose=arguments.purpose,
     )
     is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))
     logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)

@@ -10,3 +10,5 @@ from typing import Literal
 Exported = Literal["stock", "scale", "expansion"]
 Format = Literal["auto", Exported]
 Precision = Literal["fp32", "bf16", "fp16"]
+Purpose = Literal["serving", "training"]
+"""What a stock export of a widened model is for: other tools cannot train one that is stored for serving in fp32."""

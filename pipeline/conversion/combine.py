@@ -5,7 +5,6 @@ It holds the base once, and of each expansion, in `expansions/NAME`, what its ex
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +21,7 @@ from pipeline.conversion.hf_folder import (
     PlannedTensor,
     code_files,
     copy_base_files,
+    copy_code,
     load_hf_model,
     stored_tensors,
     write_tensors,
@@ -214,8 +214,7 @@ def _check_base(first: Export, export: Export) -> None:
 
 def _write_model(folder: Path, base: Mapping[str, Any], exports: Mapping[str, Export]) -> None:
     """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card."""
-    for file in code_files(CombinedForCausalLM):
-        shutil.copy(file, folder)
+    copy_code(folder, code_files(CombinedForCausalLM))
     # In the order in which the model counts their pieces.
     first, *extended = sorted(name for name, export in exports.items() if export.new_rows) or list(exports)[:1]
     _copy_tokenizer(folder / EXPANSIONS / first, folder)

@@ -15,10 +15,10 @@ from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion import Format, Precision
+from pipeline.conversion import Format, Precision, Purpose
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.hf_folder import code_files, dtype_name, write_hf_folder
-from pipeline.conversion.model_card import CARD, model_card
+from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.conversion.trained_model import TrainedModel, open_trained
@@ -61,6 +61,7 @@ class Conversion:
 
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. `vocabulary` is the folder of an
     extended vocabulary, by default where it was in training. `overwrite`: whatever is at `output` may be replaced.
+    `purpose` says at what scale a stock export stores added channels.
     """
 
     checkpoint: Path
@@ -71,6 +72,7 @@ class Conversion:
     gate: Path | None = None
     vocabulary: Path | None = None
     overwrite: bool = False
+    purpose: Purpose = "serving"
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
@@ -136,6 +138,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
         "gate": None if conversion.gate is None else file_hash(conversion.gate / GATE_RECORD),
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
+        "asked_purpose": conversion.purpose,
         "code": {file.name: file_hash(file) for file in code_files(ScaleForCausalLM)},
     }
     kind = EXPANSION if is_expansion else EXPORT
@@ -204,7 +207,7 @@ def _write_export(
             "that one back, or name its folder as --vocabulary"
         )
     dtype = conversion.dtype or model.base.dtype
-    export = choose_export(model, conversion.format, dtype)
+    export = choose_export(model, conversion.format, dtype, conversion.purpose)
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
@@ -220,3 +223,5 @@ def _write_export(
         "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
         *(report.max_abs, report.kl, 100 * report.top1_agreement),
     )
+    for sentence in on_stored_scale(export):
+        _logger.info("%s: %s", output, sentence)

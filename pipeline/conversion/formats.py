@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.config.method import Method
-from pipeline.conversion import Exported, Format
+from pipeline.conversion import Exported, Format, Purpose
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, code_files, dtype_name
 from pipeline.conversion.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
@@ -37,12 +37,14 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
     return "; ".join([", ".join(format for format, reason in reasons.items() if reason is None), *others])
 
 
-def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype) -> Export:
+def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
     """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
 
     Raises ConversionError: `format` cannot express the model, or it holds no whole model.
     """
-    return stock_export(model, dtype) if check_format(model, format) == "stock" else scale_export(model, dtype)
+    if check_format(model, format) == "stock":
+        return stock_export(model, dtype, purpose)
+    return scale_export(model, dtype)
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:

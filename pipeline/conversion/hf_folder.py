@@ -6,6 +6,8 @@ pattern, and no link leads out of the folder.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import inspect
 import json
 import re
@@ -39,11 +41,11 @@ from pipeline.data.tokenizer import TOKENIZER_FILE, SentencePieceEncoder, load_t
 from pipeline.data.tokenizer_config import read_as_it_is
 from pipeline.data.vocabulary import EXPORTED, RECORD
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
-from pipeline.files import read_inside, read_object, write_json, write_text
+from pipeline.files import file_hash, read_inside, read_object, write_json, write_text
 from pipeline.log import progress_bar
 from pipeline.model.base_folder import INDEX_FILE, files_by_tensor
 from pipeline.model.families import FAMILIES
-from pipeline.model.from_hf import loading_options, model_type_of
+from pipeline.model.from_hf import hf_config, loading_options, model_type_of, read_spec
 
 FILE_BYTES = 2**30
 """The largest file of weights; one is in memory at a time."""
@@ -55,6 +57,8 @@ _TOKENIZER = re.compile(
     r"(tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|[\w-]+\.tiktoken|tekken\.json|vocab\.(json|txt)|"
     r"merges\.txt|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json|chat_template\.jinja"
 )
+CONFIGURATION_FILE = Path(inspect.getfile(ScaleConfig)).name
+"""The file of code that every folder of the scale format carries, and transformers imports first."""
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
@@ -92,8 +96,7 @@ def write_hf_folder(folder: Path, export: Export, base: Path, *, tokenizer: Path
     Raises BaseModelError: a file of the base cannot be read, or links out of its folder.
     """
     write_tensors(folder, export.tensors, export.dtype)
-    for file in export.code:
-        shutil.copy(file, folder)
+    copy_code(folder, export.code)
     copy_base_files(folder, base, tokenizer or base)
     add_tokenizer_json(folder, tokenizer or base)
     write_json(folder / "config.json", export.config)
@@ -230,13 +233,61 @@ def base_config(base: Path) -> dict[str, Any]:
     """The config.json of the folder `base`, without the entries that are true of that folder only.
 
     The class is named that AutoModel takes: servers go by the name, and would run a mistral with `layer_types` as one
-    without.
+    without. Rotary embeddings are described as transformers 5 reads them, and as 4 does.
     """
     config = read_object(base / "config.json", BaseModelError, "copy the folder again")
     model_type = model_type_of(config)
     if model_type != config.get("model_type"):
         config |= {"model_type": model_type, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
-    return {key: value for key, value in config.items() if key not in _CONFIG_OF_BASE_ONLY}
+    kept = {key: value for key, value in config.items() if key not in _CONFIG_OF_BASE_ONLY}
+    spec = read_spec(base)
+    rotated = [2 * len(layer.rotary.frequencies) for layer in spec.layers if layer.rotary is not None]
+    in_part = max(rotated, default=0) < spec.head_dim
+    return kept | _rotary_entries(kept, in_part) | {"transformers_version": transformers.__version__}
+
+
+def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:
+    """The entries of a config.json that describe its rotary embedding, in both forms that transformers has had.
+
+    Version 5 writes `rope_parameters`, of which version 4 knows nothing: it would take its default without a word. An
+    entry of the older form is left out where version 5 would read it otherwise.
+
+    in_part: only a part of each head is rotated. Of Llama's heads version 5 rotates the whole whatever the entry says,
+    and version 4 a part.
+    """
+    parameters = _rope_parameters(config)
+    if not parameters:
+        return {}
+    entries: dict[str, Any] = {"rope_parameters": parameters}
+    whole = parameters.get("full_attention", parameters)
+    older: dict[str, Any] = {"rope_theta": whole["rope_theta"], "rope_scaling": None}
+    if config["model_type"] == "gpt_neox":
+        older |= {"rotary_emb_base": whole["rope_theta"], "rotary_pct": whole.get("partial_rotary_factor", 1.0)}
+    elif in_part and "partial_rotary_factor" in whole:
+        older["partial_rotary_factor"] = whole["partial_rotary_factor"]
+    if "sliding_attention" in parameters:
+        older["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    kind = whole.get("rope_type", "default")
+    if config["model_type"] == "phi3" and kind == "longrope":  # version 4 takes these three alone
+        older["rope_scaling"] = {"type": kind, **{key: whole[key] for key in ("short_factor", "long_factor")}}
+    elif kind != "default":
+        elsewhere = ("rope_theta", "partial_rotary_factor", "type")
+        older["rope_scaling"] = {key: value for key, value in whole.items() if key not in elsewhere}
+    for key, value in older.items():
+        is_stated = config.get(key) is not None
+        candidate = {**config, **entries, key: config[key] if is_stated else value}
+        if _rope_parameters(candidate) == parameters:
+            entries[key] = candidate[key]
+    return entries
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embeddings of a supported config.json as this version of transformers reads them."""
+    read: dict[str, Any] = hf_config(copy.deepcopy(dict(config))).rope_parameters or {}
+    for one in (read, *read.values()):
+        if isinstance(one, dict):
+            one.pop("type", None)  # the older name of rope_type
+    return read
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -248,6 +299,21 @@ def code_files(model: type) -> list[Path]:
     """The file of a model's class and those that it imports, which its folder carries beside the weights."""
     file = Path(inspect.getfile(model))
     return [file, *map(Path, sorted(set(get_relative_import_files(file))))]
+
+
+def copy_code(folder: Path, files: Sequence[Path]) -> None:
+    """Copies the Python files of an export into `folder`; their configuration file ends with a hash of them all.
+
+    transformers takes a model's class by that of its configuration, which it knows by the contents of that file alone.
+    Two folders with other code beside an equal configuration file would both run the code that is loaded first.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.name} {file_hash(file)}\n".encode())
+        shutil.copy(file, folder)
+    if files:
+        path = folder / CONFIGURATION_FILE
+        write_text(path, f"{path.read_text(encoding='utf-8')}# The code of this folder: {digest.hexdigest()}\n")
 
 
 # Folders of the scale format are loaded with the package's own copy of the code that they carry.

@@ -7,6 +7,7 @@ plain values of known fields are taken.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,8 +24,12 @@ from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_text, write_text
 from pipeline.hub import source_of
+from pipeline.model.from_hf import RESIDUAL_KEY
+from pipeline.model.spec import scale_in
 
 CARD = "README.md"
+LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
+"""The modules of a gated export that adapters may change: its closed text does not depend on them."""
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 _logger = log.get_logger(__name__)
@@ -80,9 +85,43 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         "## Figures",
         "The first held-out documents, by the model that trained and by this one as transformers loads it:",
         markdown_table(("text", "tokens", "perplexity in training", "here"), verified),
-        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.\n",
+        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.",
+        *_on_further_training(model, export),
     ]
-    return "\n\n".join(paragraphs)
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
+    """The section on what other tools must know before they train the folder; empty if that is nothing."""
+    heading = "## Training it further"
+    if sentences := on_stored_scale(export):
+        return [heading, " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)]
+    if model.gate is None:
+        return []
+    targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
+    return [
+        heading,
+        "Text for which the gate stays shut remains the base's to the last bit as long as only the expansion's blocks "
+        "change. With LoRA these are:",
+        f"```python\nLoraConfig(target_modules=[{targets}])\n```",
+        'Adapters on all linear maps (`"all-linear"`) change the base\'s own, and so every text.',
+    ]
+
+
+def on_stored_scale(export: Export) -> list[str]:
+    """Whether other tools can train an export that stores added channels at a small scale; empty if it has none."""
+    residual = export.config.get(RESIDUAL_KEY)
+    if residual is None:
+        return []
+    scale = residual["scale"]
+    stored = f"the channels that were added are stored times 2^{math.log2(scale):.0f}"
+    if scale < scale_in(export.dtype, for_training=True):
+        return [
+            f"{stored}, for serving: training by any other tool than scale-cpt destroys the model in its first step, "
+            "as AdamW moves a weight by about the learning rate, however small the weight is",
+            "for such training, convert the checkpoint with --for training, or in 16 bits",
+        ]
+    return [f"{stored}: other tools can train this folder, with a learning rate of at most 1e-4"]
 
 
 def add_to_card(folder: Path, heading: str, text: str) -> None:

@@ -4,8 +4,8 @@ Without an expansion it has the base's tensors: full fine-tuning and Freeze chan
 LoRA's adapters are merged. With one, it is an ordinary wider model: the four blocks of a linear map fuse into one
 matrix. That leaves the norm: with `norm: base` both streams are divided by the root mean square of `x` alone, while an
 ordinary RMSNorm takes it over the whole residual stream. So the new part of that stream is stored scaled by a power of
-two s (which is exact), small enough to vanish in the mean square, and the gains undo it. With D the base's width and D'
-the whole:
+two s (which is exact), small enough to vanish in the mean square, and the gains undo it. Other tools cannot train
+weights as small as those for serving in fp32: for training s is larger. With D the base's width and D' the whole:
 
     what writes x_up (embedding, output and down maps)   times s
     gains   base: times √(D / D')    expansion: times √(D / D') / s
@@ -34,6 +34,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from pipeline.conversion import Purpose
 from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.model.decoder import Decoder
@@ -53,15 +54,16 @@ _BLOCK_POSITIONS = {
 }
 
 
-def stock_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+def stock_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
     """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the base's family allows."""
+    scale = scale_in(dtype, for_training=purpose == "training")
     if model.plan is None:
-        return _unwidened_export(model, dtype)
+        return _unwidened_export(model, dtype, scale)
     spec, wider = model.spec, stock_widths(model.plan.expansion, model.spec)
     mixture, entries = _wider_mixture(spec, model.plan)
     normed = spec.widths.hidden_size / wider.hidden_size
-    new = StoredResidual(spec.widths.hidden_size, scale_in(dtype), spec.norm_placement == "after")
-    residual = _kept(spec.residual, dtype) or new
+    new = StoredResidual(spec.widths.hidden_size, scale, spec.norm_placement == "after")
+    residual = _kept(spec.residual, scale) or new
     config = base_config(model.base.path) | {
         "vocab_size": spec.vocab_size,
         **asdict(wider),
@@ -159,7 +161,7 @@ def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -
     return [planned for target in held for planned in stored_as(target)]
 
 
-def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
+def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> Export:
     """The base's own tensors, with the layers that were added; adapters are merged: W + s B A in fp32."""
     config = base_config(model.base.path) | {
         "vocab_size": model.spec.vocab_size,
@@ -169,7 +171,7 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     }
     if model.spec.layers != model.base.spec.layers:
         config |= family_of(model.spec).layer_entries(model.spec)
-    residual = _kept(model.spec.residual, dtype)
+    residual = _kept(model.spec.residual, scale)
     if residual is not None:
         config[RESIDUAL_KEY] = asdict(residual)
 
@@ -184,9 +186,9 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     return Export("stock", config, _stored(model, tensors), dtype)
 
 
-def _kept(residual: StoredResidual | None, dtype: torch.dtype) -> StoredResidual | None:
-    """How an export in `dtype` stores the residual stream of a base that stores it so.
+def _kept(residual: StoredResidual | None, scale: float) -> StoredResidual | None:
+    """How an export whose added channels have this `scale` stores the residual stream of a base that stores it so.
 
     A smaller scale than the base's own would change what its norms compute.
     """
-    return None if residual is None else replace(residual, scale=max(residual.scale, scale_in(dtype)))
+    return None if residual is None else replace(residual, scale=max(residual.scale, scale))

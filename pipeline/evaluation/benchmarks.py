@@ -19,9 +19,11 @@ from pipeline.data.chats import ChatTemplate
 from pipeline.data.tokenizer import has_tokenizer_file, load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
-from pipeline.evaluation.perplexity import Prefix
+from pipeline.evaluation.batches import frequency_context
+from pipeline.evaluation.perplexity import Prefix, windows
 from pipeline.evaluation.table import table
 from pipeline.evaluation.tokens import check_served_ids
+from pipeline.log import progress_bar
 from pipeline.model.output import NEVER
 
 AVERAGE = "average"
@@ -164,26 +166,95 @@ def benchmark_model(
         backend.post_processor = TemplateProcessing(single=[*(name for name, _ in names), "$A"], special_tokens=names)
     last = read[-1] if read else None
     scored = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, prefix_token_id=last)
+    context = frequency_context(model.config)
+    if context is not None:
+        scored._loglikelihood_tokens = partial(_score_by_length, scored._loglikelihood_tokens, context)
+        scored.generate_until = partial(_write_one_by_one, scored.generate_until)
     if spelling := exported_spelling(folder):
-        scored._loglikelihood_tokens = partial(_score_as_possible, scored._loglikelihood_tokens, spelling)
+        score = scored._loglikelihood_tokens
+        scored._loglikelihood_tokens = partial(_score_as_possible, score, spelling, scored.max_length)
     return scored
 
 
-def _score_as_possible(
-    score: Callable[..., list[tuple[float, bool]]],
-    spelling: Mapping[int, Sequence[int]],
-    requests: Sequence[tuple[Any, list[int], list[int]]],
-    **options: Any,  # noqa: ANN401
-) -> list[tuple[float, bool]]:
-    """lm-eval's scores of (names, context, continuation).
+Request = tuple[Any, list[int], list[int]]
+"""Of lm-eval: (names, context, continuation)."""
+Scores = list[tuple[float, bool]]
+"""The log likelihood of each continuation, and whether it is the likeliest."""
 
-    A continuation that is impossible after a closed token is scored as the old pieces that its new ones stand for.
+
+def _score_by_length(
+    score: Callable[..., Scores],
+    context: int,
+    requests: Sequence[Request],
+    **options: Any,  # noqa: ANN401
+) -> Scores:
+    """lm-eval's scores, of texts with other rotary frequencies, those beyond `context`, in batches of their own."""
+    results: dict[int, tuple[float, bool]] = {}
+    for is_long in (False, True):
+        places = [
+            place
+            for place, (_, before, ids) in enumerate(requests)
+            # The last token is predicted, and not read.
+            if (len(before) + len(ids) - 1 > context) == is_long
+        ]
+        if places:
+            found = score([requests[place] for place in places], **options)
+            results.update(zip(places, found, strict=True))
+    return [results[place] for place in range(len(requests))]
+
+
+def _write_one_by_one(
+    write: Callable[..., list[str]],
+    requests: Sequence[Any],
+    disable_tqdm: bool = False,
+) -> list[str]:
+    """lm-eval's answers, where a batch would have the rotary frequencies of its longest text."""
+    answers = []
+    with progress_bar("answers", len(requests), " answers") as bar:
+        for request in requests:
+            answers += write([request], disable_tqdm=True)
+            bar.update(1)
+    return answers
+
+
+def _score_as_possible(
+    score: Callable[..., Scores],
+    spelling: Mapping[int, Sequence[int]],
+    longest: int,
+    requests: Sequence[Request],
+    **options: Any,  # noqa: ANN401
+) -> Scores:
+    """lm-eval's scores of a model that reads at most `longest` tokens.
+
+    A continuation that is impossible after a closed token is scored as the old pieces that its new ones stand for. They
+    may be more tokens than the model reads at once: then it is scored in parts.
     """
     results = score(requests, **options)
-    again = {}
+    parts: list[Request] = []
+    owners = []
     for place, (found, (names, context, ids)) in enumerate(zip(results, requests, strict=True)):
         if found[0] < NEVER / 2:
-            again[place] = names, context, [old for id_ in ids for old in spelling.get(id_, [id_])]
-    for place, found in zip(again, score([*again.values()], **options) if again else (), strict=True):
-        results[place] = found
+            spelled = [old for id_ in ids for old in spelling.get(id_, [id_])]
+            of_place = _in_parts((names, context, spelled), longest)
+            parts += of_place
+            owners += [place] * len(of_place)
+    again: dict[int, Scores] = {}
+    for place, found in zip(owners, score(parts, **options) if parts else (), strict=True):
+        again.setdefault(place, []).append(found)
+    for place, of_parts in again.items():
+        log_likelihood = sum(part for part, _ in of_parts)
+        results[place] = log_likelihood, all(is_likeliest for _, is_likeliest in of_parts)
     return results
+
+
+def _in_parts(request: Request, longest: int) -> list[Request]:
+    """The request, or where its continuation is longer than `longest` tokens, several that continue each other.
+
+    Each but the first follows at least half as many tokens as the model reads.
+    """
+    names, context, ids = request
+    if len(ids) <= longest:
+        return [request]
+    text = [*context, *ids]
+    cut = windows(len(text), longest + 1, (longest + 1) // 2, len(context))
+    return [(names, text[start:first], text[first:stop]) for start, stop, first in cut]

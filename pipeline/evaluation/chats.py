@@ -22,6 +22,7 @@ from pipeline.data.text_streams import open_stream
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import input_files
 from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
 from pipeline.log import progress_bar
 
@@ -127,14 +128,23 @@ def score_chats(
                 )
             left.append((name, ids, chat.reference))
     left.sort(key=lambda prompt: -len(prompt[1]))  # little padding
+    changes_at = frequency_context(model.config)
+
+    def limit_and_frequencies(prompt: tuple[str, list[int], str]) -> tuple[int, int]:
+        """How long an answer may be, and what else a chat shares with others of its batch."""
+        length = len(prompt[1])
+        limit = min(max_answer_tokens, context - length)
+        return limit, frequencies_of(length, limit, changes_at)
+
     ends = taken_ends(model) or list(tokenizer.document_end[-1:])
     found: dict[str, list[tuple[bool, bool, int]]] = {name: [] for name in files}
     with progress_bar(str(folder), len(left), " chats") as bar:
         while left:
             width = len(left[0][1])
-            new = min(max_answer_tokens, context - width)
+            new, _ = limit_and_frequencies(left[0])
             rows = max(1, _BATCH_TOKENS // (width + new))
-            batch, left = left[:rows], left[rows:]
+            batch = first_alike(left, limit_and_frequencies, rows)
+            left = left[len(batch) :]
             answers = _answers(model, [ids for _, ids, _ in batch], ends, new)
             for (name, _, reference), ids in zip(batch, answers, strict=True):
                 length = next((at for at, id_ in enumerate(ids) if id_ in ends), None)

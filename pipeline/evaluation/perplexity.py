@@ -25,6 +25,7 @@ from pipeline.data.spelling import ids_of
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.vocabulary import exported_spelling
 from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
 from pipeline.log import progress_bar
 from pipeline.model.output import NEVER, perplexity
@@ -210,11 +211,17 @@ def _token_nll(model: Any, cut: Sequence[tuple[Tensor, int]], name: str) -> list
     """The nll of the last so many tokens of each window, in fp64, however they are batched."""
     batch_tokens = min(_BATCH_TOKENS, _BATCH_LOGITS // model.config.vocab_size)
     longest_first = sorted(range(len(cut)), key=lambda place: -len(cut[place][0]))  # little padding
+    changes_at = frequency_context(model.config)
+
+    def frequencies(place: int) -> int:
+        return frequencies_of(len(cut[place][0]), 0, changes_at)
+
     nll: dict[int, Tensor] = {}
     with progress_bar(name, len(cut), " windows") as bar:
         while len(nll) < len(cut):
-            rows = max(1, batch_tokens // len(cut[longest_first[len(nll)]][0]))
-            batch = longest_first[len(nll) : len(nll) + rows]
+            left = longest_first[len(nll) :]
+            rows = max(1, batch_tokens // len(cut[left[0]][0]))
+            batch = first_alike(left, frequencies, rows)
             padded = torch.nn.utils.rnn.pad_sequence([cut[place][0] for place in batch], batch_first=True)
             logits = model(padded.to(model.device), use_cache=False).logits
             for row, place in zip(logits, batch, strict=True):

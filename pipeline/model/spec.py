@@ -152,6 +152,8 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
 # Of the added channels' squares, 2^-24 stay in the mean square in fp32, 2^-12 in 16 bits: below the rounding error.
 # A smaller scale would not survive where a folder is quantised: blocks have fp16 scales, matrices have one.
 _SCALE_EXPONENT = {torch.float32: 12, torch.bfloat16: 6, torch.float16: 6}
+# AdamW moves a weight by about the learning rate, however small it is, and the gain multiplies that by 1 / scale.
+_TRAINABLE_EXPONENT = 6
 _WRITE_STREAM = (
     "attention.output.base.weight",
     "attention.output.base.bias",
@@ -166,9 +168,9 @@ _READ_STREAM = tuple(
 _GAINS_OF_STREAM = ("attention_norm.base.weight", "ffn_norm.base.weight", "final_norm.base.weight")
 
 
-def scale_in(dtype: torch.dtype) -> float:
-    """The scale of the added channels in a folder of `dtype`."""
-    return 2.0 ** -_SCALE_EXPONENT[dtype]
+def scale_in(dtype: torch.dtype, *, for_training: bool = False) -> float:
+    """The scale of the added channels in a folder of `dtype`; for_training: one at which other tools can train them."""
+    return 2.0 ** -(_TRAINABLE_EXPONENT if for_training else _SCALE_EXPONENT[dtype])
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,22 @@ def test_a_published_folder_is_verified_on_both_languages(method, written, model
     assert [path.name for path in conversion.output.parent.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize(("purpose", "scale"), [("serving", 2**-12), ("training", 2**-6)])
+def test_a_folder_says_whether_other_tools_can_train_it(purpose, scale, models, conversion, caplog):
+    """Both are verified: even the larger scale changes the model by far less than a conversion may."""
+    checkpoint = models("stories260K", "adapt norm base").checkpoint
+    asked = replace(conversion, checkpoint=checkpoint, dtype=torch.float32, purpose=purpose)
+    with caplog.at_level("INFO"):
+        assert convert(asked, probe_maker({})) and not convert(asked, probe_maker({}))
+    said = f"times 2^{math.log2(scale):.0f}"
+    for text in (caplog.text, (asked.output / "README.md").read_text()):
+        assert said in text and ("--for training" in text) == (purpose == "serving")
+    assert json.loads((asked.output / "config.json").read_text())["widened_residual"]["scale"] == scale
+    assert json.loads((asked.output / "verification.json").read_text())["scaling"]["kl"] < 1e-3
+    other = {"serving": "training", "training": "serving"}[purpose]
+    assert convert(replace(asked, purpose=other), probe_maker({})), "another request"
+
+
 def test_answers_are_compared_after_their_prompts(conversion, tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"prompt": "Once upon a time, there was a dog. The dog", "answer": "was very happy."}\n')
@@ -169,9 +185,11 @@ def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
 def test_the_command_line(models, tmp_path):
     checkpoint = models("stories260K", "adapt norm base").checkpoint
     named = ["--checkpoint", checkpoint, "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
+    named += ["--for", "training"]
     done = scale_cpt("convert", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
     assert done.returncode == 0 and "verified" in done.stderr, done.stderr
     assert type(load_hf_model(tmp_path / "out")).__name__ == "LlamaForCausalLM"
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["asked_purpose"] == "training"
     text = ["--text", "nothing.jsonl"]
     again = scale_cpt("convert", *named, "--output", tmp_path / "out", *text)
     assert again.returncode == 0, "it is done already: the text is not read"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lm_eval.api.instance import Instance
 
 from pipeline.config.run import load_config
 from pipeline.conversion.combine import combine
@@ -145,10 +146,19 @@ def test_evaluation_spells_out_new_pieces_that_cannot_follow(run, tmp_path):
     ids = load_tokenizer(folder).reference.encode([corpora["korean"][0]]).ids.tolist()
     ids = ids[next(place for place, id_ in enumerate(ids) if id_ >= 512) :][:12]
     story = load_tokenizer(folder).reference.encode(["Once upon a time there was a"]).ids.tolist()
-    [(logprob, _), (of_story, _)] = benchmark_model(folder, batch_size=2, trust_remote_code=True)._loglikelihood_tokens(
+    model = benchmark_model(folder, batch_size=2, trust_remote_code=True)
+    [(logprob, _), (of_story, _)] = model._loglikelihood_tokens(
         [(("", ""), story[:4], ids), (("", ""), story[:4], story[4:])]
     )
     assert -1e4 < logprob < of_story < 0
+    # Whole windows of the context, which are longer when they are spelled out.
+    whole = " ".join(texts([str(REVIEWS_HELDOUT)]))[:4000]
+    assert len(model.tok_encode(whole)) > model.max_length
+    [rolling] = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (whole,), 0)], disable_tqdm=True)
+    [plain] = benchmark_model(STORIES).loglikelihood_rolling(
+        [Instance("loglikelihood_rolling", {}, (whole,), 0)], disable_tqdm=True
+    )
+    assert plain < rolling < 0
     (folder / EXPORTED).rename(folder / "elsewhere")
     assert score_folder(folder, corpora, trust_remote_code=True)["korean"].perplexity == float("inf")
     (folder / "elsewhere").rename(folder / EXPORTED)

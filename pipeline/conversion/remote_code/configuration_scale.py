@@ -21,7 +21,10 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     """
 
     model_type = "scale"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    # A list: `Trainer.evaluate` and `predict` append to it.
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    # The name by which other libraries look for a cap on the logits.
+    attribute_map = {"final_logit_softcapping": "output_softcap"}  # noqa: RUF012
 
     vocab_size: int = 512
     hidden_size: int = 64
@@ -87,6 +90,14 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     def is_collaborative(self, layer: int, module: str) -> bool:
         """Whether `module` of `layer` has expansion_to_base blocks."""
         return layer >= self.l_fp and module in self.collaborative_modules
+
+    def why_no_single_head(self) -> str | None:
+        """Why the logits are no product of one hidden state and one matrix; None if they are."""
+        if self.routed:
+            return "a Route model compares the logits of two paths"
+        if self.gate_layer is not None and self.base_vocab_size not in (None, self.vocab_size):
+            return "after a token that its gate closes, the new tokens of its vocabulary have no probability"
+        return None
 
     def why_not_packed(self) -> str | None:
         """Why the texts of several requests cannot be one row of tokens, as servers batch them; None if they can."""

@@ -25,6 +25,10 @@ class CombinedConfig(ScaleConfig):
         self.active: list[str] | None = kwargs.pop("active", None)
         super().__init__(**kwargs)
 
+    def why_no_single_head(self) -> str | None:
+        """Why the logits are no product of one hidden state and one matrix."""
+        return "a model with several expansions is for inference"
+
     def names(self) -> list[str]:
         """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer has.
 

@@ -27,7 +27,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
@@ -54,6 +54,45 @@ class Inputs(NamedTuple):
         """Those of the sequences `rows`, with a `cache` of their own if there is one."""
         tokens, mask, positions = (None if part is None else part[rows] for part in self[:3])
         return Inputs(tokens, mask, positions, None if self.cache is None else cache, self.options)  # type: ignore[arg-type]
+
+
+class ScaleBackbone(nn.Module):
+    """The model without its output projection: what `base_model` is in other models of the library.
+
+    Some trainers take hidden states from it, and `weight` of `get_output_embeddings()`, to make the logits of a few
+    tokens at a time. It shares the model's modules, and is made anew where it is asked for.
+    """
+
+    # The library asks the backbone of any model for them.
+    _tp_plan = _pp_plan = None
+
+    def __init__(self, model: ScaleForCausalLM) -> None:
+        super().__init__()
+        for name, module in model.named_children():
+            if module is not model.output:
+                self.add_module(name, module)
+        self.config = model.config
+        # In a tuple, as the model is no part of its backbone.
+        self._models = (model,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` is [x, x_up], [B, S, D + U].
+
+        Raises ValueError: the logits are no product of one hidden state and one matrix.
+        """
+        [model] = self._models
+        reason = model.config.why_no_single_head()
+        if reason is not None:
+            raise ValueError(
+                f"this model has no backbone whose hidden states give its logits: {reason}; "
+                "take the loss, or the logits, of model(input_ids, labels=labels), as transformers' Trainer does"
+            )
+        [path], cache, states = model.hidden_states(*args, **kwargs)
+        x_up = path.x_up
+        if len(x_up) == 0:  # the base ran alone
+            x_up = x_up.new_zeros(*path.x.shape[:2], x_up.shape[-1])
+        last = torch.cat([path.x, x_up], dim=-1)
+        return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache, hidden_states=states)
 
 
 class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -97,8 +136,14 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """It gives `inputs_embeds`: both streams [B, S, D + U]."""
         return self.embedding
 
-    def get_output_embeddings(self) -> None:
-        """None: the output projection is two matrices, and a tied one is read from the embedding."""
+    @property
+    def base_model(self) -> ScaleBackbone:
+        """The model without its output projection."""
+        return ScaleBackbone(self)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output projection, whose `weight` is [V, D + U]; None where logits are no product of one matrix."""
+        return self.output if self.config.why_no_single_head() is None else None
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError("the vocabulary is extended before training, by scale-cpt vocabulary")
@@ -129,6 +174,36 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its score. Hidden states
         are such streams of the adapted path: before each layer, and after the last norm.
         """
+        paths, past_key_values, states = self.hidden_states(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            logits_to_keep,
+            inputs_embeds,
+            output_hidden_states,
+            **kwargs,
+        )
+        logits = self.output(paths)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=states)
+
+    def hidden_states(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[list[StreamPath], Any, tuple[Tensor, ...] | None]:
+        """What `output` reads (`streams`), the cache, and all hidden states if asked for. Arguments: `forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds")
         embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -143,12 +218,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         paths = self.streams(
             embedded, attention_mask, position_ids, past_key_values, logits_to_keep, recorded, input_ids, **kwargs
         )
-        logits = self.output(paths)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         states = None if recorded is None else tuple(torch.cat(path[:2], dim=-1) for path in recorded.values())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=states)
+        return paths, past_key_values, states
 
     def streams(
         self,

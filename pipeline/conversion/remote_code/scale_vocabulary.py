@@ -41,6 +41,15 @@ class ScaleOutput(nn.Module):
         self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
 
+    @property
+    def weight(self) -> Tensor:
+        """Both matrices as one [V, D + U], for libraries that compute logits, or a loss, from hidden states."""
+        return torch.cat([self.base, self.expansion], dim=1)
+
+    @property
+    def bias(self) -> None:
+        """None: there is none, which such libraries ask too."""
+
     def set_vocabulary(self, config: ScaleConfig) -> None:
         self.of_base = config.base_vocab_size or config.vocab_size
         self.only_base_after_closed = config.gate_layer is not None and self.of_base < config.vocab_size

@@ -36,7 +36,6 @@ from pipeline.files import (
     write_json,
     write_text,
 )
-from pipeline.methods.scale import origin_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
 from pipeline.scale.expansion import EXPANSION, write_expansion
@@ -145,7 +144,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe) -> bool:
     check_format(model, "expansion")
     assert isinstance(model.settings, ScaleMethod), "checked"
     # The origin that `upscale` would write: a run can start from this folder.
-    origin = {"base_hashes": model.base.hashes, "method": origin_of(model.settings), "seed": run.seed}
+    origin = {"base_hashes": model.base.hashes, "method": model.settings.of_initial_expansion, "seed": run.seed}
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)
     origin = {**record, **origin, "tokenizer": run.tokenizer_fingerprint}

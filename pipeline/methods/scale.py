@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ class Scale(TrainingMethod):
 
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
-        expansion.check_origin(base.hashes, origin_of(self.settings), self.seed)
+        expansion.check_origin(base.hashes, self.settings.of_initial_expansion, self.seed)
         _check_new_rows(expansion, base.new_rows)
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
@@ -65,11 +64,6 @@ def _check_new_rows(expansion: ExpansionFolder, new_rows: NewRows | None) -> Non
             f"{expansion.path}: holds rows of {'an' if new_rows is None else 'another'} extended vocabulary; set "
             "`vocabulary` to that of the run that it comes from"
         )
-
-
-def origin_of(settings: ScaleMethod) -> dict[str, Any]:
-    """The settings that the initial expansion depends on: where W12 exists, the widths, the initialisers."""
-    return settings.model_dump(mode="json", exclude={"router_threshold", "norm"})
 
 
 def check_named_expansion(folder: Path | None) -> None:
@@ -93,7 +87,7 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     if not isinstance(config.method, ScaleMethod) or not (config.upscaled_folder / MANIFEST).exists():
         return None
     expansion = open_expansion(config.upscaled_folder)
-    expansion.check_origin(base.hashes, origin_of(config.method), config.seed)
+    expansion.check_origin(base.hashes, config.method.of_initial_expansion, config.seed)
     if base.new_rows is not None or config.vocabulary is None:
         _check_new_rows(expansion, base.new_rows)
     return expansion
@@ -109,7 +103,7 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
     origin = {
         "base": str(base.path),
         "base_hashes": base.hashes,
-        "method": origin_of(settings),
+        "method": settings.of_initial_expansion,
         "expansion": asdict(plan.expansion),
         "seed": seed,
     }

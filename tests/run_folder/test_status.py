@@ -218,14 +218,28 @@ def slurm(tmp_path, monkeypatch):
     slurm_job.cache_clear()
 
 
+NO_END = "train: no end is on record; job 7"
+CANCELLED = "was cancelled; the same command resumes"
+
+
 @pytest.mark.parametrize(
     ("controller", "accounting", "state", "said"),
     [
-        ("CANCELLED", None, "stopped", "train: no end is on record; job 7 was cancelled; the same command resumes"),
-        (None, "CANCELLED by 1000", "stopped", "train: no end is on record; job 7 was cancelled; the same command resumes"),
-        ("PENDING", None, "waiting", "train: no end is on record; job 7 is queued and resumes it"),
-        ("OUT_OF_MEMORY", None, "failed", "train: no end is on record; job 7 has ended as OUT_OF_MEMORY; the same command resumes"),
-        ("COMPLETING", None, "running", "train: no end is on record; job 7 is completing"),
+        ("CANCELLED", None, "stopped", f"{NO_END} {CANCELLED}"),
+        (
+            None,
+            "CANCELLED by 1000",
+            "stopped",
+            f"{NO_END} {CANCELLED}",
+        ),
+        ("PENDING", None, "waiting", f"{NO_END} is queued and resumes it"),
+        (
+            "OUT_OF_MEMORY",
+            None,
+            "failed",
+            f"{NO_END} has ended as OUT_OF_MEMORY; the same command resumes",
+        ),
+        ("COMPLETING", None, "running", f"{NO_END} is completing"),
         (None, None, "failed", "train: the last attempt of job 7 left no reason (cancelled or killed?); it resumes"),
     ],
 )
@@ -262,4 +276,7 @@ def test_a_cancelled_serial_stage_of_another_node_does_not_run(slurm, config):
     records.write_text(re.sub(r'"machine":"[^"]*"', '"machine":"another"', records.read_text()))
     assert state_of(config.folder)[0] == "running"
     slurm("CANCELLED")
-    assert state_of(config.folder) == ("stopped", "tokenize: no end is on record; job 7 was cancelled; the same command resumes")
+    assert state_of(config.folder) == (
+        "stopped",
+        "tokenize: no end is on record; job 7 was cancelled; the same command resumes",
+    )

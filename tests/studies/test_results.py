@@ -135,7 +135,9 @@ def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: floa
     folder.mkdir()
     with (folder / "metrics.jsonl").open("w") as file:
         for step, perplexities in figures.items():
-            line = {"step": step, "forgetting/old": 160.0} | {f"perplexity/{key}": of for key, of in perplexities.items()}
+            line = {"step": step, "forgetting/old": 160.0} | {
+                f"perplexity/{key}": of for key, of in perplexities.items()
+            }
             line |= {f"bits_per_byte/{name}": math.log2(of) for name, of in perplexities.items()}
             file.write(json.dumps(line) + "\n")
     (folder / "run.yaml").write_text(f"folder: {folder}\ngate: {{}}\n")

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of
+from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of, full_disk_names
 
 TEMPORARY_SUFFIX = ".partial"
 _THREADS = 8
@@ -136,6 +136,11 @@ def free_bytes(path: Path) -> int:
     return system.f_bavail * system.f_frsize
 
 
+def held_bytes(folder: Path) -> int:
+    """The bytes of all files in `folder`; 0 where there is no such folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
     """A temporary file to fill, renamed to `path` when the block succeeds and removed when it fails.
@@ -147,7 +152,7 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
     unfinished = (scratch or path.parent) / own
     try:
-        with unfinished.open("wb") as file:
+        with full_disk_names(path), unfinished.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -234,14 +239,15 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
     partial = path.with_name(f"{own}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
     partial.mkdir(parents=True)
     try:
-        yield partial
-        readable = partial.stat().st_mode & 0o666
-        for file in partial.rglob("*"):
-            if file.is_file():
-                if file.stat().st_nlink == 1:  # not also one of another folder
-                    file.chmod(readable)  # safetensors makes files that their owner alone can read
-                sync(file)
-        sync(partial)
+        with full_disk_names(path):
+            yield partial
+            readable = partial.stat().st_mode & 0o666
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    if file.stat().st_nlink == 1:  # not also one of another folder
+                        file.chmod(readable)  # safetensors makes files that their owner alone can read
+                    sync(file)
+            sync(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours
         shutil.rmtree(replace_directory(partial, path), ignore_errors=True)
     finally:

@@ -19,12 +19,12 @@ from pipeline.data.corpora import is_tokenized, train_folder, unfinished_corpora
 from pipeline.data.token_corpus import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import LayoutError, UserError
-from pipeline.files import free_bytes
+from pipeline.files import free_bytes, held_bytes
 from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, Cluster, cluster_of
 from pipeline.sizing.estimate import Estimate, Estimator
-from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, held_bytes, most_checkpoints, no_room
+from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
 
 
 @dataclass

@@ -21,7 +21,7 @@ from pipeline.data import hub_datasets
 from pipeline.data.jobs import Work
 from pipeline.data.readers import begins_array, parquet_ranges, parquet_records, text_records
 from pipeline.data.records import Document, Keys, Record, Rejected
-from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, open_stream, text_length
+from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, open_stream, text_length, text_per_byte
 from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
 from pipeline.files import in_threads
@@ -125,9 +125,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         ranges = parquet_ranges(path, keys, unit_bytes)
     else:
         length = text_length(path, keys.encoding)
-        # Of a .json file that holds one array of all records, as LLaMA-Factory's data do, and not an object a line.
-        if ".json" in path.suffixes[-2:] and begins_array(open_stream(path, keys.encoding)):
-            kind = "json_array"
+        kind = _kind_of_text(path, kind, keys)
         if kind in ("json_array", "csv", "tsv") or keys.document == "file":
             unit_bytes = max(length, 1)
         starts = range(0, max(length, 1), unit_bytes)
@@ -136,6 +134,29 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
         Unit(f"{file_index:05d}-{number:06d}", size, str(path), kind, start, stop)
         for number, (start, stop, size) in enumerate(ranges)
     ]
+
+
+def beginning_of(path: Path, keys: Keys, most_bytes: int) -> tuple[Unit, float]:
+    """The beginning of a file of text, and about how many bytes of text the whole file has.
+
+    That is about `most_bytes` of lines; tables and arrays have no parts, so the unit is all of them. No compressed file
+    is read to its end. Raises as `split_file`.
+    """
+    kind = _kind(path)
+    if kind == "parquet":
+        ranges = parquet_ranges(path, keys, most_bytes)
+        start, stop, size = ranges[0]
+        return Unit("beginning", size, str(path), kind, start, stop), float(sum(size for _, _, size in ranges))
+    whole = path.stat().st_size * text_per_byte(path)
+    size = min(most_bytes, math.ceil(whole))
+    return Unit("beginning", size, str(path), _kind_of_text(path, kind, keys), 0, size), whole
+
+
+def _kind_of_text(path: Path, kind: Kind, keys: Keys) -> Kind:
+    """Tells a .json file that is one array of all records, as LLaMA-Factory's are, from one with an object a line."""
+    if ".json" in path.suffixes[-2:] and begins_array(open_stream(path, keys.encoding)):
+        return "json_array"
+    return kind
 
 
 def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:

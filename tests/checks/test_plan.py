@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.checks.plan import Plan, make_plan
 from pipeline.config.run import load_config
+from pipeline.files import held_bytes
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.memory import held_bytes
 from tests.distributed import run_ranks
 from tests.files import read_jsonl
 from tests.programs import scale_cpt

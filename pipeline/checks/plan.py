@@ -22,7 +22,7 @@ from pipeline.errors import LayoutError, UserError
 from pipeline.files import free_bytes, held_bytes
 from pipeline.scale.expansion import MANIFEST
 from pipeline.scale.plan import plan_expansion
-from pipeline.sizing.cluster import GIB, Cluster, cluster_of
+from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster, cluster_of
 from pipeline.sizing.estimate import Estimate, Estimator
 from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
 
@@ -82,6 +82,8 @@ def _memory(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> It
     needed, usable = estimate.memory.total / GIB, cluster.usable_bytes / GIB
     parts = ", ".join(f"{kind} {count / GIB:.2f}" for kind, count in asdict(estimate.memory).items())
     yield "memory a rank", f"{needed:.2f} of {usable:.0f} usable GiB: {parts}"
+    if estimate.fits(cluster) and not estimate.is_safe(cluster):
+        yield "memory a rank", f"tight: the estimate may be wrong by {MEMORY_ERROR:.0%}; see scale-cpt estimate"
     if estimate.host_bytes:
         yield "memory a rank", f"{estimate.host_bytes / GIB:.2f} GiB in its host's memory"
     if not estimate.fits(cluster):

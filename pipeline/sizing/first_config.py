@@ -174,7 +174,7 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
             estimator = open_estimator(config, cluster)
-            if estimator.memory(estimator.own_choice)[0].total <= cluster.usable_bytes:
+            if estimator.memory(estimator.own_choice)[0].total <= cluster.recommended_bytes:
                 return config, fitted
     raise LayoutError(
         f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; take more of them "

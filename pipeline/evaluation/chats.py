@@ -13,6 +13,7 @@ import orjson
 import torch
 from transformers import GenerationConfig
 
+from pipeline import log
 from pipeline.conversion.hf_folder import load_hf_model, taken_ends
 from pipeline.data.chats import chat_template, message_of
 from pipeline.data.readers import lines
@@ -25,6 +26,7 @@ from pipeline.log import progress_bar
 DEFAULT_ANSWER_TOKENS = 256
 # Of prompts and answers in a batch.
 _BATCH_TOKENS = 2**13
+_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def score_chats(
     """
     template, tokenizer = chat_template(folder), load_tokenizer(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    _logger.info("loading %s", folder)
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
     left = []

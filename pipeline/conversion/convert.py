@@ -20,7 +20,7 @@ from pipeline.conversion.hf_folder import code_files, dtype_name, write_hf_folde
 from pipeline.conversion.model_card import CARD, model_card
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.conversion.verify import MakeProbe, probe_maker, verify
+from pipeline.conversion.verify import MakeProbe, describe, probe_maker, verify
 from pipeline.data.corpora import heldout_source, keys_of
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import is_text
@@ -186,7 +186,4 @@ def _write_export(conversion: Conversion, model: TrainedModel, make_probe: MakeP
         write_text(folder / CARD, model_card(model, export, report))
         written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}
         write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
-    _logger.info(
-        "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
-        *(report.max_abs, report.kl, 100 * report.top1_agreement),
-    )
+    _logger.info("%s", describe(report))

@@ -12,6 +12,7 @@ import glob
 import hashlib
 import itertools
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -290,6 +291,30 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+_PAGE = re.compile(r"\bdocs/[\w/.-]+?\.md(#[\w-]+)?")
+
+
+def with_pages_found(text: str) -> str:
+    """`text` with every page of docs/ that it names as a user of an installed package can find it.
+
+    In the project's folder the names stay. Elsewhere the table of settings is what a command prints, and other pages
+    have their whole path, if this is a checkout, or are said to be in the source.
+    """
+    if Path("docs/configuration.md").exists():
+        return text
+    root = Path(__file__).resolve().parent.parent
+
+    def found(page: re.Match[str]) -> str:
+        path, _, _ = page[0].partition("#")
+        if path == "docs/configuration.md":
+            return "scale-cpt describe-config"
+        if (root / path).exists():
+            return str(root / page[0])
+        return f"{page[0]} in the source of scale-cpt"
+
+    return _PAGE.sub(found, text)
 
 
 SHIPPED = ("configs", "ds_configs", "slurm", "data")

@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
 
+from pipeline import files
 from pipeline.errors import PASSING_FAULT, DataError, exit_code_of, in_one_line
 from pipeline.files import (
     FolderKind,
@@ -22,6 +23,7 @@ from pipeline.files import (
     read_object,
     read_record,
     read_text,
+    with_pages_found,
     write_json,
     write_record,
     write_text,
@@ -162,3 +164,15 @@ def test_the_error_of_a_full_disk_names_what_was_written(small_disk, kind):
     said = in_one_line(raised.value)
     assert f"no space left on the disk of {path} (" in said and "of its 0.00105 GB are free" in said
     assert not path.exists()
+
+
+def test_pages_are_named_as_a_user_finds_them(tmp_path, monkeypatch):
+    text = "expected a number; docs/configuration.md lists every setting (docs/gate.md#cost)"
+    assert with_pages_found(text) == text, "in the project's folder"
+    monkeypatch.chdir(tmp_path)
+    root = Path(files.__file__).parents[1]
+    settings = "expected a number; scale-cpt describe-config lists every setting"
+    assert with_pages_found(text) == f"{settings} ({root}/docs/gate.md#cost)"
+    installed = tmp_path / "site-packages" / "pipeline" / "files.py"
+    monkeypatch.setattr(files, "__file__", str(installed))
+    assert with_pages_found(text) == f"{settings} (docs/gate.md#cost in the source of scale-cpt)"

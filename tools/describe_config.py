@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline import command_line
 from pipeline.config.run import RunConfig
+from pipeline.files import with_pages_found
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", type(None): "nothing"}
 
@@ -27,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    print("".join(_tables()), end="")
+    print(with_pages_found("".join(_tables())), end="")
 
 
 def _tables() -> Iterator[str]:

@@ -3,7 +3,8 @@
     scale-cpt estimate configs/demo.yaml --gpus 2
 
 Layouts that recompute more than they must are left out (--all lists them). A layout is recommended if at least 5 % of
-the usable memory is left, the error of the estimate. The base's weights are not needed: its config.json is enough (--base-config, if its folder is missing).
+the usable memory is left, the error of the estimate. The base's weights are not needed: its config.json is enough
+(--base-config, if its folder is missing).
 """
 
 from __future__ import annotations

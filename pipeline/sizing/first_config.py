@@ -16,6 +16,7 @@ from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer, fertility, load_tokenizer
 from pipeline.data.units import sampled_documents
 from pipeline.errors import LayoutError
+from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
@@ -115,7 +116,7 @@ def propose(
     if vocabulary is not None:
         values["vocabulary"] = {"folder": str(vocabulary)}
     config, values = _fitted(values, cluster)
-    return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
+    return config, with_pages_found(_as_yaml(values | {"base": str(base)}, spec, learned, known, cluster))
 
 
 def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:

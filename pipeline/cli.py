@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline import __version__
-from pipeline.files import shipped
+from pipeline.files import shipped, with_pages_found
 
 PROGRAM = "scale-cpt"
 PROGRAMS = {
@@ -65,7 +65,7 @@ def build_parser(commands: Collection[str] = PROGRAMS.keys()) -> argparse.Argume
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command, program in PROGRAMS.items():
-        text = _path_of(program).read_text(encoding="utf-8").split('"""', 2)[1]
+        text = with_pages_found(_path_of(program).read_text(encoding="utf-8").split('"""', 2)[1])
         own = subparsers.add_parser(
             command,
             help=text.splitlines()[0].replace("%", "%%"),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pipeline import log
 from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, ConfigError, UserError, exit_code_of, in_one_line
+from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
 
 
@@ -25,7 +26,8 @@ def run_program(
     add_options: Callable[[argparse.ArgumentParser], None], main: Callable[[argparse.Namespace], int | None], text: str
 ) -> None:
     """Runs a program by itself, a file of tools/ or `pipeline.train` on a rank; `text`, its docstring, is the help."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    description = with_pages_found(text)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     run_parsed(main, parser.parse_args())
 
@@ -57,7 +59,7 @@ def run(main: Callable[[], int | None]) -> None:
         elif code == INTERNAL_FAULT and not isinstance(error, UserError):
             traceback.print_exc()
         else:
-            print(f"error: {in_one_line(error)}", file=sys.stderr)
+            print(f"error: {with_pages_found(in_one_line(error))}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 # `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process with 128 + its number.
 
@@ -184,11 +187,45 @@ def _line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:
         where = error.filename or "the output"
         if error.errno in _FULL:
-            return f"no space left on the disk of {where}; free some and start again"
+            return f"no space left on the disk of {where}{_room_at(error.filename)}; free some and start again"
         if error.errno in _PASSING:
             return f"{where}: {error.strerror}; check that file system, then start again"
         return f"{where}: {error.strerror}; name a place that this user can read and write, or change its permissions"
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _room_at(path: object) -> str:
+    """How much of the disk of `path` is free, for a message; a quota may be full although the disk is not."""
+    if not isinstance(path, (str, os.PathLike)):
+        return ""
+    place = Path(path).absolute()
+    for folder in (place, *place.parents):  # a temporary file is gone by now
+        try:
+            disk = os.statvfs(folder)
+        except OSError:
+            continue
+        free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        return f" ({free / 1e9:.3g} of its {size / 1e9:.3g} GB are free)"
+    return ""
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether `error` says that a disk or a quota is full, in the words of the system or of safetensors."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    number = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return number is not None and int(number[1]) in _FULL
+
+
+@contextmanager
+def full_disk_names(path: Path) -> Iterator[None]:
+    """Names `path`, which the block writes, in the error of a full disk, as writing to an open file does not."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error) or getattr(error, "filename", None) is not None:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
 
 
 @contextmanager

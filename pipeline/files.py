@@ -12,6 +12,7 @@ import glob
 import hashlib
 import itertools
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of
+from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of, full_disk_names
 
 TEMPORARY_SUFFIX = ".partial"
 _CHECKSUM = "checksum"
@@ -165,6 +166,11 @@ def free_bytes(path: Path) -> int:
     return system.f_bavail * system.f_frsize
 
 
+def held_bytes(folder: Path) -> int:
+    """The bytes of all files in `folder`; 0 where there is no such folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
     """A temporary file to fill, renamed to `path` when the block succeeds and removed when it fails.
@@ -176,7 +182,7 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
     unfinished = (scratch or path.parent) / own
     try:
-        with unfinished.open("wb") as file:
+        with full_disk_names(path), unfinished.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -269,14 +275,15 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
     partial = path.with_name(f"{own}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
     partial.mkdir(parents=True)
     try:
-        yield partial
-        readable = partial.stat().st_mode & 0o666
-        for file in partial.rglob("*"):
-            if file.is_file():
-                if file.stat().st_nlink == 1:  # not also one of another folder
-                    file.chmod(readable)  # safetensors makes files that their owner alone can read
-                sync(file)
-        sync(partial)
+        with full_disk_names(path):
+            yield partial
+            readable = partial.stat().st_mode & 0o666
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    if file.stat().st_nlink == 1:  # not also one of another folder
+                        file.chmod(readable)  # safetensors makes files that their owner alone can read
+                    sync(file)
+            sync(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours
         shutil.rmtree(replace_directory(partial, path), ignore_errors=True)
     finally:
@@ -319,6 +326,30 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+_PAGE = re.compile(r"\bdocs/[\w/.-]+?\.md(#[\w-]+)?")
+
+
+def with_pages_found(text: str) -> str:
+    """`text` with every page of docs/ that it names as a user of an installed package can find it.
+
+    In the project's folder the names stay. Elsewhere the table of settings is what a command prints, and other pages
+    have their whole path, if this is a checkout, or are said to be in the source.
+    """
+    if Path("docs/configuration.md").exists():
+        return text
+    root = Path(__file__).resolve().parent.parent
+
+    def found(page: re.Match[str]) -> str:
+        path, _, _ = page[0].partition("#")
+        if path == "docs/configuration.md":
+            return "scale-cpt describe-config"
+        if (root / path).exists():
+            return str(root / page[0])
+        return f"{page[0]} in the source of scale-cpt"
+
+    return _PAGE.sub(found, text)
 
 
 SHIPPED = ("configs", "ds_configs", "slurm", "data")

@@ -56,3 +56,26 @@ def test_a_users_fault_is_one_line_whatever_its_code(capsys):
     assert capsys.readouterr().err == "error: two lines\nerror: a run failed\n"
     assert ended(ValueError("a bug")) == INTERNAL_FAULT
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_outside_the_project_names_a_command_and_no_page(tmp_path):
+    (tmp_path / "run.yaml").write_text("name: x\n")
+    command = [sys.executable, "-m", "pipeline", "config", "show", "run.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.rstrip().endswith("; scale-cpt describe-config lists every setting")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("combine", "served", "korean=missing"), "combining korean into served"),
+        (("evaluate", "--model", "missing", "--data", "texts.jsonl"), "evaluating missing"),
+        (("sample", "--base", "missing", "--output", "x", "--tokens", "9", "--max-tokens", "9"), "sampling text"),
+    ],
+)
+def test_a_slow_command_says_at_once_what_it_does(arguments, said, tmp_path):
+    (tmp_path / "missing").mkdir()
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    first, *_ = done.stderr.splitlines()
+    assert said in first and "loading the libraries" in first, done.stderr

@@ -8,9 +8,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel, ConfigDict
+from safetensors.torch import save_file
 
-from pipeline.errors import DataError
+from pipeline import files
+from pipeline.errors import PASSING_FAULT, DataError, exit_code_of, in_one_line
 from pipeline.files import (
     FolderKind,
     in_threads,
@@ -20,8 +23,10 @@ from pipeline.files import (
     read_object,
     read_record,
     read_text,
+    with_pages_found,
     write_json,
     write_record,
+    write_text,
 )
 from tests.files import change_json
 from tests.kills import outlives
@@ -153,3 +158,33 @@ def test_files_of_a_published_folder_are_as_readable_as_it_is(tmp_path):
         (partial / "weights").touch(mode=0o600)
     folder, file = (path.stat().st_mode & 0o666 for path in (tmp_path / "out", tmp_path / "out" / "weights"))
     assert file == folder
+
+
+@pytest.mark.parametrize("kind", ["a file", "safetensors in a folder", "an open file in a folder"])
+def test_the_error_of_a_full_disk_names_what_was_written(small_disk, kind):
+    path = small_disk(mib=1).path / "output"
+    with pytest.raises(OSError, match="No space left") as raised:
+        if kind == "a file":
+            write_text(path, "x" * 2**21)
+        else:
+            with published_folder(path, None) as folder:
+                if kind.startswith("safetensors"):
+                    save_file({"a": torch.zeros(2**20)}, folder / "a.safetensors")
+                else:
+                    (folder / "a").write_bytes(bytes(2**21))
+    assert exit_code_of(raised.value) == PASSING_FAULT
+    said = in_one_line(raised.value)
+    assert f"no space left on the disk of {path} (" in said and "of its 0.00105 GB are free" in said
+    assert not path.exists()
+
+
+def test_pages_are_named_as_a_user_finds_them(tmp_path, monkeypatch):
+    text = "expected a number; docs/configuration.md lists every setting (docs/gate.md#cost)"
+    assert with_pages_found(text) == text, "in the project's folder"
+    monkeypatch.chdir(tmp_path)
+    root = Path(files.__file__).parents[1]
+    settings = "expected a number; scale-cpt describe-config lists every setting"
+    assert with_pages_found(text) == f"{settings} ({root}/docs/gate.md#cost)"
+    installed = tmp_path / "site-packages" / "pipeline" / "files.py"
+    monkeypatch.setattr(files, "__file__", str(installed))
+    assert with_pages_found(text) == f"{settings} (docs/gate.md#cost in the source of scale-cpt)"

@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline import command_line
+from pipeline import command_line, log
 from pipeline.errors import ConfigError
+
+_logger = log.get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,7 @@ def main(arguments: argparse.Namespace) -> None:
         if not path or name in runs:
             raise ConfigError(f"{pair}: expected NAME=RUN, and each name once")
         runs[name] = Path(path)
+    _logger.info("combining %s into %s: loading the libraries", ", ".join(runs), arguments.folder)
     # Imported after the arguments are checked: a mistake in them is reported at once.
     from pipeline.conversion.combine import combine
 

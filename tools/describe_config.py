@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline import command_line
 from pipeline.config.run import RunConfig
+from pipeline.files import with_pages_found
 
 _WORDS = {
     int: "integer",
@@ -36,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    print("".join(_tables()), end="")
+    print(with_pages_found("".join(_tables())), end="")
 
 
 def _tables() -> Iterator[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import orjson
 
+from pipeline import log
 from pipeline.command_line import add_run, folder_or_hub, positive, run_program
 from pipeline.config.run import load_config
 from pipeline.data.records import Keys
@@ -24,12 +25,15 @@ from pipeline.data.units import good_documents
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
 
+_logger = log.get_logger(__name__)
+
 
 def main(options: argparse.Namespace) -> None:
     given = {name for name in ("run", "model", "tasks", "data", "chats") if getattr(options, name)}
     if given in ({"run"}, {"run", "chats"}):
         config = load_config(options.run, options.set)
         with stage_of(config, "evaluate"):
+            _logger.info("evaluating %s: loading the libraries, then the base and the export", config.folder)
             from pipeline.evaluation.summary import summarise  # --help needs no torch
 
             print(
@@ -45,6 +49,7 @@ def main(options: argparse.Namespace) -> None:
     kinds = {"data": _scores_of_texts, "tasks": _benchmarks, "chats": _scores_of_chats}
     if "model" not in given or len(asked := given & kinds.keys()) != 1 or "run" in given:
         raise ConfigError("name a run, or --model with one of --data, --tasks and --chats")
+    _logger.info("evaluating %s: loading the libraries, then each model", ", ".join(map(str, options.model)))
     from pipeline.conversion.hf_folder import check_hf_config
 
     for model in options.model:  # before the other models have been scored for hours

@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline import log
 from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program, share
 from pipeline.config.data import CHAT_DATE, Sampling
 from pipeline.config.reading import checked
@@ -23,11 +24,14 @@ from pipeline.run_folder.attempts import begin_run, stage_of
 if TYPE_CHECKING:
     from pipeline.rehearsal.corpus import SamplingJob
 
+_logger = log.get_logger(__name__)
+
 
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.run, options.set) if options.run else None
     if config is not None and not any(corpus.sample for corpus in config.data.corpora.values()):
         return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
+    _logger.info("sampling text that the base writes itself: loading the libraries, then the base")
     from pipeline.data.workers import local_workers
     from pipeline.rehearsal.corpus import default_workers, plan_of, sample_corpus, sampling_jobs
 

@@ -14,9 +14,13 @@ import argparse
 from pipeline import command_line, log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
+from pipeline.errors import CheckpointError
+from pipeline.files import read_object
 from pipeline.run_folder.attempts import stage_of
 from pipeline.run_folder.checkpoint_names import newest_checkpoint_step
 
+MANIFEST = "manifest.json"
+"""Of an expansion; the module that writes it loads torch."""
 logger = log.get_logger(__name__)
 
 
@@ -35,7 +39,7 @@ def _upscale(config: RunConfig) -> None:
     if not isinstance(config.method, ScaleMethod):
         logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
-    if newest_checkpoint_step(config.folder) and output.is_dir():  # every restart of a run passes here
+    if newest_checkpoint_step(config.folder) and _seems_made_for(config):  # every restart of a run passes here
         logger.info("%s is there already, and training has begun", output)
         return
     # Imported after the configuration is checked: a mistake in it is reported at once.
@@ -54,6 +58,23 @@ def _upscale(config: RunConfig) -> None:
     check_against_transformers(base)
     upscale(config.method, base, output, config.seed)
     logger.info("wrote the initial expansion to %s", output)
+
+
+def _seems_made_for(config: RunConfig) -> bool:
+    """Whether the expansion in the run's folder names this base, method and seed, and the base is older than it.
+
+    That takes no time and no torch. Only if it does not hold are all weights hashed, as training does in any case.
+    """
+    manifest = config.upscaled_folder / MANIFEST
+    try:
+        found = read_object(manifest, CheckpointError)
+        newest = max(file.stat().st_mtime for file in config.base.iterdir())
+    except (OSError, ValueError, CheckpointError):  # said in full by the checks that follow
+        return False
+    assert isinstance(config.method, ScaleMethod), "others have no expansion"
+    same_base = found.get("base") == str(config.base) and newest <= manifest.stat().st_mtime
+    same_method = found.get("method") == config.method.of_initial_expansion
+    return same_base and same_method and found.get("seed") == config.seed
 
 
 if __name__ == "__main__":

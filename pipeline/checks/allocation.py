@@ -21,11 +21,11 @@ from pipeline.data.token_corpus import MANIFEST, SAMPLED_BYTES
 from pipeline.data.tokenizer import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
-from pipeline.files import file_hash, free_bytes, sampled_hash, write_text
+from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
-from pipeline.sizing.memory import checkpoints_bytes, held_bytes, no_room
+from pipeline.sizing.memory import checkpoints_bytes, no_room
 
 if TYPE_CHECKING:
     from pipeline.sizing.estimate import Estimator

@@ -14,19 +14,27 @@ from pipeline.checks.door import faults_of
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
+from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.formats import describe_formats, why_not
 from pipeline.conversion.served_tokenizer import warn_of_base
-from pipeline.data.corpora import is_tokenized, train_folder, unfinished_corpora
+from pipeline.data.corpora import corpus_jobs, is_tokenized, train_folder, unfinished_corpora
+from pipeline.data.disk_space import corpus_bytes
 from pipeline.data.token_corpus import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.token_corpus import load_manifest
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import LayoutError, UserError
+from pipeline.data.units import is_here
+from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
-from pipeline.files import free_bytes
+from pipeline.files import free_bytes, held_bytes
 from pipeline.scale.plan import plan_expansion
-from pipeline.sizing.cluster import GIB, Cluster, cluster_of
+from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster, cluster_of
 from pipeline.sizing.estimate import Estimate, Estimator
-from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, held_bytes, most_checkpoints, no_room
+from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
+
+_TOKEN_BYTES = 4
+"""Of a token of a large vocabulary."""
+_UPSCALED_BYTES = 4
+"""Of an element of the initial expansion, which is stored in fp32."""
 
 
 @dataclass
@@ -63,6 +71,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         rows.append(("layout", f"{ranks}: dp {run.layout.dp_size}, {estimator.own_choice}"))
         rows.append(("parameters", str(estimator.parameters)))
         rows += _checkpoints(estimator, faults)
+        rows += _disk_space(estimator, faults)
         try:
             estimate = estimator.estimate(estimator.own_choice)
             rows += _memory(estimate, cluster, faults)
@@ -85,6 +94,8 @@ def _memory(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> It
     needed, usable = estimate.memory.total / GIB, cluster.usable_bytes / GIB
     parts = ", ".join(f"{kind} {count / GIB:.2f}" for kind, count in asdict(estimate.memory).items())
     yield "memory a rank", f"{needed:.2f} of {usable:.0f} usable GiB: {parts}"
+    if estimate.fits(cluster) and not estimate.is_safe(cluster):
+        yield "memory a rank", f"tight: the estimate may be wrong by {MEMORY_ERROR:.0%}; see scale-cpt estimate"
     if estimate.host_bytes:
         yield "memory a rank", f"{estimate.host_bytes / GIB:.2f} GiB in its host's memory"
     if not estimate.fits(cluster):
@@ -102,6 +113,64 @@ def _checkpoints(estimator: Estimator, faults: list[UserError]) -> Iterator[tupl
     yield "checkpoints", f"{needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
     if free < needed:
         faults.append(no_room(folder, needed, free))
+
+
+def _disk_space(estimator: Estimator, faults: list[UserError]) -> Iterator[tuple[str, str]]:
+    """About what all stages will write more, by kind, with what is free; its lack is a fault of its own.
+
+    Each folder counts for the file system that it is on. Unknown sizes are said to be unknown.
+    """
+    config, parameters = estimator.config, estimator.parameters
+    folder, itemsize = config.folder, estimator.deepspeed.dtype.itemsize
+    known = {"checkpoints": max(0, checkpoints_bytes(config, parameters) - held_bytes(config.checkpoint_folder))}
+    if isinstance(config.method, ScaleMethod) and config.upscaled is None:
+        known["expansion"] = max(0, parameters.expansion * _UPSCALED_BYTES - held_bytes(config.upscaled_folder))
+    # In the base's type, which is that of training on GPUs.
+    known["export"] = max(0, parameters.total * itemsize - held_bytes(folder / HF_FOLDER))
+    tokens = _tokens_bytes(config)
+    texts = [f"{name} {size / 1e9:.3g}" for name, size in known.items()]
+    texts.insert(0, "tokens unknown" if tokens is None else f"tokens {tokens / 1e9:.3g}")
+    on_disk = {folder: sum(known.values())}
+    data = config.data.folder
+    if tokens is not None:
+        place = folder if _device_of(data) == _device_of(folder) else data
+        on_disk[place] = on_disk.get(place, 0) + tokens
+    yield "disk space", f"about {sum(on_disk.values()) / 1e9:.3g} GB more: {', '.join(texts)}"
+    for place, needed in on_disk.items():
+        free = free_bytes(place)
+        yield "disk space", f"{place}: {needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
+        if needed > free > known["checkpoints"]:  # else the fault of the checkpoints has said it
+            faults.append(
+                PreflightError(
+                    f"{place}: tokens, expansion, checkpoints and export need about {needed / 1e9:.3g} GB more, found "
+                    f"{free / 1e9:.3g} GB free; make room, or set folder or data.folder to another disk"
+                )
+            )
+
+
+def _tokens_bytes(config: RunConfig) -> int | None:
+    """About what the corpora that are yet to be made will take; None where an input cannot be read here."""
+    data = config.data
+    needed = 0
+    try:
+        for job in corpus_jobs(data, config.tokenizer):
+            if (job.output / CORPUS_MANIFEST).exists():
+                continue
+            if not is_here(job.corpus.input):  # on the hub
+                return None
+            needed += max(0, corpus_bytes(job) - held_bytes(job.output))
+    except (UserError, OSError):  # which is among the faults
+        return None
+    for name, corpus in data.corpora.items():
+        if corpus.sample is not None and not (train_folder(data, name) / CORPUS_MANIFEST).exists():
+            needed += corpus.sample.tokens * _TOKEN_BYTES
+    return needed
+
+
+def _device_of(folder: Path) -> int:
+    """The file system of a folder, which need not exist."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return existing.stat().st_dev
 
 
 def _steps(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Iterator[tuple[str, str]]:

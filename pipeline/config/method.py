@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
@@ -59,6 +59,11 @@ class ScaleMethod(Section):
         if self.variant != "preserve" and self.l_fp is None:
             raise ValueError(f"variant {self.variant} needs l_fp, the number of lower layers without W12")
         return self
+
+    @property
+    def of_initial_expansion(self) -> dict[str, Any]:
+        """The settings that the initial expansion depends on: where W12 exists, the widths, the initialisers."""
+        return self.model_dump(mode="json", exclude={"router_threshold", "norm"})
 
 
 class FullFineTuning(Section):

@@ -167,7 +167,10 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
     """
     if bad := [name for name in runs if not NAME.fullmatch(name)]:
         raise ConversionError(f"{bad[0]}: expected a name of ASCII letters, digits, - or _")
-    exports = {name: open_export(path) for name, path in runs.items()}
+    exports = dict[str, Export]()
+    for name, path in runs.items():
+        _logger.info("%s: reading %s", name, path)
+        exports[name] = open_export(path)
     first = next(iter(exports.values()))
     with published_folder(folder, COMBINATION) as partial:
         # The output of an extended vocabulary is not its embedding; that of its base may be.
@@ -175,12 +178,14 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
         base = base_entries(first.config) | {"tie_word_embeddings": tied}
         write_tensors(partial, [one for name, one in first.base.items() if name != OUTPUT or not tied], first.dtype)
         for name, export in exports.items():
+            _logger.info("%s: comparing its base, writing its expansion", name)
             _check_base(first, export)
             (partial / EXPANSIONS / name).mkdir(parents=True)
             write_tensors(partial / EXPANSIONS / name, export.expansion, export.dtype)
             _copy_tokenizer(export.folder, partial / EXPANSIONS / name)
         _write_model(partial, base, exports)
         for name, export in exports.items():
+            _logger.info("%s: verifying that the folder computes what its export does", name)
             _verify(partial, name, export)
     _logger.info("%s: verified %s", folder, ", ".join(runs))
 

@@ -22,7 +22,7 @@ from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.conversion.verify import MakeProbe, probe_maker, verify
+from pipeline.conversion.verify import MakeProbe, describe, probe_maker, verify
 from pipeline.data.corpora import heldout_source, keys_of
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
@@ -40,7 +40,6 @@ from pipeline.files import (
     write_json,
     write_text,
 )
-from pipeline.methods.scale import origin_of
 from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
@@ -166,7 +165,7 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     origin = {
         "base_hashes": model.base.hashes,
         "base_architecture": architecture_of(model.base.spec),
-        "method": origin_of(model.settings),
+        "method": model.settings.of_initial_expansion,
         "seed": run.seed,
     }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
@@ -219,9 +218,6 @@ def _write_export(
         write_text(folder / CARD, model_card(model, export, report))
         written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}
         write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
-    _logger.info(
-        "verified: largest logit difference %.2g, KL %.2g, same likeliest token %.2f %%",
-        *(report.max_abs, report.kl, 100 * report.top1_agreement),
-    )
+    _logger.info("%s", describe(report))
     for sentence in on_stored_scale(export):
         _logger.info("%s: %s", output, sentence)

@@ -83,13 +83,15 @@ class Comparison(Difference):
 class Report(Difference):
     """The contents of verification.json: the worst over all texts, and each text's own figures.
 
-    `rounding` is the difference between the training model in `dtype` and in twice the precision, `scaling` between it
+    `rounding` is the difference between the training model in `dtype` and in twice the precision, with the share of
+    tokens on whose successor both agree; `scaling` between it
     and the model whose norms count added channels as the folder's do.
     """
 
     dtype: str = ""
     top1_agreement: float = 1.0
     rounding: Difference = Difference()
+    rounding_top1_agreement: float = 1.0
     scaling: Difference = Difference()
     texts: Mapping[str, Comparison] = field(default_factory=dict)
 
@@ -150,11 +152,20 @@ def verify(
         return {name: compare(of_text, [next(pairs) for _ in of_text]) for name, of_text in probe.items()}
 
     trained, texts = by_text(unscaled, expected), by_text(expected, found)
-    rounding, scaling, worst = map(_worst, (by_text(finer, expected), trained, texts))
+    rounded = by_text(finer, expected)
+    rounding, scaling, worst = map(_worst, (rounded, trained, texts))
     for name, text in texts.items():
         texts[name] = replace(text, training_perplexity=trained[name].training_perplexity)
-    agreement = min(text.top1_agreement for text in texts.values())
-    report = Report(worst.max_abs, worst.kl, dtype_name(dtype), agreement, rounding, scaling, texts)
+    report = Report(
+        max_abs=worst.max_abs,
+        kl=worst.kl,
+        dtype=dtype_name(dtype),
+        top1_agreement=min(text.top1_agreement for text in texts.values()),
+        rounding=rounding,
+        rounding_top1_agreement=min(text.top1_agreement for text in rounded.values()),
+        scaling=scaling,
+        texts=texts,
+    )
     check(report, GRANTED[dtype], str(folder))
     if not scaling.kl <= max(_MOST_BY_SCALE, ROUNDINGS * rounding.kl):
         raise ConversionError(
@@ -198,6 +209,17 @@ class _FixedGate(Gate):
             return opens.view(1, -1, 1)
 
         exported.register_forward_hook(replaced)
+
+
+def describe(report: Report) -> str:
+    """What was found, beside what rounding alone does to the model that trained: for the log."""
+    rounding = report.rounding
+    return (
+        f"verified in {report.dtype}: largest logit difference {report.max_abs:.2g}, KL {report.kl:.2g}, "
+        f"same likeliest token {100 * report.top1_agreement:.2f} %; rounding to {report.dtype} alone makes "
+        f"{rounding.max_abs:.2g}, {rounding.kl:.2g} and {100 * report.rounding_top1_agreement:.2f} % "
+        "in the model that trained"
+    )
 
 
 def check(report: Report, granted: Difference, folder: str) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import orjson
 
 from pipeline.data.corpora import Job, is_heldout
+from pipeline.data.disk_space import corpus_bytes
 from pipeline.data.heldout import compare_documents, hash_of_letters
 from pipeline.data.jobs import (
     QUARANTINE,
@@ -46,8 +47,8 @@ from pipeline.data.token_shards import Shard, ShardWriter, content_of, token_dty
 from pipeline.data.tokenizer import Encoded, Encoder, Tokenizer, agree, cached_tokenizer, joined, load_tokenizer
 from pipeline.data.units import Unit, default_unit_bytes, input_files, is_text, split_file, unit_records
 from pipeline.data.workers import Workers
-from pipeline.errors import DataError
-from pipeline.files import file_hash, published_file, sampled_hash
+from pipeline.errors import PASSING_FAULT, DataError, in_one_line, is_full_disk
+from pipeline.files import file_hash, held_bytes, published_file, sampled_hash
 
 _BATCH_BYTES = 2 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
@@ -122,7 +123,15 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
             publish(manifest_of(plan, "heldout", heldout, inputs, rejected), heldout_of(job.output))
         return manifest_of(plan, job.part, {unit.name: records[unit.name].train for unit in units}, inputs, rejected)
 
-    return complete(job.output, plan, make)
+    try:
+        return complete(job.output, plan, make)
+    except OSError as fault:
+        if not is_full_disk(fault):
+            raise
+        folders = [folder for folder in (job.output, heldout_of(job.output)) if folder.is_dir()]
+        needed = max(0, corpus_bytes(job) - sum(map(held_bytes, folders)))
+        advice = f"this corpus needs about {needed / 1e9:.3g} GB more, and finished work is kept"
+        raise DataError(f"{in_one_line(fault)}; {advice}", PASSING_FAULT) from None
 
 
 def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:

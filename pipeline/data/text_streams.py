@@ -180,6 +180,20 @@ def text_length(path: Path, encoding: str | None = None) -> tuple[int, Fault | N
     return size, stream.fault
 
 
+def text_per_byte(path: Path) -> float:
+    """About how many bytes of text a byte of the file holds, from its first mebibyte; 1 if it is not compressed."""
+    new_decompressor = _DECOMPRESSORS.get(path.suffix)
+    if new_decompressor is None:
+        return 1.0
+    with path.open("rb") as file:
+        stored = file.read(_KEPT_BYTES)
+    try:
+        text = new_decompressor().decompress(stored)
+    except _DAMAGE:  # reading it says so
+        return 1.0
+    return max(1.0, len(text) / max(1, len(stored)))
+
+
 def encoding_advice(paths: Iterable[Path]) -> str | None:
     """What to do about the first file that is likely of another encoding than UTF-8; None where there is none."""
     for path in paths:

@@ -30,7 +30,7 @@ from pipeline.data.readers import (
     text_records,
 )
 from pipeline.data.records import Document, Keys, Record, Rejected, composed
-from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, open_stream, text_length
+from pipeline.data.text_streams import COMPRESSIONS, Stream, encoding_advice, open_stream, text_length, text_per_byte
 from pipeline.data.token_shards import Shard
 from pipeline.errors import DataError
 from pipeline.files import in_threads
@@ -170,6 +170,23 @@ def _layout(path: Path, kind: Kind, keys: Keys) -> Kind:
         if begins_objects(open_stream(path, keys.encoding)):
             return "json_objects"
     return kind
+
+
+def beginning_of(path: Path, keys: Keys, most_bytes: int) -> tuple[Unit, float]:
+    """The beginning of a file of text, and about how many bytes of text the whole file has.
+
+    That is about `most_bytes` of lines; tables and arrays have no parts, so the unit is all of them. No compressed file
+    is read to its end. Raises as `split_file`.
+    """
+    kind = _kind(path)
+    if kind in ("parquet", "arrow"):
+        ranges_of = parquet_ranges if kind == "parquet" else arrow_ranges
+        ranges = ranges_of(path, keys, most_bytes)
+        start, stop, size = ranges[0]
+        return Unit("beginning", size, str(path), kind, start, stop), float(sum(size for _, _, size in ranges))
+    whole = path.stat().st_size * text_per_byte(path)
+    size = min(most_bytes, math.ceil(whole))
+    return Unit("beginning", size, str(path), _layout(path, kind, keys), 0, size), whole
 
 
 def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:

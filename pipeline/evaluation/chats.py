@@ -14,6 +14,7 @@ import orjson
 import torch
 from transformers import GenerationConfig
 
+from pipeline import log
 from pipeline.config.data import CHAT_DATE
 from pipeline.conversion.hf_folder import load_hf_model, taken_ends
 from pipeline.data.chats import chat_template, message_of
@@ -29,6 +30,7 @@ from pipeline.log import progress_bar
 DEFAULT_ANSWER_TOKENS = 256
 # Of prompts and answers in a batch.
 _BATCH_TOKENS = 2**13
+_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def score_chats(
     template, tokenizer = chat_template(folder, today=chat_date), load_tokenizer(folder)
     check_served_ids(folder, tokenizer, trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    _logger.info("loading %s", folder)
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
     left = []

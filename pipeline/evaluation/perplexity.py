@@ -104,6 +104,7 @@ def score_folder(
         DataError: the folder has no tokenizer, or a corpus no document.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    _logger.info("loading %s", folder)
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     tokenizer, vocab_size = load_tokenizer(folder), int(model.config.vocab_size)
     longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -62,7 +61,7 @@ class Scale(TrainingMethod):
 
 def _check_origin(expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int) -> None:
     """Raises as `check_origin`, and BaseModelError where the base's config.json has changed since."""
-    expansion.check_origin(base.hashes, origin_of(settings), seed)
+    expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
     recorded = expansion.manifest.base_architecture
     if recorded is None:
         _logger.info("%s: an earlier version made it without a record of its base's config.json", expansion.path)
@@ -82,11 +81,6 @@ def _check_new_rows(expansion: ExpansionFolder, new_rows: NewRows | None) -> Non
             f"{expansion.path}: holds rows of {'an' if new_rows is None else 'another'} extended vocabulary; set "
             "`vocabulary` to that of the run that it comes from"
         )
-
-
-def origin_of(settings: ScaleMethod) -> dict[str, Any]:
-    """The settings that the initial expansion depends on: where W12 exists, the widths, the initialisers."""
-    return settings.model_dump(mode="json", exclude={"router_threshold", "norm"})
 
 
 def check_named_expansion(folder: Path | None) -> None:
@@ -127,7 +121,7 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
         "base": str(base.path),
         "base_hashes": base.hashes,
         "base_architecture": architecture_of(base.spec),
-        "method": origin_of(settings),
+        "method": settings.of_initial_expansion,
         "expansion": asdict(plan.expansion),
         "seed": seed,
     }

@@ -18,6 +18,7 @@ class ForgettingBudget(Observer):
 
     def __init__(self, config: RunConfig) -> None:
         self.budget = config.forgetting
+        self.has_gate = config.gate is not None
         self.corpora = [name for name, corpus in config.data.corpora.items() if corpus.role == "replay"]
 
     def on_validation(self, event: ValidationEvent) -> None:
@@ -25,18 +26,24 @@ class ForgettingBudget(Observer):
             if name in event.scores and name in self.corpora:
                 nats = event.scores[name].nll_per_token - initial
                 event.figures[f"forgetting/{name}"] = math.expm1(nats) if nats < math.log(1e300) else math.inf
-        apply_forgetting_budget(event, self.budget)
+        apply_forgetting_budget(event, self.budget, has_gate=self.has_gate)
 
 
-def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting) -> None:
-    """Compares rank 0's figures with the budget and acts alike on all ranks; every rank must call it."""
+def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting, *, has_gate: bool = False) -> None:
+    """Compares rank 0's figures with the budget and acts alike on all ranks; every rank must call it.
+
+    `has_gate`: a gate is fitted after training. Messages then say that the figures are of the model without it.
+    """
     limits = {"forgetting": budget.max_increase, "kl_from_base": budget.max_kl_from_base}
 
     def first_beyond() -> str | None:
         for name, value in event.figures.items():
             limit = limits.get(name.partition("/")[0])
             if limit is not None and not value <= limit:  # NaN is beyond too
-                return f"{name} {value:.4f} is beyond {limit}"
+                found = f"{name} {value:.4f} is beyond {limit}"
+                if has_gate:
+                    found += " for the model without its gate, which is fitted after training"
+                return found
         return None
 
     beyond = broadcast_from_rank0(first_beyond)

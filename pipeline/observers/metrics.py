@@ -23,6 +23,14 @@ BOARD = "tensorboard"
 _logger = log.get_logger(__name__)
 
 
+def board_folder(folder: Path) -> Path:
+    """Where TensorBoard's files of the run in `folder` are: it names a run by the path below what it is shown."""
+    board = folder / BOARD
+    if any(board.glob("events.*")):  # of an attempt of an earlier version, which goes on there
+        return board
+    return board / folder.resolve().name
+
+
 class MetricsFiles(Observer):
     """Writes the figures of every step. A full disk delays lines of metrics.jsonl, and TensorBoard lacks its steps."""
 
@@ -83,7 +91,7 @@ class MetricsFiles(Observer):
 
     def _write_board(self, event: StepEvent) -> None:
         if self._board is None:  # or its thread has met a full disk
-            self._board = SummaryWriter(str(self.folder / BOARD), purge_step=self._purge_step)
+            self._board = SummaryWriter(str(board_folder(self.folder)), purge_step=self._purge_step)
         for name, value in event.figures.items():
             self._board.add_scalar(name, value, event.step)
         self._board.flush()

@@ -14,13 +14,15 @@ from pipeline.errors import FINISHED, INTERRUPTED, RESUME_LATER, RunFolderError
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
 from pipeline.run_folder.attempts import Attempt, read_attempts
 from pipeline.run_folder.checkpoint_names import checkpoint_name, newest_checkpoint_step
-from pipeline.run_folder.lock import age_s, living_owner, lock_path
+from pipeline.run_folder.lock import LockOwner, age_s, living_owner, lock_path
 from pipeline.run_folder.metrics import METRICS, only_numbers, read_metrics
+from pipeline.run_folder.slurm_job import slurm_job
 
 TRAINING = "training.json"
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
 _RESUMES = "it resumes with its job, or by the same command"
+_SAME_COMMAND = "the same command resumes"
 
 State = Literal["running", "waiting", "stopped", "done", "failed", "not started"]
 
@@ -54,7 +56,8 @@ def is_trained(folder: Path) -> bool:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """The state of the run in `folder`; raises RunFolderError if there is no such folder."""
+    """The state of the run in `folder`, whose job Slurm is asked about; raises RunFolderError if there is no such
+    folder."""
     if not folder.is_dir():
         raise RunFolderError(
             f"{folder}: no such run folder; expected what a configuration names as its `folder`, "
@@ -109,24 +112,64 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
     stage = last.end.stage if last.end else last.start and last.start.stage
     for attempt in reversed(attempts):  # of an array's tasks any may be at work
         began = attempt.start
-        if began and not attempt.end and began.stage == stage != "train" and not began.by.is_gone:
+        if began and not attempt.end and began.stage == stage != "train" and not _is_gone(began.by):
             return "running", f"{began.stage}: {began.by}"
     ended = last.end
     if ended is None:
-        return "failed", f"the last attempt left no reason (killed?); {_RESUMES}"
+        return _state_without_reason(stage or "train", last)
     if ended.exit_code == FINISHED:
         if is_trained(folder):
             return "done", "all steps are done"
-        return "waiting", f"{ended.stage} is done, the next stage follows"
+        return _state_of_job(last, "waiting", f"{ended.stage} is done, the next stage follows", "")
     if ended.exit_code == INTERRUPTED:
-        return "stopped", f"{ended.stage}: interrupted by the user; the same command resumes"
+        return "stopped", f"{ended.stage}: interrupted by the user; {_SAME_COMMAND}"
     saved = ended.exit_code == RESUME_LATER
     why = f"{ended.stage}: {'saved' if saved else ended.error or f'exit code {ended.exit_code}'}"
     if ended.retry is not None:
         why += f" ({ended.retry.why})"
     if saved if ended.retry is None else ended.retry.again:
-        return "waiting", f"{why}; {_RESUMES}"
+        return _state_of_job(last, "waiting", why, f"; {_RESUMES}")
     return "failed", why
+
+
+def _is_gone(by: LockOwner) -> bool:
+    """Whether a process has ended, as is known on its own machine, or from Slurm if its job has ended."""
+    if by.is_gone:
+        return True
+    job = slurm_job(by.job) if by.job else None
+    return job is not None and job.kind in ("cancelled", "ended")
+
+
+def _state_without_reason(stage: str, last: Attempt) -> tuple[State, str]:
+    """Of an attempt that put no end on record: its processes were killed, or the job is about to end."""
+    where = ""
+    if last.start is not None and last.start.by.job:
+        where = f" of job {last.start.by.job}"
+    unknown = f"{stage}: the last attempt{where} left no reason (cancelled or killed?); {_RESUMES}"
+    return _state_of_job(last, "failed", f"{stage}: no end is on record", "", unknown)
+
+
+def _state_of_job(
+    last: Attempt, otherwise: State, why: str, resumes: str, unknown: str | None = None
+) -> tuple[State, str]:
+    """The state of a run that no process works at, by the state of its last attempt's job.
+
+    `why` says how that attempt ended. Where Slurm knows nothing of the job, the state is `otherwise`, for the reason
+    `unknown`, or else `why` and how it `resumes`.
+    """
+    number = last.start.by.job if last.start is not None else None
+    job = slurm_job(number) if number else None
+    if job is None:
+        return otherwise, unknown or f"{why}{resumes}"
+    if job.name == "COMPLETED":  # it was to run some stages only
+        return otherwise, f"{why}; job {number} is done; {_SAME_COMMAND}"
+    if job.kind == "running":
+        return "running", f"{why}; job {number} is {job.name.lower()}"
+    if job.kind == "queued":
+        return "waiting", f"{why}; job {number} is queued and resumes it"
+    if job.kind == "cancelled":
+        return "stopped", f"{why}; job {number} was cancelled; {_SAME_COMMAND}"
+    return "failed", f"{why}; job {number} has ended as {job.name}; {_SAME_COMMAND}"
 
 
 def as_text(status: RunStatus) -> str:

@@ -12,6 +12,9 @@ GIB = 2**30
 USABLE_FRACTION = 0.9
 """Of a GPU's memory; the rest is left for the CUDA context, NCCL's buffers and fragmentation."""
 
+MEMORY_ERROR = 0.05
+"""By what share an estimate of memory may be wrong; a layout that is recommended leaves so much of what is usable."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -47,6 +50,11 @@ class Cluster:
     def usable_bytes(self) -> float:
         """How much memory of one GPU a run may use."""
         return self.gpu_memory_gib * GIB * USABLE_FRACTION
+
+    @property
+    def recommended_bytes(self) -> float:
+        """How much an estimate may say for a layout to be recommended."""
+        return self.usable_bytes * (1 - MEMORY_ERROR)
 
 
 def add_cluster_options(parser: argparse._ActionsContainer) -> None:

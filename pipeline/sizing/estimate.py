@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
@@ -11,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline import log
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of, why_not_zero3
 from pipeline.errors import BaseModelError, UserError
+from pipeline.log import counted
 from pipeline.methods import build_model, training_method
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
@@ -24,16 +25,16 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.model.stock_model import describe_serving, why_not_stock
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.scale.plan import plan_expansion
-from pipeline.sizing.cluster import GIB, Cluster
+from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
 from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 
-_logger = log.get_logger(__name__)
-
 CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = ("none", "collaborative", "all")
 TP_SIZES = (1, 2, 4, 8)
+_COLUMNS = 100
+"""The width of a report."""
 _TOLERANCE = 0.03
 """Steps whose times differ by less than this share count as equally fast: the estimate is not more precise."""
 
@@ -76,7 +77,12 @@ class Estimate:
         return sum(traffic.sent_bytes for traffic in self.traffic) - self.between_bytes
 
     def fits(self, cluster: Cluster) -> bool:
+        """Whether it fits if the estimate is exact."""
         return self.memory.total <= cluster.usable_bytes
+
+    def is_safe(self, cluster: Cluster) -> bool:
+        """Whether it also fits if the estimate is as wrong as it may be."""
+        return self.memory.total <= cluster.recommended_bytes
 
 
 class Estimator:
@@ -143,22 +149,41 @@ class Estimator:
             if choice.zero_stage == 1 or choice.tp_size < self.cluster.gpus or choice == own:
                 yield choice
 
-    def estimate_all(self) -> tuple[list[Estimate], dict[int, str]]:
-        """The estimates of all layouts, and by tensor-parallel size why others are impossible."""
-        estimates, refused = [], {}
-        for choice in self.all_choices():
+    def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[int, str]]:
+        """The estimates of all layouts, and by tensor-parallel size why others are impossible.
+
+        Recomputing more costs time and nothing else. Unless `every` one is wanted, a layout is left out if it fits
+        with less recomputation, which also saves running its micro-batch.
+        """
+        estimates: list[Estimate] = []
+        refused: dict[int, str] = {}
+        fitting: set[tuple[int, int]] = set()
+        choices = sorted(self.all_choices(), key=lambda choice: CHECKPOINTINGS.index(choice.activation_checkpointing))
+        for choice in counted(choices, "estimating", len(choices), " layouts"):
+            place = choice.zero_stage, choice.tp_size
+            if place in fitting and choice != self.own_choice and not every:
+                continue
             try:
-                estimates.append(self.estimate(choice))
+                estimate = self.estimate(choice)
             except UserError as error:
                 refused[choice.tp_size] = str(error)
-        return estimates, refused
+                continue
+            estimates.append(estimate)
+            if estimate.is_safe(self.cluster):
+                fitting.add(place)
+        return sorted(estimates, key=_place), refused
+
+    def worth_a_row(self, estimates: Sequence[Estimate]) -> list[Estimate]:
+        """One for each ZeRO stage and tensor-parallel size: that with the most recomputation; and the run's own."""
+        last = {(one.choice.zero_stage, one.choice.tp_size): one.choice for one in estimates}
+        wanted = {*last.values(), self.own_choice}
+        return [one for one in estimates if one.choice in wanted]
 
     def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
         zero = self.deepspeed.at_stage(choice.zero_stage)
         return zero, self._costs(choice.tp_size, choice.activation_checkpointing)
 
     def _measure(self, tp_size: int, checkpointing: ActivationCheckpointing) -> MicroBatchCosts:
-        _logger.info("running a micro-batch without data: tp %d, checkpointing %s", tp_size, checkpointing)
         return measure_micro_batch(self.config, self.spec, tp_size, checkpointing, self.deepspeed.dtype)
 
 
@@ -199,25 +224,27 @@ def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | N
 
 
 def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
-    """The fastest layout that fits, and the reason; None where none fits.
+    """The fastest layout that fits even if its estimate is wrong by MEMORY_ERROR, and the reason; None if none does.
 
     Among equally fast ones it is the one with the smallest tensor-parallel size, then the least recomputation, then the
     lowest ZeRO stage.
     """
     if not estimates:
         return None, "no layout is possible; see the reasons given for each"
-    fitting = [estimate for estimate in estimates if estimate.fits(cluster)]
+    fitting = [estimate for estimate in estimates if estimate.is_safe(cluster)]
     usable = f"{cluster.usable_bytes / GIB:.0f}"
     if not fitting:
         least = min(estimates, key=lambda estimate: estimate.memory.total)
+        margin = f", which leaves less than the {MEMORY_ERROR:.0%} that it may be wrong by"
         return None, (
-            f"nothing fits: {least.choice} needs {_gib(least)} GiB of the usable {usable}; "
+            f"nothing fits: {least.choice} needs {_gib(least)} GiB of the usable {usable}"
+            f"{margin if least.fits(cluster) else ''}; "
             "take more GPUs, a smaller schedule.micro_batch_size, or ds_configs/zero3_offload.json"
         )
     fastest = min(estimate.step_s for estimate in fitting)
     best = min((estimate for estimate in fitting if estimate.step_s <= fastest * (1 + _TOLERANCE)), key=_effort)
     reasons = [f"{_gib(best)} of {usable} usable GiB, {best.step_s:.2f} s a step"]
-    too_large = [other for other in estimates if _effort(other) < _effort(best) and not other.fits(cluster)]
+    too_large = [other for other in estimates if _effort(other) < _effort(best) and not other.is_safe(cluster)]
     if too_large:
         nearest = min(too_large, key=lambda estimate: estimate.memory.total)
         reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
@@ -233,20 +260,41 @@ def _effort(estimate: Estimate) -> tuple[int, int, int]:
     return choice.tp_size, CHECKPOINTINGS.index(choice.activation_checkpointing), choice.zero_stage
 
 
+def _place(estimate: Estimate) -> tuple[int, int, int]:
+    """The order of a table."""
+    choice = estimate.choice
+    return choice.zero_stage, choice.tp_size, CHECKPOINTINGS.index(choice.activation_checkpointing)
+
+
 def _gib(estimate: Estimate) -> str:
     return f"{estimate.memory.total / GIB:.1f}"
 
 
-def report(estimator: Estimator) -> tuple[str, Choice | None]:
-    """The model, a table of layouts, the time of the run's own and of the recommended one; and the recommended one."""
-    estimates, refused = estimator.estimate_all()
+def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | None]:
+    """The model, a table of layouts, the time of the run's own and of the recommended one; and the recommended one.
+
+    `every` layout is listed, those too that recompute more than they must.
+    """
+    estimates, refused = estimator.estimate_all(every=every)
     recommended, reason = recommend(estimates, estimator.cluster)
-    lines = [*_model_lines(estimator), "", *_table_lines(estimates, estimator.cluster)]
-    lines += [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
-    chosen = {estimator.own_choice: "this run's", recommended: "recommended"}
-    lines += ["", *(_detail(one, chosen[one.choice], estimator) for one in estimates if one.choice in chosen)]
-    lines += ["", f"recommended: {recommended or 'no layout'}: {reason}"]
+    texts = [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
+    texts.append("")
+    own = estimator.own_choice
+    chosen = {own: "this run's", recommended: "recommended"}
+    if own == recommended:
+        chosen = {own: "this run's, recommended"}
+    texts += [_detail(one, chosen[one.choice], estimator) for one in estimates if one.choice in chosen]
+    if own.tp_size in refused:
+        texts.append(f"{own} (this run's): IMPOSSIBLE, for the reason above")
+    texts += ["", f"recommended: {recommended or 'no layout'}: {reason}"]
+    shown = estimates if every else estimator.worth_a_row(estimates)
+    lines = [*map(_wrapped, _model_lines(estimator)), "", *_table_lines(shown, estimator.cluster)]
+    lines += map(_wrapped, texts)
     return "\n".join(lines), recommended
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _model_lines(estimator: Estimator) -> Iterator[str]:
@@ -269,24 +317,34 @@ def _model_lines(estimator: Estimator) -> Iterator[str]:
 
 
 def _table_lines(estimates: Sequence[Estimate], cluster: Cluster) -> Iterator[str]:
-    kinds = [kind.name for kind in fields(Memory)]
-    head = f"{'ZeRO':>4} {'tp':>3} {'checkpointing':<13} " + " ".join(f"{kind:>11}" for kind in kinds)
-    yield f"{head} {'total GiB':>10} {'fits':>4} {'in node GB':>10} {'network GB':>10} {'s/step':>8}"
+    """GiB on a GPU, and GB that it sends in a step; the kinds of memory are the larger ones, and all others."""
+    head = f"{'ZeRO':>4} {'tp':>3} {'checkpointing':<13} {'weights':>7} {'states':>7} {'activations':>11} {'other':>6}"
+    yield f"{head} {'total':>7} {'fits':>5} {'node GB':>9} {'net GB':>8} {'s/step':>8}"
     for estimate in estimates:
         stage, tp_size, checkpointing = estimate.choice
-        held = " ".join(f"{getattr(estimate.memory, kind) / GIB:>11.2f}" for kind in kinds)
+        memory = estimate.memory
+        states = memory.gradients + memory.optimizer
+        other = memory.total - memory.weights - states - memory.activations
+        fits = "yes" if estimate.is_safe(cluster) else "tight" if estimate.fits(cluster) else "no"
         yield (
-            f"{stage:>4} {tp_size:>3} {checkpointing:<13} {held} {estimate.memory.total / GIB:>10.2f} "
-            f"{'yes' if estimate.fits(cluster) else 'no':>4} {estimate.inside_bytes / 1e9:>10.2f} "
-            f"{estimate.between_bytes / 1e9:>10.2f} {estimate.step_s:>8.2f}"
+            f"{stage:>4} {tp_size:>3} {checkpointing:<13} {memory.weights / GIB:>7.2f} {states / GIB:>7.2f} "
+            f"{memory.activations / GIB:>11.2f} {other / GIB:>6.2f} {memory.total / GIB:>7.2f} {fits:>5} "
+            f"{estimate.inside_bytes / 1e9:>9.1f} {estimate.between_bytes / 1e9:>8.1f} {estimate.step_s:>8.2f}"
         )
 
 
 def _detail(estimate: Estimate, whose: str, estimator: Estimator) -> str:
-    steps, step_s = estimator.config.schedule.steps, estimate.step_s
-    per_gpu = estimator.tokens_per_step / step_s / estimator.cluster.gpus
+    steps, step_s, cluster = estimator.config.schedule.steps, estimate.step_s, estimator.cluster
+    per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
     on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory" if estimate.host_bytes else ""
+    kinds = ", ".join(f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}" for kind in fields(Memory))
+    room = ""
+    if not estimate.fits(cluster):
+        room = f"DOES NOT FIT, it needs {_gib(estimate)} of {cluster.usable_bytes / GIB:.0f} usable GiB: "
+    elif not estimate.is_safe(cluster):
+        room = f"TIGHT, less than {MEMORY_ERROR:.0%} of {cluster.usable_bytes / GIB:.0f} usable GiB are left: "
     return (
-        f"{estimate.choice} ({whose}): {estimate.micro_batches} micro-batches a step, {step_s:.2f} s "
-        f"({estimate.compute_s:.2f} computing), {per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h{on_host}"
+        f"{estimate.choice} ({whose}): {room}{estimate.micro_batches} micro-batches a step, {step_s:.2f} s "
+        f"({estimate.compute_s:.2f} computing), {per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h{on_host}; "
+        f"GiB: {kinds}"
     )

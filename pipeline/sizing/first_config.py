@@ -16,6 +16,7 @@ from pipeline.data.records import Keys
 from pipeline.data.tokenizer import Tokenizer, fertility, load_tokenizer
 from pipeline.data.units import sampled_documents
 from pipeline.errors import LayoutError
+from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
@@ -118,7 +119,7 @@ def propose(
     if vocabulary is not None:
         values["vocabulary"] = {"folder": str(vocabulary)}
     config, values = _fitted(values, cluster)
-    return config, _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
+    return config, with_pages_found(_as_yaml(values | {"base": str(base)}, spec, learned, known, cluster))
 
 
 def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
             estimator = open_estimator(config, cluster)
-            if estimator.memory(estimator.own_choice)[0].total <= cluster.usable_bytes:
+            if estimator.memory(estimator.own_choice)[0].total <= cluster.recommended_bytes:
                 return config, fitted
     raise LayoutError(
         f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; take more of them "

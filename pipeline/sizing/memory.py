@@ -160,10 +160,6 @@ def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
     return int(1.1 * checkpoint_bytes(parameters) * most_checkpoints(config))
 
 
-def held_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
     """The error for a `folder` without enough disk space for the checkpoints still to be written."""
     return PreflightError(

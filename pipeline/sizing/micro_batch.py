@@ -101,7 +101,8 @@ def measure_micro_batch(
     rows = config.data.kl_fraction * config.schedule.micro_batch_size
     held, read_again, recomputed = _run(model, config, math.ceil(rows))
     sent = Counter(payload_bytes)
-    if share := math.ceil(rows) - rows:  # some micro-batches rehearse fewer sequences
+    share = math.ceil(rows) - rows
+    if share and tp_size > 1:  # some micro-batches rehearse fewer sequences
         payload_bytes.clear()
         _run(model, config, 0)
         share /= math.ceil(rows)
@@ -182,6 +183,11 @@ class KnownSizes(TorchDispatchMode):
 
     torch derives the sizes of most results on the meta device in Python, which takes longer than all the rest.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: to keep the compiler out of every call would take a third of the time."""
+        return False
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from pipeline.config.sources import RUN_FILE, read_settings
 from pipeline.errors import RunFolderError
 from pipeline.files import first_fault, read_bytes, read_object
 from pipeline.run_folder.metrics import METRICS, Figures, ValidationRecord, read_history
 from pipeline.run_folder.status import TRAINING, is_trained
+from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, HeldoutText, open_record
 
 SUMMARY = "summary.json"
 REPLAY = "replay"
@@ -58,6 +60,37 @@ class Row(BaseModel):
         """Every validation, from step 0 to the last step."""
         first = ValidationRecord(step=0, figures=self.before)
         return [first, *self.during, ValidationRecord(step=self.steps, figures=self.after)]
+
+
+def with_perplexities(row: Row, suffix: str, perplexities: Mapping[str, float], **changes: object) -> Row:
+    """The row of a model that was made of `row`'s without more training, of which only perplexities are known.
+
+    Its label is `row`'s with `suffix`; `changes` are other fields of it.
+    """
+    after = {}
+    for name, perplexity in perplexities.items():
+        before = row.before[name]
+        after[name] = {"perplexity": perplexity}
+        if "bits_per_byte" in before and 1 < before["perplexity"] < math.inf:
+            # Bits per byte are in proportion to the logarithm, as before.
+            bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])
+            after[name]["bits_per_byte"] = bits
+    own: dict[str, object] = {"label": f"{row.label}{suffix}", "folder": None, "during": [], "after": after}
+    return row.model_copy(update=own | changes)
+
+
+def gated_perplexities(heldout: Mapping[str, HeldoutText]) -> dict[str, float]:
+    """The perplexity of a gated model on each held-out text, as its gate's record has it.
+
+    Texts with impossible tokens are left out: a perplexity without those compares with no other. So are texts that
+    predict nothing.
+    """
+    found = {}
+    for name, text in heldout.items():
+        predicts_nothing = text.ungated_perplexity is None and text.gated_perplexity is None
+        if not text.impossible_fraction and not predicts_nothing:
+            found[name] = math.inf if text.gated_perplexity is None else text.gated_perplexity
+    return found
 
 
 _ROWS = TypeAdapter(Annotated[list[Row], Field(min_length=1)])
@@ -113,21 +146,50 @@ def read_runs(folders: Iterable[Path]) -> list[Row]:
     runs: list[Row] = []
     for folder in unique:
         name = folder.name if names.count(folder.name) == 1 else str(folder)
-        rows = [_row_of_run(folder, name)] if (folder / METRICS).is_file() else read_rows(folder)
+        rows = _rows_of_run(folder, name) if (folder / METRICS).is_file() else read_rows(folder)
         runs += [row.model_copy(update={"source": name}) for row in rows]
     _check_same_base(runs)
     return runs
 
 
-def _row_of_run(folder: Path, name: str) -> Row:
-    """The row of a run's folder, with what `scale-cpt evaluate --chats` measured."""
-    row = recorded(folder)
+def _rows_of_run(folder: Path, name: str) -> list[Row]:
+    """The row of a run's folder; of a gated run two: the gated model, which is exported, and the one without its gate.
+
+    What `scale-cpt evaluate --chats` measured is of the exported model.
+    """
+    found = recorded(folder)
+    if not _has_gate(folder):
+        return [_with_chats(Row(**found, label=name), folder)]
+    ungated = Row(**found, label=f"{name} without its gate")
+    if not (folder / GATE_FOLDER / GATE_RECORD).exists():  # it is fitted after training
+        return [ungated]
+    heldout = open_record(folder / GATE_FOLDER).heldout
+    known = {corpus: text for corpus, text in heldout.items() if corpus in ungated.before}
+    gated = with_perplexities(ungated, "", gated_perplexities(known), label=f"{name} + gate")
+    gated = _with_chats(gated, folder)
+    # The base answered the same chats: only what the ungated model would answer is unknown.
+    before = gated.before | ungated.before
+    return [gated, ungated.model_copy(update={"before": before, "roles": gated.roles})]
+
+
+def _has_gate(folder: Path) -> bool:
+    """Whether the run in `folder` is to have a gate, or, where its configuration is missing, has one."""
+    if (folder / RUN_FILE).exists():
+        return read_settings(folder).get("gate") is not None
+    return (folder / GATE_FOLDER / GATE_RECORD).exists()
+
+
+def _with_chats(row: Row, folder: Path) -> Row:
+    """`row` with what `scale-cpt evaluate --chats` measured in the run's folder."""
     summary = read_object(folder / SUMMARY, RunFolderError) if (folder / SUMMARY).is_file() else {}
+    figures = {"before": dict(row.before), "after": dict(row.after)}
+    roles = dict(row.roles)
     for when, files in summary.get("chats", {}).items():
         for chats, score in files.items():
-            row[when][chats] = {key: value for key, value in score.items() if key != "chats"}
-            row["roles"][chats] = REPLAY
-    return Row(**row, label=name)
+            measured = {key: value for key, value in score.items() if key != "chats"}
+            figures[when][chats] = figures[when].get(chats, {}) | measured
+            roles[chats] = REPLAY
+    return row.model_copy(update={**figures, "roles": roles})
 
 
 def _check_same_base(runs: Sequence[Row]) -> None:

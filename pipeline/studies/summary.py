@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from pipeline.sizing.flops import count_flops
 from pipeline.studies.derived import BY_DOCUMENT, derived_perplexities
 from pipeline.studies.report import tables
 from pipeline.studies.report.runs import PERPLEXITY, Group, group, parts, value_of
-from pipeline.studies.results import SUMMARY, Row, recorded
+from pipeline.studies.results import SUMMARY, Row, gated_perplexities, recorded, with_perplexities
 from pipeline.studies.runs import StudyRun, StudyRuns
 
 
@@ -62,21 +61,11 @@ def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
     if not row.chosen or run.has_diverged:
         return
 
-    def derived(suffix: str, perplexities: Mapping[str, float], **changes: object) -> Row:
-        after = {}
-        for name, perplexity in perplexities.items():
-            before = row.before[name]
-            # Bits per byte are in proportion to the logarithm, as before.
-            bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])
-            after[name] = {"perplexity": perplexity, "bits_per_byte": bits}
-        own: dict[str, object] = {"label": f"{row.label}{suffix}", "folder": None, "during": [], "after": after}
-        return row.model_copy(update=own | changes)
-
     if config.gate is not None:
         heldout = open_record(run.folder / GATE_FOLDER).heldout
         # A perplexity without the tokens that the gate makes impossible compares with no other.
         if not any(text.impossible_fraction for text in heldout.values()):
-            yield derived(" + gate", {name: text.gated_perplexity or math.inf for name, text in heldout.items()})
+            yield with_perplexities(row, " + gate", gated_perplexities(heldout))
     gated = None
     if compared.chosen_by is not None and (best := runs.chosen_rate(compared.chosen_by)) is not None:
         gated = runs.compared(compared.chosen_by, best, config.seed).config
@@ -85,7 +74,7 @@ def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
         both = (row.total_parameters or 0) + (row.trainable_parameters or 0)
         for suffix, perplexities in derived_perplexities(config, compared.averages, gated):
             is_both = whole and suffix == BY_DOCUMENT
-            yield derived(suffix, perplexities, **({"total_parameters": both} if is_both else {}))
+            yield with_perplexities(row, suffix, perplexities, **({"total_parameters": both} if is_both else {}))
 
 
 def rates_table(groups: Sequence[Group]) -> str:

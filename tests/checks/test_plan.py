@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.checks.plan import Plan, make_plan
 from pipeline.config.run import load_config
+from pipeline.files import held_bytes
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.memory import held_bytes
 from tests.distributed import run_ranks
 from tests.files import read_jsonl
 from tests.programs import scale_cpt
@@ -54,6 +54,27 @@ def test_the_plan_is_what_the_run_does(tokens, tmp_path):
     done = json.loads((tmp_path / "training.json").read_text())
     assert f"trained {done['trainable_parameters']:,} " in dict(plan.rows)["parameters"]
     assert numbers(plan, "steps") == [4, done["tokens_seen"]]
+
+
+def test_the_disk_space_counts_what_every_stage_writes(tokens, tmp_path):
+    needed = plan_of(write_config(tmp_path / "fresh", tmp_path / "none"))
+    made = make_run(tmp_path / "made", tokens)
+    text = next(text for name, text in needed.rows if name == "disk space")
+    found = {kind: 1e9 * float(gb) for kind, gb in re.findall(r"(\w+) ([\d.e-]+)(?:,|$)", text)}
+    assert found.keys() == {"tokens", "expansion", "checkpoints", "export"}
+    assert found["tokens"] == pytest.approx(held_bytes(tokens), rel=0.15)
+    assert found["expansion"] == pytest.approx(held_bytes(tmp_path / "made" / "upscaled"), rel=0.1)
+    assert found["export"] > 2 * 260_000 and numbers(needed, "disk space")[0] * 1e9 == pytest.approx(
+        sum(found.values()), rel=0.02
+    )
+    after = next(text for name, text in plan_of(made).rows if name == "disk space")
+    assert "tokens 0, " in after and "expansion 0, " in after
+
+
+def test_a_disk_without_room_for_all_that_is_written_is_a_fault(small_disk, tmp_path):
+    disk = small_disk(mib=3)
+    (fault,) = plan_of(write_config(disk.path / "run", disk.path / "tokens", checkpoints__keep_last=1)).faults
+    assert "tokens, expansion, checkpoints and export need about " in fault and "GB more, found 0.0031" in fault
 
 
 def test_epochs_match_the_samples(tokens, tmp_path):

@@ -25,7 +25,7 @@ from pipeline.data.token_corpus import load_manifest
 from pipeline.data.tokenizer import Encoded, GigatokenEncoder
 from pipeline.data.workers import Workers, local_workers
 from pipeline.errors import PASSING_FAULT, DataError
-from pipeline.files import file_hash
+from pipeline.files import file_hash, held_bytes
 from tests.data.helpers import (
     PROJECT,
     STORIES260K,
@@ -292,8 +292,14 @@ def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[.
     output = disk.path / "corpus"
     done = scale_cpt("tokenize", *ARGUMENTS, "--output", output, "--workers", "2")
     assert done.returncode == PASSING_FAULT
-    assert "error: no space left on the disk" in done.stderr and "Traceback" not in done.stderr
+    named = re.search(r"error: no space left on the disk of (\S+) \((\S+) of its (\S+) GB are free\)", done.stderr)
+    assert named is not None and "Traceback" not in done.stderr, done.stderr
+    assert Path(named[1]).is_relative_to(disk.path) and float(named[3]) == pytest.approx(2**20 / 1e9, rel=0.01)
+    needed = re.search(r"this corpus needs about (\S+) GB more", done.stderr)
+    assert needed is not None
+    left = held_bytes(disk.path)
     assert not (output / "manifest.json").exists()
     disk.grow(mib=100)
     assert scale_cpt("tokenize", *ARGUMENTS, "--output", output).returncode == 0
     assert not list(output.rglob("*.partial"))
+    assert left / 1e9 + float(needed[1]) == pytest.approx(held_bytes(disk.path) / 1e9, rel=0.1)

@@ -95,6 +95,35 @@ def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
     assert read.roles["kept"] == "replay"
 
 
+def test_chats_are_answered_without_scoring_the_texts_again_unless_something_changed(run, tmp_path):
+    shutil.copytree(run, tmp_path / "demo")
+    changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}
+    base, hf = copied_stories(tmp_path / "base", tokenizer_config=changes), tmp_path / "demo" / "hf"
+    shutil.copy(base / "tokenizer_config.json", hf)
+    kept = write_chats(tmp_path / "kept.jsonl", chat(("user", "Tom"), ("assistant", "ran")))
+    config = run_config(tmp_path / "demo").model_copy(update={"base": base})
+    path = tmp_path / "demo" / "summary.json"
+
+    def scored(max_bytes: int = 2000, **chats: object) -> tuple[float, dict]:
+        summarise(config, max_bytes=max_bytes, max_answer_tokens=5, **chats)
+        found = json.loads(path.read_text())
+        return found["scores"]["after"]["english"]["perplexity"], found["chats"]
+
+    first, _ = scored()
+    marked = json.loads(path.read_text())
+    marked["scores"]["after"]["english"]["perplexity"] = 1234.5
+    path.write_text(json.dumps(marked))
+    kept_score, answers = scored(chats=[kept])
+    assert kept_score == 1234.5 and answers["after"]["kept"]["chats"] == 1
+    assert scored() == (first, answers), "asked for, they are scored again, and the answers stay"
+    path.write_text(json.dumps(marked))
+    other, _ = scored(max_bytes=1000, chats=[kept])
+    assert other not in (first, 1234.5)
+    path.write_text(json.dumps(marked))
+    (hf / "verification.json").write_text((hf / "verification.json").read_text() + "\n")  # another export
+    assert scored(chats=[kept])[0] == first
+
+
 def test_an_exported_model_answers_benchmarks(run, tmp_path):
     """In the scale format too, whose code is not part of transformers."""
     exported = task_results(benchmark_model(run / "hf"), load_tasks(["arc"], include=write_task_files(tmp_path)))

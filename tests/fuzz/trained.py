@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from pipeline.scale.expansion import open_expansion
 from torch import Tensor
 
 from pipeline.checkpoint.folder import candidates
@@ -25,8 +24,9 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.trained_model import open_trained
 from pipeline.errors import CheckpointError
+from pipeline.expansion_folder import open_expansion
 from pipeline.files import file_hash
-from pipeline.methods.scale import Scale, origin_of, upscale
+from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
@@ -127,7 +127,7 @@ def _read_expansion() -> str:
     base = open_base(STORIES)
     expansion = open_expansion(INPUT)
     expansion.check_files()
-    expansion.check_origin(base.hashes, origin_of(EXPANSION), SEED)
+    expansion.check_origin(base.hashes, EXPANSION.of_initial_expansion, SEED)
     method = Scale(EXPANSION, INPUT, SEED)
     model = method.build(base.spec, SINGLE, "none")
     method.load(model, base, SINGLE)

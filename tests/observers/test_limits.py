@@ -86,3 +86,20 @@ def _verdicts(budget, validations):
     for event in events:
         apply_forgetting_budget(event, budget)
     return [(event.position, event.stop) for event in events]
+
+
+def test_the_warning_of_a_run_with_a_gate_says_of_which_model_it_is():
+    figures = {"forgetting/english": 46.8}
+    gated, plain = run_ranks(_stop_messages, 1, figures)[0]
+    assert "forgetting/english 46.8000 is beyond 0.05 for the model without its gate" in gated
+    assert "forgetting/english 46.8000 is beyond 0.05; " in plain and "gate" not in plain
+
+
+def _stop_messages(figures):
+    budget = Forgetting(max_increase=0.05, action="stop")
+    messages = []
+    for has_gate in (True, False):
+        event = ValidationEvent(Position(), {}, dict(figures))
+        apply_forgetting_budget(event, budget, has_gate=has_gate)
+        messages.append(str(event.stop))
+    return messages

@@ -31,7 +31,7 @@ def test_steps_after_the_checkpoint_are_written_again_and_a_damaged_line_costs_n
     write(tmp_path, 2, {3: 2.5, 4: 2.0})
     expected = {0: 9.0, 1: 5.0, 2: 4.0, 3: 2.5, 4: 2.0}
     assert {line["step"]: line["loss"] for line in read_metrics(tmp_path / METRICS)} == expected
-    events = EventAccumulator(str(tmp_path / BOARD)).Reload()
+    events = EventAccumulator(str(tmp_path / BOARD / tmp_path.name)).Reload()
     assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
 
     lines = (tmp_path / METRICS).read_text().splitlines(keepends=True)
@@ -64,7 +64,7 @@ def test_a_rollback_drops_later_figures(tmp_path):
     metrics.on_step(StepEvent(3, 0, None, {"loss": 9.0}))
     metrics.on_end(finished=True)
     assert [line["loss"] for line in read_metrics(tmp_path / METRICS)] == [0.0, 1.0, 2.0, 9.0]
-    events = EventAccumulator(str(tmp_path / BOARD)).Reload()
+    events = EventAccumulator(str(tmp_path / BOARD / tmp_path.name)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 9.0)]
 
 
@@ -83,6 +83,16 @@ def test_a_full_disk_loses_no_line(small_disk, caplog):
             assert len(read_metrics(disk.path / METRICS)) < 6
     metrics.on_end(finished=True)
     assert [line["step"] for line in read_metrics(disk.path / METRICS)] == list(range(8))
-    events = EventAccumulator(str(disk.path / BOARD)).Reload()
+    events = EventAccumulator(str(disk.path / BOARD / disk.path.name)).Reload()
     assert {0, 1, 7} <= {event.step for event in events.Scalars("figure/7")} <= set(range(8))
     assert [record.message.count("No space left on device") for record in caplog.records] == [1]
+
+
+def test_tensorboard_finds_the_run_by_its_name_and_goes_on_where_an_earlier_version_began(tmp_path):
+    write(tmp_path / "demo", 0, {0: 9.0})
+    assert [path.name for path in (tmp_path / "demo" / BOARD).iterdir()] == ["demo"]
+    old = tmp_path / "old"
+    (old / BOARD).mkdir(parents=True)
+    (old / BOARD / "events.out.tfevents.1").touch()
+    write(old, 0, {0: 9.0})
+    assert all(path.is_file() for path in (old / BOARD).iterdir())

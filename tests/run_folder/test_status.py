@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from pipeline.errors import (
 )
 from pipeline.run_folder.attempts import decide, record_end, record_start, record_training, stage_of
 from pipeline.run_folder.lock import RunLock
+from pipeline.run_folder.slurm_job import slurm_job
 from pipeline.run_folder.status import TRAINING, as_text, read_status
 from tests.distributed import run_ranks
 from tests.training.runs import STEPS, make_run, train
@@ -107,7 +109,7 @@ def test_a_run_whose_lock_is_held_is_running(run):
         state, why = state_of(run)
         assert state == "running" and f"pid {os.getpid()}" in why
     state, why = state_of(run)
-    assert state == "failed" and why.startswith("the last attempt left no reason (killed?); ")
+    assert state == "failed" and why.startswith("train: the last attempt left no reason (cancelled or killed?); ")
 
 
 def test_the_newest_line_decides_and_a_refused_job_changes_nothing(run, monkeypatch):
@@ -192,3 +194,89 @@ def test_a_folder_without_attempts_has_not_started_and_a_missing_one_is_refused(
     assert "none yet" in as_text(status)
     with pytest.raises(RunFolderError, match="no such run folder"):
         read_status(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Sets what `scontrol` and `sacct` answer of a job; each is None where it knows no such job."""
+
+    def answer(controller: str | None, accounting: str | None = None) -> None:
+        programs = {
+            "scontrol": controller and f"JobId=7 JobName=cpt JobState={controller} Reason=None Requeue=1 Restarts=0",
+            "sacct": accounting,
+        }
+        for name, said in programs.items():
+            program = tmp_path / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(f"#!/bin/sh\necho '{said}'\n" if said else "#!/bin/sh\nexit 1\n")
+            program.chmod(0o755)
+        slurm_job.cache_clear()
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    yield answer
+    slurm_job.cache_clear()
+
+
+NO_END = "train: no end is on record; job 7"
+CANCELLED = "was cancelled; the same command resumes"
+
+
+@pytest.mark.parametrize(
+    ("controller", "accounting", "state", "said"),
+    [
+        ("CANCELLED", None, "stopped", f"{NO_END} {CANCELLED}"),
+        (
+            None,
+            "CANCELLED by 1000",
+            "stopped",
+            f"{NO_END} {CANCELLED}",
+        ),
+        ("PENDING", None, "waiting", f"{NO_END} is queued and resumes it"),
+        (
+            "OUT_OF_MEMORY",
+            None,
+            "failed",
+            f"{NO_END} has ended as OUT_OF_MEMORY; the same command resumes",
+        ),
+        ("COMPLETING", None, "running", f"{NO_END} is completing"),
+        (None, None, "failed", "train: the last attempt of job 7 left no reason (cancelled or killed?); it resumes"),
+    ],
+)
+def test_slurm_says_what_became_of_an_attempt_that_left_no_reason(slurm, config, controller, accounting, state, said):
+    slurm(controller, accounting)
+    record_training(config, 2, 0)
+    found, why = state_of(config.folder)
+    assert found == state and why.startswith(said)
+
+
+def test_a_cancelled_run_that_saved_does_not_wait_for_its_job(slurm, config):
+    slurm("CANCELLED")
+    record_training(config, 2, 0)
+    record_end(config.folder, exit_code=RESUME_LATER, step=3)
+    assert state_of(config.folder) == ("stopped", "train: saved; job 7 was cancelled; the same command resumes")
+    slurm("PENDING")
+    assert state_of(config.folder) == ("waiting", "train: saved; job 7 is queued and resumes it")
+
+
+def test_a_job_that_begins_its_next_stage_is_running(slurm, config):
+    slurm("RUNNING")
+    record_start(config.folder, "tokenize")
+    record_end(config.folder, exit_code=0, stage="tokenize")
+    done = "tokenize is done, the next stage follows"
+    assert state_of(config.folder) == ("running", f"{done}; job 7 is running")
+    slurm("COMPLETED")
+    assert state_of(config.folder) == ("waiting", f"{done}; job 7 is done; the same command resumes")
+
+
+def test_a_cancelled_serial_stage_of_another_node_does_not_run(slurm, config):
+    slurm("RUNNING")
+    record_start(config.folder, "tokenize")
+    records = config.folder / "attempts.jsonl"
+    records.write_text(re.sub(r'"machine":"[^"]*"', '"machine":"another"', records.read_text()))
+    assert state_of(config.folder)[0] == "running"
+    slurm("CANCELLED")
+    assert state_of(config.folder) == (
+        "stopped",
+        "tokenize: no end is on record; job 7 was cancelled; the same command resumes",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 from pipeline.config.run import parse_config
 from pipeline.errors import ConfigError
 from pipeline.parallel.topology import Layout
-from pipeline.sizing.cluster import GIB, Cluster
-from pipeline.sizing.estimate import Choice, Estimator, open_estimator, recommend
+from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
+from pipeline.sizing.estimate import Choice, Estimate, Estimator, open_estimator, recommend, report
 from pipeline.sizing.traffic import GATHER
 from tests.bases import STORIES
 from tests.programs import scale_cpt
@@ -100,6 +101,60 @@ def test_a_1b_base_is_replicated_and_the_reason_names_what_that_saves():
     assert 32 * whole < gathers[3] < 1.5 * 32 * whole
 
 
+def with_usable(estimate: Estimate, spare: float) -> Cluster:
+    """Eight GPUs of which `estimate` leaves that share of the usable memory."""
+    usable_gib = estimate.memory.total / GIB / (1 - spare)
+    return Cluster(8, gpu_memory_gib=usable_gib / USABLE_FRACTION)
+
+
+def test_a_recommendation_leaves_the_error_of_the_estimate():
+    whole, partitioned = (estimator("llama-3.2-1b", 8).estimate(Choice(stage, 1, "none")) for stage in (1, 2))
+    assert partitioned.memory.total < 0.94 * whole.memory.total
+    tight = with_usable(whole, spare=0.03)
+    assert whole.fits(tight) and not whole.is_safe(tight)
+    assert recommend([whole, partitioned], tight)[0] == partitioned.choice
+    choice, reason = recommend([whole], tight)
+    assert choice is None and "which leaves less than the 5% that it may be wrong by" in reason
+    assert recommend([whole, partitioned], with_usable(whole, spare=0.06))[0] == whole.choice
+
+
+def small_estimator(folder: Path, cluster: Cluster, tp_size: int = 1) -> Estimator:
+    """Of a run of a small base at ZeRO-1, which takes little time."""
+    config = run_config(folder, "zero1", "adapt", Layout(cluster.gpus, tp_size))
+    return open_estimator(config, cluster, base_config=STORIES / "config.json")
+
+
+def rows_of(text: str) -> list[str]:
+    """Those of a report's table."""
+    return [line for line in text.splitlines() if re.match(r" +[123] +[1248] [nca]", line)]
+
+
+def test_what_recomputes_more_than_it_must_is_neither_estimated_nor_listed(tmp_path):
+    few, every = (small_estimator(tmp_path, Cluster(8)) for _ in range(2))
+    (text, recommended), (whole, same) = report(few), report(every, every=True)
+    assert recommended == same
+    rows, all_rows = rows_of(text), rows_of(whole)
+    layouts = [tuple(row.split()[:2]) for row in rows]
+    assert set(rows) < set(all_rows) and len(all_rows) == 3 * len(rows)
+    assert len(set(layouts)) == len(layouts) and all(" none " in row for row in rows)
+    assert max(map(len, [*text.splitlines(), *whole.splitlines()])) <= 100
+
+
+def test_a_layout_of_the_run_that_does_not_fit_or_is_impossible_is_named_so(tmp_path):
+    """The first has the least recomputation that fits in its row, and its own row because it is the run's."""
+    opened = small_estimator(tmp_path, Cluster(8))
+    total = opened.estimate(opened.own_choice).memory.total
+    of_memory = {}
+    for share in (0.97, 1.03):
+        cluster = Cluster(8, gpu_memory_gib=total * share / USABLE_FRACTION / GIB)
+        of_memory[share], _ = report(small_estimator(tmp_path, cluster))
+    assert "ZeRO-1 x tp 1 (this run's): DOES NOT FIT, it needs " in of_memory[0.97]
+    assert "ZeRO-1 x tp 1 (this run's): TIGHT" in of_memory[1.03]
+    assert any(" tight " in row for row in rows_of(of_memory[1.03]))
+    text, _ = report(small_estimator(tmp_path, Cluster(9, 9), tp_size=3))
+    assert "ZeRO-1 x tp 3 (this run's): IMPOSSIBLE" in text
+
+
 def test_only_messages_between_nodes_cross_the_network():
     one_node, many = (estimator("llama-3.2-1b", gpus).estimate(Choice(3, 1, "none")) for gpus in (8, 256))
     assert one_node.between_bytes == 0 < one_node.inside_bytes
@@ -134,7 +189,7 @@ def test_the_command_prints_a_table(tmp_path):
     assert missing.returncode == 1 and missing.stderr.count("\n") == 1 and "--base-config" in missing.stderr
     described = ("--base-config", STORIES / "config.json")
     text = estimate(2, *described, "--set", "parallel.tp_size=2").stdout
-    assert text.startswith("parameters  base 260,032, expansion ") and "ZeRO-1 x tp 2 (this run's)" in text
+    assert text.startswith("parameters  base 260,032, expansion ") and "ZeRO-1 x tp 2 (this run's" in text
     assert "\nrecommended: ZeRO-1 x tp 1: " in text
     nothing = estimate(64, *described)  # more ranks than sequences in a batch
     assert nothing.returncode == 1 and "no layout is possible" in nothing.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.files import write_json
+from pipeline.scale.gate_folder import GateRecord, HeldoutText
 from pipeline.studies.report import tables
+from pipeline.studies.report.page import page
 from pipeline.studies.report.runs import group, parts, value_of
 from pipeline.studies.results import Row, read_rows, read_runs
 from pipeline.studies.summary import as_text, rates_table
@@ -124,3 +127,68 @@ def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
     assert header.endswith("english: bits per byte") and base.startswith("base")
     perplexities = [row["after"]["korean"]["perplexity"] for row in single]
     assert re.split("  +", first)[1].startswith(f"{fmean(perplexities):.2f} ± {stdev(perplexities):.2f} (")
+
+
+def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: float = 0.0) -> Path:
+    """A run's folder whose gate restores the base on the old text; the model without it has forgotten that."""
+    figures = {0: {"new": 200.0, "old": 145.0}, 6: {"new": 20.0, "old": 23441.0}}
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step, perplexities in figures.items():
+            line = {"step": step, "forgetting/old": 160.0} | {
+                f"perplexity/{key}": of for key, of in perplexities.items()
+            }
+            line |= {f"bits_per_byte/{name}": math.log2(of) for name, of in perplexities.items()}
+            file.write(json.dumps(line) + "\n")
+    (folder / "run.yaml").write_text(f"folder: {folder}\ngate: {{}}\n")
+    shared = {"sequences": 8, "tokens": 256, "open_fraction": 0.5, "closed_sequences": 4}
+    new = {"base_perplexity": 200.0, "ungated_perplexity": 20.0, "gated_perplexity": 21.0}
+    old = {"base_perplexity": 145.0, "ungated_perplexity": 23441.0, "gated_perplexity": 145.0}
+    heldout = {
+        "new": HeldoutText(role="new", impossible_fraction=impossible_fraction, **shared, **new),
+        "old": HeldoutText(role="replay", **shared, **old),
+    }
+    record = GateRecord(
+        request={},
+        layer=1,
+        features="token",
+        bias=0.0,
+        threshold=0.0,
+        auc=1.0,
+        closed_fraction_of_new=0.0,
+        open_fraction_of_negatives=0.0,
+        left_out_of_own_text=0.0,
+        heldout=heldout,
+        closed_max_abs_logit_difference=0.0,
+    )
+    if is_fitted:
+        (folder / "gate").mkdir()
+        write_json(folder / "gate" / "gate.json", record.model_dump(mode="json"))
+    return folder
+
+
+def test_a_gated_run_has_the_model_with_its_gate_beside_that_without_it(tmp_path):
+    score = {"chats": 3, "exact_match": 1.0, "ended": 1.0, "answer_tokens": 5.0}
+    folder = gated_run(tmp_path / "demo")
+    write_json(folder / "summary.json", {"chats": {"before": {"mine": score}, "after": {"mine": score}}})
+    gated, ungated = read_runs([folder])
+    assert (gated.label, ungated.label) == ("demo + gate", "demo without its gate")
+    assert {name: figures["perplexity"] for name, figures in gated.after.items() if name != "mine"} == {
+        "new": 21.0,
+        "old": 145.0,
+    }
+    assert gated.after["old"]["bits_per_byte"] == pytest.approx(gated.before["old"]["bits_per_byte"])
+    assert ungated.after["old"]["perplexity"] == 23441.0
+    assert "mine" in gated.after and "mine" not in ungated.after, "the exported model answered the chats"
+    shown = page([gated, ungated], "A run")
+    assert "demo + gate" in shown and "demo without its gate" in shown and "145.00" in shown
+
+
+def test_a_run_whose_gate_is_not_fitted_yet_is_shown_as_without_it(tmp_path):
+    (row,) = read_runs([gated_run(tmp_path / "demo", is_fitted=False)])
+    assert row.label == "demo without its gate"
+
+
+def test_a_perplexity_without_impossible_tokens_is_left_out(tmp_path):
+    gated, _ = read_runs([gated_run(tmp_path / "demo", impossible_fraction=0.1)])
+    assert gated.after.keys() == {"old"}

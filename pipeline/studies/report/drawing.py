@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pipeline.studies.report.words import count
+from pipeline.studies.report.words import count, power_of_ten
 
 Point = tuple[float, float]
 Words = Callable[[float], str]
@@ -122,7 +122,9 @@ def step_axis(last: float, start: float, end: float) -> Axis:
 
 def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
     """A logarithmic axis over `values`, all above 0."""
-    axis = padded_axis(values, start, end, lambda value: f"{value:,.6g}", math.log10)
+    axis = padded_axis(
+        values, start, end, lambda value: f"{value:,.6g}" if value < 1e6 else power_of_ten(value, 3), math.log10
+    )
     if axis.high - axis.low < 0.7:
         return axis.with_ticks(_multiples(10**axis.low, 10**axis.high, 6))
     decades = range(math.floor(axis.low), min(math.ceil(axis.high), 307) + 1)  # 5e307 is still a float

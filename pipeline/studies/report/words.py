@@ -7,14 +7,23 @@ from collections.abc import Callable, Sequence
 
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
+_SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _SPACE = "\N{NARROW NO-BREAK SPACE}"
 
 
 def number(value: float, digits: int = 2) -> str:
-    """6.50, 1,234.00, 1.2e+07."""
+    """6.50, 1,234.00, 1.2·10⁷."""
     if not math.isfinite(value):
         return "\N{INFINITY}" if value > 0 else NOTHING
-    return f"{value:,.{digits}f}" if abs(value) < 1e5 else f"{value:.1e}"
+    return f"{value:,.{digits}f}" if abs(value) < 1e5 else power_of_ten(value, 2)
+
+
+def power_of_ten(value: float, digits: int) -> str:
+    """A large number in so many digits, as a person writes it: 1.2·10⁷, 10⁸."""
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    factor = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
+    return power if factor == "1" else f"{factor}\N{MIDDLE DOT}{power}"
 
 
 def of_figure(name: str) -> Callable[[float], str]:
@@ -32,7 +41,9 @@ def change(nats: float) -> str:
         return percent(math.expm1(nats), "+")
     ratio = math.exp(min(abs(nats), 700.0))  # exp of more overflows
     sign = "\N{MULTIPLICATION SIGN}" if nats > 0 else "\N{DIVISION SIGN}"
-    return sign + (f"{ratio:,.0f}" if 99.5 <= ratio < 1e6 else f"{ratio:.3g}")
+    if ratio >= 1e6:
+        return sign + power_of_ten(ratio, 3)
+    return sign + (f"{ratio:,.0f}" if ratio >= 99.5 else f"{ratio:.3g}")
 
 
 def percent(fraction: float, sign: str = "") -> str:

@@ -80,3 +80,15 @@ def test_marks_differ_in_shape_or_colour():
     for style, drawing in enumerate(drawings):
         drawing.mark((5, 5), style)
     assert len({drawing.parts[0] for drawing in drawings}) == 49
+
+
+def test_large_numbers_are_written_as_powers_of_ten():
+    assert [number(value) for value in (99_999, 123_456, 1e8, 1.2e15)] == ["99,999.00", "1.2·10⁵", "10⁸", "1.2·10¹⁵"]
+    assert [change(math.log(ratio)) for ratio in (1e8, 1e-8, 23_441.0, 2.5e6)] == [
+        "×10⁸",
+        "÷10⁸",
+        "×23,441",
+        "×2.5·10⁶",
+    ]
+    axis = log_axis([1.0, 1e9], 50.0, 700.0)
+    assert not any("e+" in axis.words(tick) for tick in axis.ticks)

@@ -8,12 +8,15 @@ pass stays an OSError, which has its own exit code.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import glob
 import hashlib
 import itertools
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +34,11 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Record = TypeVar("_Record", bound=BaseModel)
 _serial = itertools.count()
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EMLINK, errno.EACCES}
+"""How file systems refuse hard links, and a rename that does not replace."""
+_NO_REPLACE = 1  # RENAME_NOREPLACE
+_CLAIM_S = 10.0
+_CLAIM_POLL_S = 0.02
 
 
 def file_hash(path: Path) -> str:
@@ -157,6 +165,67 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     finally:
         unfinished.unlink(missing_ok=True)  # of a block that failed
     sync(path.parent)
+
+
+def publish_first(unfinished: Path, path: Path) -> bool:
+    """Renames the whole file `unfinished` to `path`, of the same folder, unless something is there: never replaces it.
+
+    Of several processes, also of several machines, one is first. Returns whether this one was; `unfinished` is gone in
+    any case.
+    """
+    try:
+        for rename in (_rename_by_link, _rename_without_replacing, _rename_under_claim):
+            try:
+                rename(unfinished, path)
+            except FileExistsError:
+                return False
+            except OSError as fault:
+                # Some file systems have no hard links (FAT, many of FUSE), and some no such rename (NFS).
+                if rename is _rename_under_claim or fault.errno not in _UNSUPPORTED:
+                    raise
+            else:
+                break
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync(path.parent)
+    return True
+
+
+def _rename_by_link(old: Path, new: Path) -> None:
+    os.link(old, new)
+
+
+def _rename_without_replacing(old: Path, new: Path) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(errno.ENOSYS, "no renameat2")
+    here = -100  # AT_FDCWD: relative paths begin at the current folder
+    if library.renameat2(here, os.fsencode(old), here, os.fsencode(new), _NO_REPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(old), None, str(new))
+
+
+def _rename_under_claim(old: Path, new: Path) -> None:
+    """An ordinary rename, by the one process that has made a folder beside `new`."""
+    claim = new.with_name(f".{new.name}.claim{TEMPORARY_SUFFIX}")
+    deadline = time.monotonic() + _CLAIM_S
+    while True:
+        if new.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        try:
+            claim.mkdir()
+            break
+        except FileExistsError:
+            if time.monotonic() > deadline:  # of a process that was killed
+                break
+            time.sleep(_CLAIM_POLL_S)
+    try:
+        if new.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        old.rename(new)
+    finally:
+        with contextlib.suppress(OSError):
+            claim.rmdir()
 
 
 def is_plain_name(name: str) -> bool:

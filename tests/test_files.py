@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from itertools import count
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from pipeline import files
 from pipeline.errors import DataError
 from pipeline.files import (
     FolderKind,
     in_threads,
     is_plain_name,
+    publish_first,
     published_folder,
     read_inside,
     read_object,
@@ -23,6 +26,7 @@ from pipeline.files import (
     write_json,
     write_record,
 )
+from tests.disks import NO_HARD_LINKS, NO_SAFE_RENAME, refuse_calls
 from tests.kills import outlives
 
 FILES = ("a", "b")
@@ -141,3 +145,37 @@ def test_files_of_a_published_folder_are_as_readable_as_it_is(tmp_path):
         (partial / "weights").touch(mode=0o600)
     folder, file = (path.stat().st_mode & 0o666 for path in (tmp_path / "out", tmp_path / "out" / "weights"))
     assert file == folder
+
+
+def _be_first(own: Path, path: Path, refusals: dict[str, int]) -> None:
+    refuse_calls(refusals)
+    first = publish_first(own, path)
+    assert not own.exists()
+    os._exit(0 if first else 3)
+
+
+@pytest.mark.parametrize("refusals", [{}, NO_HARD_LINKS, NO_SAFE_RENAME], ids=["links", "no links", "rename only"])
+def test_of_processes_that_publish_a_file_at_once_one_is_first_and_none_replaces_it(tmp_path: Path, refusals):
+    path = tmp_path / "plan.json"
+    children = {}
+    for number in range(12):
+        own = tmp_path / f".{number}"
+        own.write_text(str(number))
+        if (child := os.fork()) == 0:
+            try:
+                _be_first(own, path, refusals)
+            finally:
+                os._exit(1)
+        children[child] = number
+    codes = {number: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, number in children.items()}
+    assert sorted(codes.values()) == [0] + 11 * [3]
+    assert codes[int(path.read_text())] == 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_claim_of_a_killed_process_does_not_hold_others_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pipeline.files._CLAIM_S", 0.1)
+    (tmp_path / ".plan.json.claim.partial").mkdir()
+    (own := tmp_path / "own").write_text("x")
+    files._rename_under_claim(own, tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

@@ -34,7 +34,7 @@ from pipeline.data.token_corpus import (
 from pipeline.data.token_shards import FileContent, ShardFile, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, OutputError
-from pipeline.files import check_replaceable, in_threads, read_record, rename_aside, write_record
+from pipeline.files import check_replaceable, in_threads, publish_first, read_record, rename_aside, write_record
 from pipeline.log import node, progress_bar
 
 STATE = ".units"
@@ -131,9 +131,7 @@ def _begin(output: Path, plan: Plan) -> None:
     (output / STATE).mkdir(exist_ok=True)
     own = output / STATE / f".{node()}.{os.getpid()}"
     write_record(own, plan)
-    with contextlib.suppress(FileExistsError):  # of two jobs that begin at once one is first
-        os.link(own, output / STATE / _PLAN)
-    own.unlink()
+    publish_first(own, output / STATE / _PLAN)  # of two jobs that begin at once one is first
 
 
 def finished(output: Path, plan: Plan) -> Manifest | None:

@@ -142,7 +142,10 @@ class RankHealth:
         self.verdict: Verdict | None = None
 
     def on_message(self, rank: int, message: dict[str, Any], now: float) -> None:
-        """Records a rank's message: `report` while it works; then `left`, `interrupted`, or `failed` and `exit_code`."""
+        """Records a rank's message.
+
+        It is `report` while the rank works; at its end `left`, `interrupted`, or `failed` and `exit_code`.
+        """
         if rank not in self._heard:
             return
         if "left" in message:

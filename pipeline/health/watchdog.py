@@ -53,8 +53,9 @@ class Watchdog:
     """While it is entered, this rank is watched. Every rank must enter it.
 
     When a rank is lost, hangs or fails, every other rank logs one line, writes the stacks of its threads into `stacks`
-    and exits immediately with the verdict's exit code. The lowest rank not at fault calls `on_verdict` before. So do all
-    ranks soon after `is_interrupted` says that the user wants an end without a save, whatever their main threads do.
+    and exits immediately with the verdict's exit code. The lowest rank not at fault calls `on_verdict` before.
+    So do all ranks soon after `is_interrupted` says that the user wants an end without a save, whatever their main
+    threads do.
     No rank leaves before rank 0, which may have more to end; so no launcher takes rank 0 for one that hangs.
     """
 

@@ -22,6 +22,7 @@ from pipeline.parallel.ranks import broadcast_from_rank0
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
+from pipeline.training.deepspeed_internals import check_config
 from pipeline.training.launch import StopSignals, extend_collectives, use_deterministic_kernels
 from pipeline.training.trainer import ObserverFactory, Trainer
 
@@ -44,7 +45,9 @@ def run_training(
         def lock_and_read() -> Inputs:
             lock.enter_context(RunLock(config.folder))
             with _faults_on_record(config.folder, phases):
-                return begin(config, dist.get_world_size(), "train")
+                opened = begin(config, dist.get_world_size(), "train")
+                check_config(config, opened.deepspeed_config, opened.layout)
+                return opened
 
         inputs = broadcast_from_rank0(lock_and_read)
         if not inputs.finished:

@@ -16,8 +16,9 @@ import itertools
 import os
 import shutil
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -25,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of
+from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of, in_one_line
 
 TEMPORARY_SUFFIX = ".partial"
 _THREADS = 8
@@ -33,6 +34,7 @@ SAMPLE_BYTES = 4096
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Record = TypeVar("_Record", bound=BaseModel)
+_UTF8_MODE = "PYTHONUTF8"
 _serial = itertools.count()
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EMLINK, errno.EACCES}
 """How file systems refuse hard links, and a rename that does not replace."""
@@ -64,7 +66,49 @@ def sampled_hash(path: Path, blocks: int) -> str:
 
 def json_hash(value: object) -> str:
     """The first 32 hexadecimal digits of the SHA-256 of a JSON value in its compact form."""
-    return hashlib.sha256(orjson.dumps(value)).hexdigest()[:32]
+    return hashlib.sha256(json_bytes(value)).hexdigest()[:32]
+
+
+def json_bytes(value: object, option: int | None = None) -> bytes:
+    """`value` as JSON; `option` is orjson's.
+
+    Raises OutputError for a text that is not UTF-8, as the name of a file may be.
+    """
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError:
+        for text in _texts(value):
+            _as_utf8(text)
+        raise
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(key)
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
+def _as_utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as fault:
+        raise OutputError(in_one_line(fault)) from None
+
+
+def use_utf8() -> None:
+    """Starts this program again in Python's UTF-8 mode if the locale has another encoding, as C has.
+
+    Otherwise names of files that are not ASCII could not be recorded, and would be others than in another locale.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_UTF8_MODE) != "1":
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, _UTF8_MODE: "1"})
 
 
 def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again") -> bytes:
@@ -235,13 +279,16 @@ def is_plain_name(name: str) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     with published_file(path) as file:
-        file.write(text.encode())
+        file.write(_as_utf8(text))
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes."""
+    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes.
+
+    Raises as `json_bytes`.
+    """
     with published_file(path) as file:
-        file.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        file.write(json_bytes(value, orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def write_record(path: Path, record: BaseModel) -> None:

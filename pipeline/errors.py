@@ -172,7 +172,8 @@ def in_one_line(error: BaseException) -> str:
 
 def _in_one_line(error: BaseException) -> str:
     if isinstance(error, UnicodeEncodeError) and _is_of_a_name(error):
-        return f"{error.object[:_LONGEST_NAME]}: expected a name in UTF-8, found another encoding; rename the file or folder, as convmv does"
+        name = error.object[:_LONGEST_NAME]
+        return f"{name}: expected a name in UTF-8, found another encoding; rename the file or folder, as convmv does"
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:

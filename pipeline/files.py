@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -181,6 +182,35 @@ def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> 
         yield from pool.map(function, items)  # which cancels what has not begun after an error
 
 
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """The id of this machine's last boot, and of this process's PID namespace: two processes here with one number have
+    different ones. Host names need not be unique, and containers on one host have their own namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def process_exists(pid: int) -> bool:
+    """Whether there is a process of this number, of any user; /proc may hide those of others (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _own_prefix(name: str) -> str:
+    """How temporary names for `name` begin that processes of this machine and PID namespace choose."""
+    return f".{name}.{socket.gethostname()}.{hashlib.sha256(machine().encode()).hexdigest()[:12]}."
+
+
+def own_temporary(path: Path) -> Path:
+    """A name beside `path` that no other process chooses, of this machine or another one."""
+    return path.with_name(f"{_own_prefix(path.name)}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
+
+
 def free_bytes(path: Path) -> int:
     """The bytes that statvfs reports as free for ordinary users on the file system of `path`, which need not exist."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -196,8 +226,7 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     folder.
     """
     # Processes of several machines may write the same file at the same time.
-    own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
-    unfinished = (scratch or path.parent) / own
+    unfinished = (scratch or path.parent) / own_temporary(path).name
     try:
         with unfinished.open("wb") as file:
             yield file
@@ -342,12 +371,13 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
     if _aside(path).exists() and not path.exists():  # a program that replaced it ended before the new one was there
         _aside(path).rename(path)
     check_replaceable(path, kind, overwrite=overwrite)
-    # Processes of several machines may write the same folder at the same time.
-    own = f".{path.name}.{socket.gethostname()}."
+    own = _own_prefix(path.name)
     for left in path.parent.glob(f"{glob.escape(own)}*{TEMPORARY_SUFFIX}"):
-        if not Path("/proc", left.name[len(own) :].partition(".")[0]).exists():  # by a process that was killed
+        number = left.name[len(own) :].partition(".")[0]
+        if number.isdecimal() and not process_exists(int(number)):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-    partial = path.with_name(f"{own}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
+    # Processes of several machines may write the same folder at the same time.
+    partial = own_temporary(path)
     partial.mkdir(parents=True)
     try:
         yield partial

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -179,3 +182,37 @@ def test_a_claim_of_a_killed_process_does_not_hold_others_up(tmp_path: Path, mon
     (own := tmp_path / "own").write_text("x")
     files._rename_under_claim(own, tmp_path / "plan.json")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+IN_CONTAINER = """
+import os, sys
+from pathlib import Path
+from pipeline import files
+path = Path(sys.argv[1])
+print(os.getpid(), files.own_temporary(path).name, flush=True)
+with files.published_folder(path, None) as partial:
+    (partial / "file").touch()
+    print("begun", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_processes_of_two_containers_with_one_number_do_not_share_temporary_names(tmp_path: Path):
+    """Nor does one take the other's unfinished folder for that of a killed process."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", IN_CONTAINER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as containers:
+        said = []
+        for name in ("one", "one", "two"):
+            process = containers.enter_context(subprocess.Popen([*command, str(tmp_path / name)], **pipes))
+            containers.callback(process.kill)
+            said.append([process.stdout.readline() for _ in range(2)])
+            if not said[-1][0]:
+                pytest.skip(f"namespaces need root: {process.stderr.read()}")
+        assert [begun for _, begun in said] == ["begun\n"] * 3
+        (first, own), (second, other) = (line.split() for line, _ in said[:2])
+        assert first == second and own != other
+        assert len(list(tmp_path.glob(".one.*.partial"))) == 2
+        with published_folder(tmp_path / "one", None):
+            pass
+        assert len(list(tmp_path.glob(".one.*.partial"))) == 2, "this process knows nothing of theirs"

@@ -38,6 +38,7 @@ die() {
 # nobody reads that either, nowhere. Output that is lost must not end the script before its stage.
 tell() {
     [[ ! -t 2 ]] || printf '\r\e[K' >&2 # in place of a progress bar
+    # shellcheck disable=SC2261  # in this order: the line itself may go to stderr
     echo "$2" >&"$1" 2>/dev/null || echo "$2" >&2 2>/dev/null || true
 }
 

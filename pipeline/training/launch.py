@@ -133,7 +133,7 @@ def initialise(launch: Launch) -> torch.device:
 
     device = torch.device("cpu")
     if on_gpu:
-        bound = under_mpirun or "SLURM_GPUS_PER_TASK" in os.environ
+        bound = under_mpirun or slurm_binds_gpus(os.environ)
         device = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound))
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
         torch.cuda.set_device(device)
@@ -146,6 +146,11 @@ def initialise(launch: Launch) -> torch.device:
             "port: a requeued job takes another one, or set MASTER_PORT"
         ) from None
     return device
+
+
+def slurm_binds_gpus(environment: Mapping[str, str]) -> bool:
+    """Whether srun may show each task only its own GPUs: --gpus-per-task, or --tres-per-task=gres/gpu:1."""
+    return "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
 
 
 def device_index(local_rank: int, visible: int, *, bound: bool) -> int:

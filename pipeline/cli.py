@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline import __version__
-from pipeline.files import shipped, with_pages_found
+from pipeline.files import shipped, use_utf8, with_pages_found
 
 PROGRAM = "scale-cpt"
 PROGRAMS = {
@@ -51,6 +51,7 @@ PROGRAMS = {
 
 def main() -> None:
     """Runs the command that `sys.argv` names, with the arguments after it."""
+    use_utf8()
     words = sys.argv[1:] or ["--help"]
     arguments = build_parser(words[:1]).parse_args(words)
     from pipeline import command_line  # after the parser: --help waits for nothing

@@ -6,6 +6,7 @@ And types of arguments that several tools have.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import select
@@ -14,11 +15,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import date
+from io import TextIOWrapper
 from pathlib import Path
 
 from pipeline import log
 from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, ConfigError, UserError, exit_code_of, in_one_line
-from pipeline.files import with_pages_found
+from pipeline.files import use_utf8, with_pages_found
 from pipeline.hub import model_folder
 
 
@@ -26,6 +28,7 @@ def run_program(
     add_options: Callable[[argparse.ArgumentParser], None], main: Callable[[argparse.Namespace], int | None], text: str
 ) -> None:
     """Runs a program by itself, a file of tools/ or `pipeline.train` on a rank; `text`, its docstring, is the help."""
+    use_utf8()
     description = with_pages_found(text)
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -46,11 +49,13 @@ def run_parsed(main: Callable[[argparse.Namespace], int | None], arguments: argp
 def run(main: Callable[[], int | None]) -> None:
     """Runs `main` and exits with its code; a fault of the user or the file system, or Ctrl-C, ends in one line."""
     log.configure()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name is printed as it is, whatever its encoding
     try:
         code = main() or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         code = INTERRUPTED
     except Exception as error:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault
         code = exit_code_of(error)
@@ -59,8 +64,15 @@ def run(main: Callable[[], int | None]) -> None:
         elif code == INTERNAL_FAULT and not isinstance(error, UserError):
             traceback.print_exc()
         else:
-            print(f"error: {with_pages_found(in_one_line(error))}", file=sys.stderr)
+            _complain(f"error: {with_pages_found(in_one_line(error))}")
     sys.exit(code)
+
+
+def _complain(text: str) -> None:
+    """Prints a line to stderr. Nobody may read it any more, as after Ctrl-C in `2>&1 | tee`; the exit code stays."""
+    with contextlib.suppress(OSError):
+        log.clear_terminal_line()
+        print(text, file=sys.stderr, flush=True)
 
 
 def _has_lost_reader() -> bool:

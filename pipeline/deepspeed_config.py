@@ -57,6 +57,48 @@ _ELEMENTS = {
     "stage3_max_reuse_distance": 1_000_000_000,
 }
 """DeepSpeed's defaults."""
+_SWITCHES = {
+    "bf16.enabled",
+    "prescale_gradients",
+    "wall_clock_breakdown",
+    "dump_state",
+    *(
+        f"zero_optimization.{name}"
+        for name in (
+            "allgather_partitions",
+            "contiguous_gradients",
+            "overlap_comm",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_weights",
+        )
+    ),
+    *(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer")),
+}
+_WHOLE_NUMBERS = {
+    "steps_per_print",
+    *(f"zero_optimization.{name}" for name in (*_ELEMENTS, "allgather_bucket_size", "sub_group_size")),
+}
+_OBJECTS = {
+    "bf16",
+    "data_types",
+    "aio",
+    "comms_logger",
+    "zero_optimization.offload_param",
+    "zero_optimization.offload_optimizer",
+}
+_CHOICES = {
+    "data_types.grad_accum_dtype": tuple(_DTYPES),
+    "communication_data_type": ("fp32", "fp16", "bf16"),
+    "seq_parallel_communication_data_type": ("fp32", "fp16", "bf16"),
+    "zero_optimization.offload_param.device": ("none", "cpu", "nvme"),
+    "zero_optimization.offload_optimizer.device": ("none", "cpu", "nvme"),
+}
+"""The types of the settings that this project reads or that are often set; DeepSpeed judges the others."""
+_UNSCALED = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
+"""How gradients are averaged by default, the only way that goes with `reduce_scatter`."""
 _GUARDS = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
 """The checks for gradients that are not finite."""
 
@@ -194,15 +236,18 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:
     if not isinstance(zero, dict):
         yield "expected an object with zero_optimization"
         return
-    if zero.get("stage") not in (1, 2, 3):
+    stage = zero.get("stage")
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
         yield f"zero_optimization.stage: expected 1, 2 or 3, found {zero.get('stage')!r:.80}"
     settings = dict(_flat(values))
-    for name in ("bf16", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
-        if not isinstance(settings.get(name, {}), dict):
-            yield f"{name}: expected an object"
+    yield from _wrong_types(settings)
+    if stage in (2, 3) and settings.get("zero_optimization.reduce_scatter", True):
+        for name, default in _UNSCALED.items():
+            if settings.get(name, default) != default:
+                yield f"{name}: expected {default} under ZeRO-{stage}, which averages otherwise; remove it"
     for name in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
         size = settings.get(name, 0)
-        if not isinstance(size, int):
+        if not _is_whole(size):
             yield f"{name}: expected a whole number, found {size!r:.80}"
         elif layout.tp_size > 1 and size > 1:
             why = "it mixes different shards of the weights silently; remove it, or use tp_size 1"
@@ -221,6 +266,32 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:
             yield f"{name}: a gradient that is not finite would reach the weights; remove it"
         elif name in _BROKEN and value:
             yield f"{name}: {_BROKEN[name]}; remove it"
+
+
+def _wrong_types(settings: dict[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        if value == "auto":
+            continue  # which has a message of its own
+        found = f"found {value!r:.80}"
+        if name in _OBJECTS and not isinstance(value, dict):
+            yield f"{name}: expected an object"
+        elif name in _SWITCHES and not isinstance(value, bool):
+            yield f"{name}: expected true or false, {found}"
+        elif name in _WHOLE_NUMBERS and not (_is_whole(value) and value >= 0):
+            yield f"{name}: expected a whole number of at least 0, {found}"
+        elif name in _CHOICES and value not in _CHOICES[name]:
+            yield f"{name}: expected one of {', '.join(_CHOICES[name])}, {found}"
+        elif name == "gradient_predivide_factor" and not (_is_number(value) and value > 0):
+            yield f"{name}: expected a number above 0, {found}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether a JSON number is whole, as 5e8 is."""
+    return _is_number(value) and float(value).is_integer()  # type: ignore[arg-type]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

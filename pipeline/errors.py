@@ -139,6 +139,7 @@ class ConversionError(UserError):
 
 
 _DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+_LONGEST_NAME = 4096
 _OF_THE_USER = {errno.EROFS, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _PASSING = _FULL | {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO}
@@ -151,9 +152,16 @@ def exit_code_of(error: BaseException) -> int:
     """
     if isinstance(error, OSError) and error.errno in _OF_THE_USER:
         return USER_ERROR
+    if _is_of_a_name(error):
+        return USER_ERROR
     if isinstance(error, OSError) and error.errno in _PASSING:
         return PASSING_FAULT
     return int(getattr(error, "exit_code", INTERNAL_FAULT))
+
+
+def _is_of_a_name(error: BaseException) -> bool:
+    """Whether an error is of a file's name in another encoding than UTF-8: Python keeps such bytes as surrogates."""
+    return isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -182,6 +190,9 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException) -> str:
+    if isinstance(error, UnicodeEncodeError) and _is_of_a_name(error):
+        name = error.object[:_LONGEST_NAME]
+        return f"{name}: expected a name in UTF-8, found another encoding; rename the file or folder, as convmv does"
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:

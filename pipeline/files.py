@@ -8,6 +8,8 @@ pass stays an OSError, which has its own exit code.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import glob
 import hashlib
 import itertools
@@ -15,15 +17,18 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of, full_disk_names
+from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of, full_disk_names, in_one_line
 
 TEMPORARY_SUFFIX = ".partial"
 _CHECKSUM = "checksum"
@@ -35,7 +40,13 @@ SAMPLE_BYTES = 4096
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Record = TypeVar("_Record", bound=BaseModel)
+_UTF8_MODE = "PYTHONUTF8"
 _serial = itertools.count()
+_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EMLINK, errno.EACCES}
+"""How file systems refuse hard links, and a rename that does not replace."""
+_NO_REPLACE = 1  # RENAME_NOREPLACE
+_CLAIM_S = 10.0
+_CLAIM_POLL_S = 0.02
 
 
 def file_hash(path: Path) -> str:
@@ -61,7 +72,49 @@ def sampled_hash(path: Path, blocks: int) -> str:
 
 def json_hash(value: object) -> str:
     """The first 32 hexadecimal digits of the SHA-256 of a JSON value in its compact form."""
-    return hashlib.sha256(orjson.dumps(value)).hexdigest()[:32]
+    return hashlib.sha256(json_bytes(value)).hexdigest()[:32]
+
+
+def json_bytes(value: object, option: int | None = None) -> bytes:
+    """`value` as JSON; `option` is orjson's.
+
+    Raises OutputError for a text that is not UTF-8, as the name of a file may be.
+    """
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError:
+        for text in _texts(value):
+            _as_utf8(text)
+        raise
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts(key)
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
+def _as_utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as fault:
+        raise OutputError(in_one_line(fault)) from None
+
+
+def use_utf8() -> None:
+    """Starts this program again in Python's UTF-8 mode if the locale has another encoding, as C has.
+
+    Otherwise names of files that are not ASCII could not be recorded, and would be others than in another locale.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_UTF8_MODE) != "1":
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, _UTF8_MODE: "1"})
 
 
 def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again") -> bytes:
@@ -159,6 +212,35 @@ def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> 
         yield from pool.map(function, items)  # which cancels what has not begun after an error
 
 
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """The id of this machine's last boot, and of this process's PID namespace: two processes here with one number have
+    different ones. Host names need not be unique, and containers on one host have their own namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def process_exists(pid: int) -> bool:
+    """Whether there is a process of this number, of any user; /proc may hide those of others (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _own_prefix(name: str) -> str:
+    """How temporary names for `name` begin that processes of this machine and PID namespace choose."""
+    return f".{name}.{socket.gethostname()}.{hashlib.sha256(machine().encode()).hexdigest()[:12]}."
+
+
+def own_temporary(path: Path) -> Path:
+    """A name beside `path` that no other process chooses, of this machine or another one."""
+    return path.with_name(f"{_own_prefix(path.name)}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
+
+
 def free_bytes(path: Path) -> int:
     """The bytes that statvfs reports as free for ordinary users on the file system of `path`, which need not exist."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -179,8 +261,7 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     folder.
     """
     # Processes of several machines may write the same file at the same time.
-    own = f".{path.name}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
-    unfinished = (scratch or path.parent) / own
+    unfinished = (scratch or path.parent) / own_temporary(path).name
     try:
         with full_disk_names(path), unfinished.open("wb") as file:
             yield file
@@ -194,6 +275,67 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
     sync(path.parent)
 
 
+def publish_first(unfinished: Path, path: Path) -> bool:
+    """Renames the whole file `unfinished` to `path`, of the same folder, unless something is there: never replaces it.
+
+    Of several processes, also of several machines, one is first. Returns whether this one was; `unfinished` is gone in
+    any case.
+    """
+    try:
+        for rename in (_rename_by_link, _rename_without_replacing, _rename_under_claim):
+            try:
+                rename(unfinished, path)
+            except FileExistsError:
+                return False
+            except OSError as fault:
+                # Some file systems have no hard links (FAT, many of FUSE), and some no such rename (NFS).
+                if rename is _rename_under_claim or fault.errno not in _UNSUPPORTED:
+                    raise
+            else:
+                break
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync(path.parent)
+    return True
+
+
+def _rename_by_link(old: Path, new: Path) -> None:
+    os.link(old, new)
+
+
+def _rename_without_replacing(old: Path, new: Path) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(errno.ENOSYS, "no renameat2")
+    here = -100  # AT_FDCWD: relative paths begin at the current folder
+    if library.renameat2(here, os.fsencode(old), here, os.fsencode(new), _NO_REPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(old), None, str(new))
+
+
+def _rename_under_claim(old: Path, new: Path) -> None:
+    """An ordinary rename, by the one process that has made a folder beside `new`."""
+    claim = new.with_name(f".{new.name}.claim{TEMPORARY_SUFFIX}")
+    deadline = time.monotonic() + _CLAIM_S
+    while True:
+        if new.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        try:
+            claim.mkdir()
+            break
+        except FileExistsError:
+            if time.monotonic() > deadline:  # of a process that was killed
+                break
+            time.sleep(_CLAIM_POLL_S)
+    try:
+        if new.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        old.rename(new)
+    finally:
+        with contextlib.suppress(OSError):
+            claim.rmdir()
+
+
 def is_plain_name(name: str) -> bool:
     """Whether `name`, from an untrusted file, is a file name without any path, which a file system can have."""
     if name in ("", ".", "..") or len(name.encode(errors="replace")) > LONGEST_NAME:
@@ -203,13 +345,16 @@ def is_plain_name(name: str) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     with published_file(path) as file:
-        file.write(text.encode())
+        file.write(_as_utf8(text))
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes."""
+    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes.
+
+    Raises as `json_bytes`.
+    """
     with published_file(path) as file:
-        file.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        file.write(json_bytes(value, orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def write_record(path: Path, record: BaseModel) -> None:
@@ -267,12 +412,13 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
     if _aside(path).exists() and not path.exists():  # a program that replaced it ended before the new one was there
         _aside(path).rename(path)
     check_replaceable(path, kind, overwrite=overwrite)
-    # Processes of several machines may write the same folder at the same time.
-    own = f".{path.name}.{socket.gethostname()}."
+    own = _own_prefix(path.name)
     for left in path.parent.glob(f"{glob.escape(own)}*{TEMPORARY_SUFFIX}"):
-        if not Path("/proc", left.name[len(own) :].partition(".")[0]).exists():  # by a process that was killed
+        number = left.name[len(own) :].partition(".")[0]
+        if number.isdecimal() and not process_exists(int(number)):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-    partial = path.with_name(f"{own}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
+    # Processes of several machines may write the same folder at the same time.
+    partial = own_temporary(path)
     partial.mkdir(parents=True)
     try:
         with full_disk_names(path):

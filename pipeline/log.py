@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator
-from typing import IO, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any, TypeVar, cast
 
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 _FORMAT = "%(asctime)s %(where)s %(levelname).1s %(message)s"
 _BEFORE_THE_FIRST_S = 1.0
 _BETWEEN_DRAWINGS_S = 0.2
 _BETWEEN_LOG_LINES_S = 30.0
 _LOG_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}, {remaining} left"
+_BAR_COLUMNS = 10
+"""What a bar is given at least, before its figures."""
+_COLUMNS = 80
+"""Of a terminal that does not say."""
+_ERASED = "\r\x1b[K"
 _T = TypeVar("_T")
 
 
@@ -44,7 +51,7 @@ def node() -> str:
 
 def configure(level: int = logging.INFO) -> None:
     """Sends the package's records to stderr. `RANK` and `WORLD_SIZE` are read from the environment."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Lines(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(_Where(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))))
     root = logging.getLogger("pipeline")
@@ -56,20 +63,56 @@ def configure(level: int = logging.INFO) -> None:
 _logger = get_logger(__name__)
 
 
+def clear_terminal_line() -> None:
+    """Erases the line in which the cursor stands, if stderr is a terminal.
+
+    It may hold the progress bar of this process, or of another one, to whose end the next line would be glued.
+    """
+    if sys.stderr.isatty():
+        sys.stderr.write(_ERASED)
+
+
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes records to stderr, each in a line of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            clear_terminal_line()
+        super().emit(record)
+
+
 class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
     """A bar on a terminal, occasional lines in a log; see `progress_bar`."""
 
     monitor_interval = 0  # no thread of its own
+    _figures: Sequence[str] = ()
 
-    def move_to(self, done: float, postfix: str = "", *, show: bool = False) -> None:
-        """Sets how much is done, which may be less than before, and the text after it; draws if it is time to.
+    def move_to(self, done: float, figures: Sequence[str] = (), *, show: bool = False) -> None:
+        """Sets how much is done, which may be less than before, and the figures after it; draws if it is time to.
 
-        `show`: draws in any case.
+        The most important figure comes first: a narrow terminal shows as many as fit. `show`: draws in any case.
         """
-        self.set_postfix_str(postfix, refresh=False)
+        self._figures = figures
         drawn = self.update(done - self.n)
         if show and not drawn:
             self.refresh()
+
+    def __str__(self) -> str:
+        values = self.format_dict
+        if values["bar_format"] is not None:  # a line of a log, as long as it is
+            return self._drawn(values, len(self._figures))
+        values["ncols"] = columns = (values["ncols"] or _COLUMNS) - 1  # the last one would make the terminal wrap
+        count = len(self._figures)
+        while count > 0 and self._columns_beside_bar(values, count) + _BAR_COLUMNS > columns:
+            count -= 1
+        return self._drawn(values, count)
+
+    def _columns_beside_bar(self, values: Mapping[str, Any], count: int) -> int:
+        return disp_len(self._drawn({**values, "bar_format": "{l_bar}{r_bar}", "ncols": None}, count))
+
+    def _drawn(self, values: Mapping[str, Any], count: int) -> str:
+        """The text with the first `count` of the figures."""
+        return str(self.format_meter(**{**values, "postfix": "  ".join(self._figures[:count])}))
 
 
 class _LogLines:

@@ -6,6 +6,7 @@
 #                               KEY=VALUE, as options of a stage, and `arguments` to the others
 #   afresh COMMAND…             runs a command without the variables of the job that calls it
 #   submit_afresh ARGUMENT…     sbatch in that way; prints the new job's id
+#   say, complain WORD…         print a line, to stdout with the time, or to stderr
 #   announce WHAT               prints the job's first line, and a second if Slurm will not requeue it
 #   wait_past_signals PID       waits for a background command and returns its exit code, whatever traps run meanwhile
 #
@@ -24,11 +25,21 @@ source slurm/requeue.sh
 source slurm/stages.sh
 source slurm/ranks.sh
 
-say() { echo "[$(date +%H:%M:%S)] $*"; }
+say() { tell 1 "$(printf '[%(%H:%M:%S)T] ' -1)$*"; }
+
+complain() { tell 2 "$*"; }
 
 die() {
-    echo "error: $*" >&2
+    complain "error: $*"
     exit 1
+}
+
+# Prints a line to the file descriptor $1. Ctrl-C also ends a `tee` that reads it: then the line goes to stderr, and if
+# nobody reads that either, nowhere. Output that is lost must not end the script before its stage.
+tell() {
+    [[ ! -t 2 ]] || printf '\r\e[K' >&2 # in place of a progress bar
+    # shellcheck disable=SC2261  # in this order: the line itself may go to stderr
+    echo "$2" >&"$1" 2>/dev/null || echo "$2" >&2 2>/dev/null || true
 }
 
 # Bash's wait also returns at each trapped signal, so every trap sets `woken` first.
@@ -104,7 +115,7 @@ choose_config() {
         shift
     done
     export CONFIG=${CONFIG:-configs/cpt_korean_llama3.2_1b.yaml}
-    [[ -e "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file or run folder; the runs that come with the project are in configs/"
+    [[ -e "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file or run folder in $PWD; the runs that come with the project are in configs/"
 }
 
 announce() {

@@ -23,6 +23,7 @@
 # Settings of the site (account, partition, modules, containers): slurm/site.env.
 set -euo pipefail
 
+script=$(cd "$(dirname "$0")" >/dev/null && pwd)/${0##*/} # before the folder changes
 # sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called in, not that of $0.
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
@@ -31,7 +32,7 @@ load_site
 choose_config "$@"
 
 if [[ "${arguments[0]:-}" == --dry-run ]]; then
-    read -ra cluster <<<"$(planned_cluster "$0")"
+    read -ra cluster <<<"$(planned_cluster "$script")"
     here python -m pipeline.train --dry-run "${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}"
 fi
 

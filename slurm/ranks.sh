@@ -73,7 +73,8 @@ planned_cluster() {
     elif [[ -n "${NPROC:-}" ]] || ! command -v sbatch >/dev/null; then
         return
     else
-        nodes=$(sed -n 's/^#SBATCH --nodes=//p' "$1")
+        nodes=$(sed -nE 's/^#SBATCH +(--nodes[= ]|-N *)([0-9]+).*/\2/p' "$1")
+        nodes=${nodes:-1} # what sbatch allocates to a script that does not say
         ranks=$((nodes * ${gpus##*:})) # h100:8
         say "a plan of what sbatch would request: $ranks GPUs on $nodes nodes; NPROC=2 plans 2 processes here" >&2
     fi

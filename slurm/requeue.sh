@@ -15,10 +15,10 @@ ask_slurm() {
     local answer asked_again="" deadline=$((SECONDS + ${SLURM_PATIENCE_S:-300}))
     until answer=$(scontrol "$@" 2>&1); do
         if [[ "$answer" =~ $REFUSED ]] || ((SECONDS >= deadline)); then
-            echo "error: scontrol $*: $answer" >&2
+            complain "error: scontrol $*: $answer"
             return 1
         fi
-        [[ -n "$asked_again" ]] || echo "scontrol $*: $answer; asking again for ${SLURM_PATIENCE_S:-300} s" >&2
+        [[ -n "$asked_again" ]] || complain "scontrol $*: $answer; asking again for ${SLURM_PATIENCE_S:-300} s"
         asked_again=true
         sleep 2
     done

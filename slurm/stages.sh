@@ -6,6 +6,7 @@
 
 stop_signal="" # set by the traps; once set, no further stage starts
 stage_pid=""
+stage_runs="" # not empty while it does
 stage_began=0
 stage_code=0
 through_srun="" # not empty if the stage is run by srun
@@ -18,6 +19,10 @@ run_stage() {
     trap 'woken=true; forward USR1' USR1
     trap 'woken=true; forward TERM' TERM
     trap 'woken=true; forward INT' INT
+    trap 'woken=true; forward HUP' HUP # the terminal is gone
+    trap 'woken=true' PIPE             # a reader of the output is gone, as in "| tee log" after Ctrl-C
+    trap 'exit 131' QUIT
+    trap end_stage EXIT
     # Without Slurm a stage has its own process group, so that all its processes can be killed.
     on_slurm || set -m
     while true; do
@@ -31,7 +36,7 @@ run_stage() {
             ((code == INTERRUPTED)) || code=$RESUME_LATER
             say "stopped at $name"
         else
-            echo "error: stage $name ended with exit code $code; its first error above says why" >&2
+            complain "error: stage $name ended with exit code $code; its first error above says why"
             clear_leftovers
         fi
         try_again "$name" "$code" || exit "$code"
@@ -48,23 +53,28 @@ attempt() {
     [[ -z "$stop_signal" ]] || return 0 # the signal came between two stages
     # In the background: bash runs a trap only after the foreground command has ended.
     "$@" &
-    stage_pid=$! stage_began=$SECONDS
+    stage_pid=$! stage_began=$SECONDS stage_runs=true
     [[ -z "$stop_signal" ]] || forward "$stop_signal" # the signal came before stage_pid was set
     stage_code=0
     wait_past_signals "$stage_pid" || stage_code=$?
+    stage_runs=""
 }
+
+# However this script ends, its stage is asked to save and stop.
+end_stage() { [[ -z "$stage_runs" ]] || kill -s TERM "$stage_pid" 2>/dev/null || true; }
 
 forward() {
     local sent=TERM # a background command of a shell without job control ignores INT
     if ! on_slurm; then
-        sent=$1
+        [[ "$1" == HUP ]] || sent=$1
     elif [[ -n "$through_srun" && "$stop_signal $1" != "INT INT" ]]; then
         sent=USR1 # at TERM srun kills every rank; training takes both signals as "save and stop"
     fi
     stop_signal=$1
-    say "caught SIG$1: asking the stage to save and stop"
-    ((SECONDS - stage_began > 1)) || sleep 1 # a shell that was just forked still has its parent's traps and would lose the signal
+    # A shell that was just forked still has its parent's traps and would lose the signal. Another Ctrl-C ends the sleep.
+    ((SECONDS - stage_began > 1)) || sleep 1 || true
     kill -s "$sent" "$stage_pid" 2>/dev/null || true
+    say "caught SIG$1: asked the stage to save and stop"
 }
 
 # Kills ranks that outlived their launcher, and stopped ones, which react to SIGKILL only.

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pipeline.command_line import run
 from pipeline.errors import INTERNAL_FAULT, PASSING_FAULT, USER_ERROR, DataError, StudyError, worth_another_attempt
+from tests.bases import STORIES
 
 CODES = {
     USER_ERROR: ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP"),
@@ -79,3 +81,47 @@ def test_a_slow_command_says_at_once_what_it_does(arguments, said, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     first, *_ = done.stderr.splitlines()
     assert said in first and "loading the libraries" in first, done.stderr
+
+
+IN_C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def tokenize(text: Path, output: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    arguments = ["--input", text, "--tokenizer", STORIES, "--output", output, "--workers", "1"]
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline", "tokenize", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        check=False,
+    )
+
+
+def test_a_path_in_hangul_is_the_same_in_every_locale(tmp_path):
+    (folder := tmp_path / "한글").mkdir()
+    (folder / "글.jsonl").write_text('{"text": "Once upon a time"}\n' * 5, encoding="utf-8")
+    for name, environment in (("말", {}), ("다른 말", IN_C_LOCALE)):
+        done = tokenize(folder / "글.jsonl", folder / name, **environment)
+        assert done.returncode == 0, done.stderr.decode()
+        assert str(folder / name) in done.stdout.decode()
+    ours, theirs = ((folder / name / "manifest.json").read_bytes() for name in ("말", "다른 말"))
+    assert ours == theirs and "글.jsonl" in ours.decode()
+    # And what was made in one locale is found in the other.
+    again = tokenize(folder / "글.jsonl", folder / "말", **IN_C_LOCALE)
+    assert again.returncode == 0 and "already complete" in again.stderr.decode()
+
+
+@pytest.mark.parametrize("environment", [{}, IN_C_LOCALE], ids=["UTF-8", "C"])
+def test_a_name_in_another_encoding_ends_in_one_line(tmp_path, environment):
+    korean = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + "글".encode("euc-kr") + b".jsonl"))
+    korean.write_text('{"text": "Once upon a time"}\n')
+    done = tokenize(korean, tmp_path / "corpus", **environment)
+    printed = done.stderr.decode()
+    assert (done.returncode, printed.count("\n")) == (USER_ERROR, 1), printed
+    assert printed.startswith("error: ") and "/\\udcb1\\udcdb.jsonl: expected a name in UTF-8" in printed
+
+
+def test_a_folder_whose_name_is_in_another_encoding_is_printed_as_it_is(tmp_path):
+    (text := tmp_path / "text.jsonl").write_text('{"text": "Once upon a time"}\n')
+    korean = "글".encode("euc-kr")
+    done = tokenize(text, Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + korean)))
+    assert done.returncode == 0 and b"/" + korean + b": 1 documents" in done.stdout, done.stderr

@@ -55,6 +55,51 @@ def test_what_cannot_work_is_refused(tmp_path, values, tp_size, message):
         assert load_deepspeed_config(path, Layout(4)).zero_stage == 3
 
 
+WRONG_TYPES = [
+    ({"zero_optimization": {"stage": True}}, "stage: expected 1, 2 or 3, found True"),
+    ({"zero_optimization": {"stage": "2"}}, "stage: expected 1, 2 or 3, found '2'"),
+    ({"zero_optimization": {"stage": 1, "overlap_comm": "false"}}, "overlap_comm: expected true or false"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "5e8"}}, "reduce_bucket_size: expected a whole number"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": None}}, "reduce_bucket_size: expected a whole number"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 0.5}}, "reduce_bucket_size: expected a whole number"),
+    ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": [1]}}, "parameters: expected a whole number"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}}, "offload_optimizer: expected an object"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "gpu"}}}, "device: expected one of none, cpu"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "2"}}, "size: expected a whole number, found '2'"),
+    ({"bf16": True}, "bf16: expected an object"),
+    ({"bf16": {"enabled": "yes"}}, "bf16.enabled: expected true or false"),
+    ({"data_types": "fp32"}, "data_types: expected an object"),
+    ({"data_types": {"grad_accum_dtype": ["fp32"]}}, "grad_accum_dtype: expected one of fp32"),
+    ({"communication_data_type": 16}, "communication_data_type: expected one of fp32, fp16, bf16, found 16"),
+    ({"communication_data_type": "float32"}, "communication_data_type: expected one of"),
+    ({"aio": 1}, "aio: expected an object"),
+    ({"comms_logger": True}, "comms_logger: expected an object"),
+    ({"steps_per_print": "never"}, "steps_per_print: expected a whole number"),
+    ({"gradient_predivide_factor": "2"}, "gradient_predivide_factor: expected a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG_TYPES, ids=[str(values) for values, _ in WRONG_TYPES])
+def test_values_of_a_wrong_type_are_refused_by_name(tmp_path, values, message):
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **values}))
+    with pytest.raises(ConfigError) as error:
+        load_deepspeed_config(path, Layout(4))
+    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("setting", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}])
+def test_another_average_of_gradients_is_refused_where_deepspeed_cannot_make_it(tmp_path, setting):
+    path = tmp_path / "deepspeed.json"
+    for stage in (1, 2, 3):
+        path.write_text(json.dumps({"zero_optimization": {"stage": stage, "reduce_bucket_size": 5e8}, **setting}))
+        if stage == 1:
+            assert load_deepspeed_config(path, Layout(4)).elements("reduce_bucket_size") == 500_000_000
+            continue
+        with pytest.raises(ConfigError, match=f"{next(iter(setting))}: expected .* under ZeRO-{stage}"):
+            load_deepspeed_config(path, Layout(4))
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "no such file"), ("{", "not JSON"), ("[]", "expected a JSON object")]
 )

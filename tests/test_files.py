@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from pipeline.files import (
     FolderKind,
     in_threads,
     is_plain_name,
+    publish_first,
     published_folder,
     read_inside,
     read_object,
@@ -28,6 +33,7 @@ from pipeline.files import (
     write_record,
     write_text,
 )
+from tests.disks import NO_HARD_LINKS, NO_SAFE_RENAME, refuse_calls
 from tests.files import change_json
 from tests.kills import outlives
 
@@ -188,3 +194,71 @@ def test_pages_are_named_as_a_user_finds_them(tmp_path, monkeypatch):
     installed = tmp_path / "site-packages" / "pipeline" / "files.py"
     monkeypatch.setattr(files, "__file__", str(installed))
     assert with_pages_found(text) == f"{settings} (docs/gate.md#cost in the source of scale-cpt)"
+
+
+def _be_first(own: Path, path: Path, refusals: dict[str, int]) -> None:
+    refuse_calls(refusals)
+    first = publish_first(own, path)
+    assert not own.exists()
+    os._exit(0 if first else 3)
+
+
+@pytest.mark.parametrize("refusals", [{}, NO_HARD_LINKS, NO_SAFE_RENAME], ids=["links", "no links", "rename only"])
+def test_of_processes_that_publish_a_file_at_once_one_is_first_and_none_replaces_it(tmp_path: Path, refusals):
+    path = tmp_path / "plan.json"
+    children = {}
+    for number in range(12):
+        own = tmp_path / f".{number}"
+        own.write_text(str(number))
+        if (child := os.fork()) == 0:
+            try:
+                _be_first(own, path, refusals)
+            finally:
+                os._exit(1)
+        children[child] = number
+    codes = {number: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, number in children.items()}
+    assert sorted(codes.values()) == [0] + 11 * [3]
+    assert codes[int(path.read_text())] == 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_claim_of_a_killed_process_does_not_hold_others_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pipeline.files._CLAIM_S", 0.1)
+    (tmp_path / ".plan.json.claim.partial").mkdir()
+    (own := tmp_path / "own").write_text("x")
+    files._rename_under_claim(own, tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+IN_CONTAINER = """
+import os, sys
+from pathlib import Path
+from pipeline import files
+path = Path(sys.argv[1])
+print(os.getpid(), files.own_temporary(path).name, flush=True)
+with files.published_folder(path, None) as partial:
+    (partial / "file").touch()
+    print("begun", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_processes_of_two_containers_with_one_number_do_not_share_temporary_names(tmp_path: Path):
+    """Nor does one take the other's unfinished folder for that of a killed process."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", IN_CONTAINER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as containers:
+        said = []
+        for name in ("one", "one", "two"):
+            process = containers.enter_context(subprocess.Popen([*command, str(tmp_path / name)], **pipes))
+            containers.callback(process.kill)
+            said.append([process.stdout.readline() for _ in range(2)])
+            if not said[-1][0]:
+                pytest.skip(f"namespaces need root: {process.stderr.read()}")
+        assert [begun for _, begun in said] == ["begun\n"] * 3
+        (first, own), (second, other) = (line.split() for line, _ in said[:2])
+        assert first == second and own != other
+        assert len(list(tmp_path.glob(".one.*.partial"))) == 2
+        with published_folder(tmp_path / "one", None):
+            pass
+        assert len(list(tmp_path.glob(".one.*.partial"))) == 2, "this process knows nothing of theirs"

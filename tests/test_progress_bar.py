@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from pipeline import log
 from pipeline.log import counted, progress_bar
+from tests.terminal import terminal
+
+PROJECT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +41,48 @@ def test_a_bar_on_a_terminal_disappears(monkeypatch):
     assert list(counted("abc", "upscaling", 3, " blocks")) == ["a", "b", "c"]
     drawn = terminal.getvalue()
     assert "upscaling: 100%" in drawn and drawn.rsplit("\r", 2)[1].strip() == ""
+
+
+# Two processes of one terminal: a bar is drawn, then this process and another one write a line.
+PROGRAM = """
+import logging, subprocess, sys, time
+from pipeline import log
+from pipeline.command_line import run
+
+def main():
+    log._BEFORE_THE_FIRST_S = log._BETWEEN_DRAWINGS_S = 0.0
+    figures = ["loss 14.7394", "learning rate 1.11e-05", "179 tokens/s per rank", "MFU 41.0%"]
+    with log.progress_bar("training", 3000, " steps", scaled=False) as bar:
+        time.sleep(0.01)
+        for step in (1, 2):
+            bar.move_to(step, figures, show=True)
+        log.get_logger("here").info("a line of this process")
+        bar.move_to(3, figures, show=True)
+        other = 'from pipeline import log; log.configure(); log.get_logger("x").warning("a line of another")'
+        subprocess.run([sys.executable, "-c", other], check=True)
+        bar.move_to(4, figures, show=True)
+        subprocess.run(["bash", "-c", "source slurm/common.sh; say a line of the script | cat"], check=True)
+        bar.move_to(5, figures, show=True)
+        raise KeyboardInterrupt
+
+run(main)
+"""
+
+
+@pytest.mark.parametrize(("columns", "figures"), [(70, 0), (86, 1), (110, 2), (128, 3), (200, 4)])
+def test_a_bar_has_room_its_figures_are_whole_and_lines_have_their_own(columns, figures):
+    with terminal([sys.executable, "-c", PROGRAM], os.environ, PROJECT, columns) as opened:
+        assert opened.end() == 130
+    drawn = [piece for piece in re.split("[\r\n]", opened.written) if "/3000" in piece and " 0/3000" not in piece]
+    assert len(drawn) >= 5
+    all_figures = ["loss 14.7394", "learning rate 1.11e-05", "179 tokens/s per rank", "MFU 41.0%"]
+    for text in drawn:
+        assert len(text.replace("\x1b[K", "")) < columns
+        bar = text.split("|")[1]
+        assert len(bar) >= 10, text
+        assert [figure for figure in all_figures if figure in text] == all_figures[:figures], text
+        assert text.rstrip().endswith("]"), text
+    lines = [line for line in opened.screen if line]
+    assert [line[9:] for line in lines[:2]] == ["[main] I a line of this process", "[main] W a line of another"]
+    assert lines[2].endswith("] a line of the script") and lines[2].startswith("[")
+    assert lines[3:] == ["interrupted"]

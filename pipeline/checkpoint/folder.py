@@ -95,9 +95,18 @@ def go_back_to(checkpoint: Path) -> None:
             set_aside(path, ROLLED_BACK)
 
 
-def superseded(steps: Sequence[int], keep_last: int, keep_every_steps: int | None) -> list[int]:
-    """Which of the checkpoints after these `steps` (ascending) are to be removed."""
-    return [step for step in steps[:-keep_last] if keep_every_steps is None or step % keep_every_steps != 0]
+def superseded(
+    steps: Sequence[int], keep_last: int, keep_every_steps: int | None, rollback_steps: int = 0
+) -> list[int]:
+    """Which of the checkpoints after these `steps` (ascending) are to be removed.
+
+    One that lies `rollback_steps` behind the newest stays, with those after it: training may have to go back so far.
+    """
+    if not steps:
+        return []
+    far_enough = [step for step in steps if step <= steps[-1] - rollback_steps]
+    oldest = min(steps[-keep_last:][0], far_enough[-1] if far_enough else steps[0])
+    return [step for step in steps if step < oldest and (keep_every_steps is None or step % keep_every_steps != 0)]
 
 
 def discard(checkpoint: Path) -> None:

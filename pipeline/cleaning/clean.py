@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -95,11 +96,20 @@ class _Local(_Recording, LocalPipelineExecutor):
 
 
 class _Arrays(_Recording, SlurmPipelineExecutor):
-    """Without the memory that datatrove asks for, which a site sets, and without a job that only sums counts."""
+    """Without the memory that datatrove asks for, which a site sets, and without a job that only sums counts.
+
+    datatrove writes paths into its batch script as they are; here they may have spaces.
+    """
 
     def get_sbatch_args(self, *arguments: int) -> dict[str, str]:
         given = super().get_sbatch_args(*arguments).items()
-        return {name: value for name, value in given if name != "mem-per-cpu"}
+        quoted = ((name, shlex.quote(str(value)) if value else "") for name, value in given)
+        return {name: value for name, value in quoted if name != "mem-per-cpu"}
+
+    def get_launch_file_contents(self, sbatch_args: dict[str, str], run_script: str) -> str:
+        program = self.logging_dir.resolve_paths("executor.pik")
+        script: str = super().get_launch_file_contents(sbatch_args, run_script.replace(program, shlex.quote(program)))
+        return script
 
     def launch_merge_stats(self) -> None:
         pass

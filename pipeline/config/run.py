@@ -134,6 +134,12 @@ class Stability(Section):
     max_rollbacks: NonNegativeInt = 3
     """over the whole run, before it ends as diverged"""
 
+    @property
+    def rollback_steps(self) -> int:
+        """How far behind the newest checkpoint one must lie that a spike right after it can go back to."""
+        finds_spikes = self.loss_increase is not None or self.gradient_norm_factor is not None
+        return self.spike_steps if finds_spikes and self.max_rollbacks > 0 else 0
+
 
 class Forgetting(Section):
     """How much of the base's own domain, the corpora of role replay, may be lost; checked at each validation."""
@@ -185,7 +191,7 @@ class Checkpoints(Section):
     every_steps: PositiveInt = 500
     """also at the end and on a signal"""
     keep_last: PositiveInt = 2
-    """how many of the newest are kept"""
+    """how many of the newest are kept; also more, until one lies before any spike (stability.spike_steps)"""
     keep_every_steps: PositiveInt | None = None
     """its multiples are never deleted"""
     asynchronous: bool = False

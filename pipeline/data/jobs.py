@@ -37,8 +37,17 @@ from pipeline.data.token_corpus import (
 from pipeline.data.token_shards import FileContent, ShardFile, check_file, shard_file, token_dtype
 from pipeline.data.workers import Workers
 from pipeline.errors import DataError, OutputError
-from pipeline.files import check_replaceable, file_hash, in_threads, read_record, rename_aside, write_record
-from pipeline.log import node, progress_bar
+from pipeline.files import (
+    check_replaceable,
+    file_hash,
+    in_threads,
+    own_temporary,
+    publish_first,
+    read_record,
+    rename_aside,
+    write_record,
+)
+from pipeline.log import progress_bar
 
 STATE = ".units"
 """The folder of unfinished work, in a corpus's own."""
@@ -176,11 +185,9 @@ def _begin(output: Path, plan: Plan) -> None:
     for folder in folders:
         Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
     (output / STATE).mkdir(exist_ok=True)
-    own = output / STATE / f".{node()}.{os.getpid()}"
+    own = own_temporary(output / STATE / _PLAN)
     write_record(own, plan)
-    with contextlib.suppress(FileExistsError):  # of two jobs that begin at once one is first
-        os.link(own, output / STATE / _PLAN)
-    own.unlink()
+    publish_first(own, output / STATE / _PLAN)  # of two jobs that begin at once one is first
 
 
 @contextlib.contextmanager

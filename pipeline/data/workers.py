@@ -6,14 +6,17 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
 from typing import TypeVar
 
 from pipeline.errors import DataError, LayoutError, MissingPackageError
 
+_OF_TRACKER = "ignore:resource_tracker:UserWarning"
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -63,11 +66,24 @@ def local_workers(
     if count == 1 and not isolated:
         yield Workers(None)
         return
+    _start_silent_tracker()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work) as pool:
         pool.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
         yield Workers(pool, count)
+
+
+def _start_silent_tracker() -> None:
+    """Starts the process that removes semaphores after a kill, without the warning that it would print then.
+
+    It outlives all others: its warning would come on a terminal, or in a log, where another command already runs.
+    """
+    sys.warnoptions.append(_OF_TRACKER)  # which new processes of multiprocessing get as -W
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(_OF_TRACKER)
 
 
 def mpi_share() -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from pipeline.config.run import Watchdog
-from pipeline.errors import LOST_RANK
+from pipeline.errors import INTERRUPTED, LOST_RANK
 
 Phase = Literal["start", "data", "forward", "backward", "step", "communication", "validation", "checkpoint", "other"]
 SLOW: tuple[Phase, ...] = ("start", "validation", "checkpoint")
@@ -128,6 +128,10 @@ class Verdict:
     grace_s: float = 0.0
 
 
+INTERRUPTION = Verdict("interrupted (Ctrl-C), without saving", rank=None, exit_code=INTERRUPTED, grace_s=_GRACE_S)
+"""The user wants an end at once. All ranks get the signal, so none of them is at fault."""
+
+
 class RankHealth:
     """What this rank knows about `ranks`; `now` is always `time.monotonic()`."""
 
@@ -138,7 +142,10 @@ class RankHealth:
         self.verdict: Verdict | None = None
 
     def on_message(self, rank: int, message: dict[str, Any], now: float) -> None:
-        """Records a rank's message: `report` while it works, then `left`, or `failed` and `exit_code`."""
+        """Records a rank's message.
+
+        It is `report` while the rank works; at its end `left`, `interrupted`, or `failed` and `exit_code`.
+        """
         if rank not in self._heard:
             return
         if "left" in message:
@@ -148,6 +155,8 @@ class RankHealth:
         self._heard[rank] = now
         if "report" in message:
             self._reports[rank] = RankReport(**message["report"])
+        elif "interrupted" in message:
+            self.accept(INTERRUPTION)
         elif "failed" in message:
             text = f"{self._named(rank)} failed: {message['failed']}"
             self.accept(Verdict(text, rank, message["exit_code"], _GRACE_S))

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from pipeline import log
 from pipeline.config import run as settings
 from pipeline.errors import LayoutError, exit_code_of, in_one_line
-from pipeline.health.liveness import Phases, RankHealth, RankReport, Verdict
+from pipeline.health.liveness import INTERRUPTION, Phases, RankHealth, RankReport, Verdict
 from pipeline.log import node
 from pipeline.parallel.ranks import broadcast_from_rank0, run_on_all_ranks
 
@@ -46,6 +46,7 @@ _LONGEST_LINE = 2**16
 _logger = log.get_logger(__name__)
 
 Message = dict[str, Any]
+_INTERRUPTED: Message = {"interrupted": True}
 
 
 class Watchdog:
@@ -53,6 +54,8 @@ class Watchdog:
 
     When a rank is lost, hangs or fails, every other rank logs one line, writes the stacks of its threads into `stacks`
     and exits immediately with the verdict's exit code. The lowest rank not at fault calls `on_verdict` before.
+    So do all ranks soon after `is_interrupted` says that the user wants an end without a save, whatever their main
+    threads do.
     No rank leaves before rank 0, which may have more to end; so no launcher takes rank 0 for one that hangs.
     """
 
@@ -62,11 +65,13 @@ class Watchdog:
         phases: Phases,
         stacks: Path,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         if self._rank != 0:  # only rank 0, which sees all ranks, can distinguish hung ranks from waiting ones
             limits = limits.model_copy(update={"hung_after_s": math.inf, "slow_after_s": math.inf})
         self._limits, self._phases, self._stacks, self._on_verdict = limits, phases, stacks, on_verdict
+        self._is_interrupted = is_interrupted
         self._main = threading.main_thread().ident
         self._last_message: Message | None = None
 
@@ -80,6 +85,10 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            # Not "left": the others may be in a collective that this rank will never join, and have to end too.
+            self._send_last(_INTERRUPTED)
+            return
         if not isinstance(error, Exception):
             self._send_last({"left": True})
             return
@@ -121,6 +130,9 @@ class Watchdog:
         time.sleep(_POLL_S)
         if (paused_s := time.monotonic() - began) > self._limits.beat_every_s:
             self._health.extend_deadline(paused_s)
+        if self._health.verdict is None and self._is_interrupted():
+            self._channel.send(_INTERRUPTED)
+            self._health.accept(INTERRUPTION)
         for rank, message in self._channel.receive():
             if message is None:
                 self._health.on_disconnect(rank)

@@ -131,7 +131,7 @@ class ProgressDisplay(Observer):
     def on_step(self, event: StepEvent) -> None:
         if event.seconds is not None:
             shown = self._first or event.step == self._steps
-            self._bar.move_to(event.step, "  ".join(worded(event.figures)), show=shown)
+            self._bar.move_to(event.step, worded(event.figures), show=shown)
             self._first = False
 
     def on_end(self, *, finished: bool) -> None:

@@ -12,14 +12,13 @@ import os
 import tempfile
 import threading
 import time
-from functools import lru_cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import log
 from pipeline.errors import LOST_RANK, FolderTakenError, RunFolderError
-from pipeline.files import read_bytes
+from pipeline.files import machine, own_temporary, process_exists, read_bytes
 from pipeline.log import node
 
 TRAINING = "training"
@@ -51,7 +50,7 @@ class LockOwner(BaseModel):
             job=os.environ.get("SLURM_JOB_ID"),
             restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
             node=node(),
-            machine=_machine(),
+            machine=machine(),
             pid=os.getpid(),
             process_started=_started(os.getpid()) or 0,
             since=time.time(),
@@ -64,17 +63,16 @@ class LockOwner(BaseModel):
     @property
     def is_gone(self) -> bool:
         """Whether the process is known to have ended, as one of this machine can be."""
-        return self.machine == _machine() and _started(self.pid) != self.process_started
+        if self.machine != machine():
+            return False
+        started = _started(self.pid)
+        if started is None and _is_hidden(self.pid):
+            return False
+        return started != self.process_started
 
 
 _UNKNOWN = LockOwner(job=None, restart=None, node="another node", machine="", pid=0, process_started=0, since=0)
 """The owner of a lock that is not written yet."""
-
-
-@lru_cache(maxsize=1)
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()  # host names need not be unique
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _started(pid: int) -> int | None:
@@ -84,6 +82,11 @@ def _started(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process exists that /proc does not show, as one of another user under hidepid."""
+    return not Path(f"/proc/{pid}").exists() and process_exists(pid)
 
 
 class RunLock:
@@ -127,12 +130,12 @@ class RunLock:
         with contextlib.suppress(FileNotFoundError):  # its owner has released it
             while (owner := living_owner(self._path)) is not None:
                 touched = self._path.stat().st_mtime
-                if first is not None and (owner.machine == _machine() or touched != first):
+                if first is not None and (owner.machine == machine() or touched != first):
                     raise _refusal(self._path, owner)
                 first = touched
                 time.sleep(1)
             dead = read_lock_owner(self._path)
-            aside = self._path.with_name(f".{self._path.name}.{node()}.{os.getpid()}")
+            aside = own_temporary(self._path)
             self._path.rename(aside)  # of two processes that do this, one finds no file
             if read_lock_owner(aside) != dead:
                 aside.rename(self._path)  # another process took it over just before

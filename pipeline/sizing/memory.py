@@ -6,6 +6,7 @@ freed; its copies count where they are larger.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -152,7 +153,8 @@ def checkpoint_bytes(parameters: Parameters) -> int:
 def most_checkpoints(config: RunConfig) -> int:
     """The most on the disk at once: the last ones, those that are kept for good, and one that is being written."""
     kept = config.schedule.steps // (config.checkpoints.keep_every_steps or config.schedule.steps + 1)
-    return config.checkpoints.keep_last + kept + 1
+    before_spike = 1 + math.ceil(config.stability.rollback_steps / config.checkpoints.every_steps)
+    return max(config.checkpoints.keep_last, before_spike) + kept + 1
 
 
 def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:

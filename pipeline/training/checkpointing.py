@@ -45,9 +45,12 @@ class Checkpoints:
         layout: LayoutRecord,
         settings: Settings,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
+        rollback_steps: int = 0,
     ) -> None:
-        """`timeout` is how long the first rank to finish writing waits for the last."""
+        """`timeout` is how long the first rank to finish writing waits for the last; a checkpoint that lies
+        `rollback_steps` behind the newest is kept, however few are."""
         self.folder, self.run, self.layout, self.settings = folder, run, layout, settings
+        self.rollback_steps = rollback_steps
         self.failed_saves = 0  # since this attempt began
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A separate group: messages of the saving thread must not mix with those of training.
@@ -145,7 +148,8 @@ class Checkpoints:
 
     def _remove_superseded(self) -> None:
         steps = {folders.step_of(path): path for path in all_checkpoints(self.folder)}
-        gone = folders.superseded([*steps], self.settings.keep_last, self.settings.keep_every_steps)
+        keep_last, keep_every_steps = self.settings.keep_last, self.settings.keep_every_steps
+        gone = folders.superseded([*steps], keep_last, keep_every_steps, self.rollback_steps)
         for path in [*(steps[step] for step in gone), *self.folder.glob(f"step_*{folders.ROLLED_BACK}*")]:
             folders.discard(path)
 

@@ -14,14 +14,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig as DeepSpeedReader
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
+from pipeline.errors import ConfigError, in_one_line
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import MasterPiece, ZeroPartition, named_trained_parameters, zero_partition_of
-from pipeline.parallel.topology import ProcessGroups, TensorParallel
+from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
 from pipeline.training.muon import Muon, moments_of
 
 # DeepSpeed calls torch's collectives by names that torch is about to retire.
@@ -34,6 +37,24 @@ def init_distributed(backend: str, timeout: timedelta) -> None:
         # Otherwise its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: Layout) -> None:
+    """Raises ConfigError, in one line, for a file that DeepSpeed's own reader refuses."""
+    values = deepspeed_config.merged(config.schedule, layout)
+    micro_batches = config.schedule.micro_batch_size * values["gradient_accumulation_steps"]
+    # DeepSpeed compares it with the number of data-parallel ranks, for which it takes all ranks here.
+    values["train_batch_size"] = micro_batches * dist.get_world_size()
+    try:
+        DeepSpeedReader(values)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {faults}; correct the file") from None
+    # Its reader has no error of its own: it raises what a value of another type happens to make.
+    except Exception as error:  # noqa: BLE001
+        raise ConfigError(
+            f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}; correct the file"
+        ) from None
 
 
 # --- Parameters under ZeRO-3 -----------------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from math import prod
 
 import deepspeed
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, Index, RankState
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, in_one_line
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
 from pipeline.model.output import HiddenStates, Losses
@@ -70,17 +69,14 @@ class Engine:
         self._tokens_per_micro_batch = config.schedule.micro_batch_size * config.data.sequence_length
         if config.compile:
             model.compile_layers()
+        optimizer = make_optimizer(model, config.schedule)
+        values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
             self._engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=make_optimizer(model, config.schedule),
-                config=deepspeed_config.merged(config.schedule, groups.layout),
-                mpu=groups,
-                dist_init_required=False,
+                model=model, optimizer=optimizer, config=values, mpu=groups, dist_init_required=False
             )
-        except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-            raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {faults}") from None
+        except AssertionError as error:  # its ZeRO optimizers say so of settings that exclude each other
+            raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}") from None
         self.model: Decoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
         deepspeed_internals.attach_muon(self._engine, self.model, groups)

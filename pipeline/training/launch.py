@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import math
@@ -34,6 +35,7 @@ _LAUNCHERS = (
 )
 _HOST_COUNTS = ("HOST_COUNT", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
 _ANY_PORT = 0  # torch's store takes a free one
+_SIGNALS_AT_ONCE = 4096
 _SAME_KEYSTROKE_S = 0.5
 """A launcher may pass on a Ctrl-C that the terminal has sent to every process."""
 
@@ -131,7 +133,7 @@ def initialise(launch: Launch) -> torch.device:
 
     device = torch.device("cpu")
     if on_gpu:
-        bound = under_mpirun or "SLURM_GPUS_PER_TASK" in os.environ
+        bound = under_mpirun or slurm_binds_gpus(os.environ)
         device = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound))
         os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
         torch.cuda.set_device(device)
@@ -144,6 +146,11 @@ def initialise(launch: Launch) -> torch.device:
             "port: a requeued job takes another one, or set MASTER_PORT"
         ) from None
     return device
+
+
+def slurm_binds_gpus(environment: Mapping[str, str]) -> bool:
+    """Whether srun may show each task only its own GPUs: --gpus-per-task, or --tres-per-task=gres/gpu:1."""
+    return "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
 
 
 def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
@@ -192,27 +199,57 @@ def leave_after(program: Callable[[], None]) -> NoReturn:
 class StopSignals:
     """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`, which the loop reads at every step.
 
-    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process without saving.
+    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process without saving: it
+    raises KeyboardInterrupt. Python does that only once the main thread is back from a collective, which it may never
+    be; another thread learns of the second Ctrl-C from `is_insistent`.
     """
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._interrupted_at = math.inf
+        self._handled = _Keystrokes()
+        self._arrived = _Keystrokes()
+        self._insistent = False
 
     def __enter__(self) -> StopSignals:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        # Into it the interpreter writes the number of each signal as it arrives, whatever the main thread does.
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        self._writer.close()
+        self._reader.close()
+
+    def is_insistent(self) -> bool:
+        """Whether Ctrl-C was pressed a second time, for one other thread to ask every moment."""
+        with contextlib.suppress(OSError):  # nothing has arrived, or the block was left
+            for number in self._reader.recv(_SIGNALS_AT_ONCE):
+                if number == signal.SIGINT and self._arrived.is_second():
+                    self._insistent = True
+        return self._insistent
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if now - self._interrupted_at > _SAME_KEYSTROKE_S:
-                raise KeyboardInterrupt
-            self._interrupted_at = min(self._interrupted_at, now)
+        if number == signal.SIGINT and self._handled.is_second():
+            raise KeyboardInterrupt
+
+
+class _Keystrokes:
+    """Distinguishes a second Ctrl-C from one that arrives twice."""
+
+    def __init__(self) -> None:
+        self._first = math.inf
+
+    def is_second(self) -> bool:
+        """To be called at every SIGINT: whether an earlier one was of another keystroke."""
+        now = time.monotonic()
+        self._first = min(self._first, now)
+        return now - self._first > _SAME_KEYSTROKE_S

@@ -14,14 +14,15 @@ from pipeline import log
 from pipeline.checks.door import begin
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
-from pipeline.errors import FINISHED, RESUME_LATER, UserError, exit_code_of, in_one_line
+from pipeline.errors import FINISHED, INTERRUPTED, RESUME_LATER, UserError, exit_code_of, in_one_line
 from pipeline.files import write_json
-from pipeline.health.liveness import Phases, Verdict
+from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
 from pipeline.health.watchdog import Watchdog, lost_a_peer
 from pipeline.parallel.ranks import broadcast_from_rank0
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.status import TRAINING
+from pipeline.training.deepspeed_internals import check_config
 from pipeline.training.launch import StopSignals, extend_collectives, use_deterministic_kernels
 from pipeline.training.trainer import ObserverFactory, Trainer
 
@@ -44,7 +45,9 @@ def run_training(
         def lock_and_read() -> Inputs:
             lock.enter_context(RunLock(config.folder))
             with _faults_on_record(config.folder, phases):
-                return begin(config, dist.get_world_size(), "train")
+                opened = begin(config, dist.get_world_size(), "train")
+                check_config(config, opened.deepspeed_config, opened.layout)
+                return opened
 
         inputs = broadcast_from_rank0(lock_and_read)
         if not inputs.finished:
@@ -64,6 +67,10 @@ def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
         if not lost_a_peer(error):
             record_end(folder, exit_code=exit_code_of(error), step=phases.state.step, error=in_one_line(error))
         raise
+    except KeyboardInterrupt:
+        if dist.get_rank() == 0:  # every rank has got it
+            record_end(folder, exit_code=INTERRUPTED, step=phases.state.step, error=INTERRUPTION.text)
+        raise
 
 
 def attempt(
@@ -81,7 +88,9 @@ def attempt(
 
     with ExitStack() as ending:
         with _faults_on_record(config.folder, phases):
-            ending.enter_context(Watchdog(config.watchdog, phases, config.folder / STACKS, record_verdict))
+            stacks = config.folder / STACKS
+            watchdog = Watchdog(config.watchdog, phases, stacks, record_verdict, signals.is_insistent)
+            ending.enter_context(watchdog)
             trainer = Trainer(inputs, device, phases, make_observers)
 
             def end_observers(kind: object, error: BaseException | None, trace: object) -> None:

@@ -64,7 +64,9 @@ class Trainer:
             self.step0_difference = check_preservation(self.engine, probe, config)
 
         written_at = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
-        self.checkpoints = Checkpoints(config.checkpoint_folder, run, written_at, config.checkpoints, timeout)
+        self.checkpoints = Checkpoints(
+            config.checkpoint_folder, run, written_at, config.checkpoints, timeout, config.stability.rollback_steps
+        )
         self.position = self.checkpoints.resume(self.engine) or Position()
         if self.rank == 0:
             remove_unfinished(self.checkpoints.folder)

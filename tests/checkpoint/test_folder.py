@@ -143,3 +143,20 @@ def test_retention(steps, keep_last, keep_every_steps):
     assert set(steps[-keep_last:]) <= set(stay)
     others = stay[:-keep_last]
     assert others == [step for step in steps[:-keep_last] if keep_every_steps and step % keep_every_steps == 0]
+
+
+@given(
+    steps=st.lists(st.integers(1, 60), min_size=1, unique=True).map(sorted),
+    keep_last=st.integers(1, 3),
+    rollback_steps=st.integers(1, 10),
+)
+def test_after_every_save_a_checkpoint_lies_before_the_next_spike(steps, keep_last, rollback_steps):
+    """If one was ever saved so early."""
+    kept: list[int] = []
+    for saves, newest in enumerate(steps, 1):
+        kept.append(newest)
+        kept = [step for step in kept if step not in folders.superseded(kept, keep_last, None, rollback_steps)]
+        early = [step for step in steps[:saves] if step <= newest - rollback_steps]
+        assert not early or early[-1] in kept
+        assert set(steps[:saves][-keep_last:]) <= set(kept)
+        assert sum(step <= newest - rollback_steps for step in kept[:-keep_last]) <= 1, "more than is needed"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +17,7 @@ from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
 from pipeline.cleaning import clean as module
-from pipeline.cleaning.clean import clean
+from pipeline.cleaning.clean import clean, submit
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
@@ -247,3 +249,26 @@ def test_the_crawl_is_written_for_the_study(tmp_path: Path) -> None:
     texts = [record["text"] for record in read_jsonl(tmp_path / "texts" / "crawl.jsonl")]
     assert len(texts) == 2 * (10 + 19)
     assert sum("최저가 할인 쿠폰" in text for text in texts) == 2
+
+
+def test_batch_scripts_of_a_folder_with_spaces_name_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sbatch and bash read them: the log of each array, and the program that its tasks load."""
+    (folder := tmp_path / "two  words; and 'more'").mkdir()
+    (programs := tmp_path / "bin").mkdir()
+    sbatch = f'n=$(ls {tmp_path} | grep -c script); cp "${{@: -1}}" {tmp_path}/script.$n; echo Submitted batch job $n'
+    for name, text in (("sbatch", sbatch), ("srun", 'exec "${@: -2}"'), ("launch_pickled_pipeline", 'ls -d "$1"')):
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    corpus = {"input": [str(write_jsonl(folder / "x.jsonl", stories(3)[:3]))], "clean": {"language": "en"}}
+    job = CleaningJob(Corpus.model_validate(corpus), folder / "cleaned")
+    submit(job, "cpu", "1:00")
+    scripts = sorted(tmp_path.glob("script.*"))
+    assert scripts
+    for script in scripts:
+        lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH --output")]
+        [option] = shlex.split(lines[0].removeprefix("#SBATCH "))
+        assert Path(option.partition("=")[2]).is_relative_to(job.work)
+        ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True)
+        pickled = Path(ran.stdout.splitlines()[-1])
+        assert pickled.is_relative_to(job.work) and pickled.name == "executor.pik"

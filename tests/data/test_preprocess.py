@@ -38,7 +38,7 @@ from tests.data.helpers import (
     tokenize,
     write_jsonl,
 )  # fmt: skip
-from tests.disks import SmallDisk
+from tests.disks import NO_HARD_LINKS, NO_SAFE_RENAME, SmallDisk, refuse_calls
 from tests.programs import scale_cpt
 from tests.texts import REVIEWS, STORIES
 from tests.training.runs import write_config
@@ -132,6 +132,22 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
 
     Running(output, "--workers", "1").finish()
     assert corpus_contents(output) == undisturbed
+
+
+@pytest.mark.parametrize("refusals", [NO_HARD_LINKS, NO_SAFE_RENAME], ids=["no links", "rename only"])
+def test_a_file_system_without_hard_links_holds_the_same_corpus(tmp_path: Path, refusals: dict[str, int]):
+    text = write_jsonl(tmp_path / "text.jsonl", documents(20))
+    tokenize(tmp_path / "ordinary" / "corpus", text)
+    output = tmp_path / "other" / "corpus"
+    if (child := os.fork()) == 0:
+        try:
+            refuse_calls(refusals)
+            tokenize(output, text)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert contents(output) == contents(tmp_path / "ordinary" / "corpus")
 
 
 def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undisturbed: dict[str, str]):

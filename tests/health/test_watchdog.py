@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from threading import Timer
 from typing import NamedTuple
 
 import pytest
@@ -19,10 +20,11 @@ import torch.distributed as dist
 
 from pipeline import log
 from pipeline.config.run import Watchdog as Settings
-from pipeline.errors import INTERNAL_FAULT, LOST_RANK, DataError
-from pipeline.health.liveness import Phases
+from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, LOST_RANK, DataError
+from pipeline.health.liveness import INTERRUPTION, Phases
 from pipeline.health.watchdog import Watchdog, heartbeat_interval_s
 from pipeline.parallel.ranks import run_on_all_ranks
+from pipeline.training.launch import StopSignals
 from tests.distributed import processes
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -79,7 +81,10 @@ def _rank(scenario: Callable[[Phases], None], folder: Path, limits: Settings, ra
         timeout=timedelta(seconds=PATIENCE_S),
     )
     phases = Phases(torch.device("cpu"))
-    with Watchdog(limits, phases, folder / "stacks") as watchdog:
+    with (
+        StopSignals() as signals,
+        Watchdog(limits, phases, folder / "stacks", is_interrupted=signals.is_insistent) as watchdog,
+    ):
         heard = watchdog._health
         assert wait_until(lambda: heard._reports.keys() == heard._heard.keys(), every_s=0.01)
         scenario(phases)
@@ -108,6 +113,19 @@ def fail() -> None:
 
 def users_fault() -> None:
     raise DataError("corpus: gone")
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def stopped_before_two_keystrokes(phases: Phases) -> None:
+    """The last rank stops. The others wait for it in a collective, where Python handles no signal."""
+    if dist.get_rank() == RANKS - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for after_s in (0.5, 1.5):
+        Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+    steps(phases, lambda: None)
 
 
 def killed(how: signal.Signals) -> None:
@@ -140,6 +158,9 @@ SCENARIOS: dict[str, tuple[Callable[[Phases], None], Settings, int | None]] = {
     "last fails": (partial(disturbed, 2, fail), PATIENT, None),
     "users fault": (partial(disturbed, 2, users_fault), PATIENT, None),
     "agreed fault": (agreed_fault, PATIENT, None),
+    "last interrupted": (partial(disturbed, 2, interrupted), PATIENT, None),
+    "first interrupted": (partial(disturbed, 0, interrupted), PATIENT, None),
+    "two keystrokes": (stopped_before_two_keystrokes, PATIENT, 2),
 }
 """What the ranks do, the limits, and the rank that is stopped, to be killed after the others have ended."""
 TOGETHER = 4
@@ -157,7 +178,10 @@ def ends_of(tmp_path_factory) -> Callable[[str], tuple[Path, list[End]]]:
 
     running = {name: started(name) for name in [*SCENARIOS][:TOGETHER]}
     ends = {name: await_ends(ranks, folders[name], SCENARIOS[name][2]) for name, ranks in running.items()}
-    return lambda name: (folders[name], ends.get(name) or await_ends(started(name), folders[name]))
+    return lambda name: (
+        folders[name],
+        ends.get(name) or await_ends(started(name), folders[name], SCENARIOS[name][2]),
+    )
 
 
 @pytest.mark.parametrize("scenario", ["nothing", "all slow"])
@@ -216,6 +240,23 @@ def test_a_fault_that_all_agreed_on_is_not_repeated(ends_of):
     _, ends = ends_of("agreed fault")
     assert [end.code for end in ends] == [1, 1, 1]
     assert [end.errors for end in ends] == [[], [], []]
+
+
+@pytest.mark.parametrize(("scenario", "on_its_own"), [("last interrupted", 2), ("first interrupted", 0)])
+def test_an_interrupted_rank_ends_all_and_blames_none(scenario, on_its_own, ends_of):
+    _, ends = ends_of(scenario)
+    assert ends[on_its_own].lines[-1] == "KeyboardInterrupt"
+    for rank in {0, 1, 2} - {on_its_own}:
+        assert ends[rank].code == INTERRUPTED, ends[rank]
+        assert ends[rank].errors == [f"[{rank}@n{rank}] E {INTERRUPTION.text}"]
+
+
+def test_a_second_keystroke_ends_ranks_that_wait_in_a_collective(ends_of):
+    folder, ends = ends_of("two keystrokes")
+    for rank in (0, 1):
+        assert ends[rank].code == INTERRUPTED, ends[rank]
+        assert ends[rank].errors == [f"[{rank}@n{rank}] E {INTERRUPTION.text}"]
+        assert "in all_reduce" in (folder / "stacks" / f"rank_0000{rank}.txt").read_text()
 
 
 @pytest.mark.parametrize(("ranks", "every_s"), [(8, 5), (500, 5), (1024, 10.24), (4096, 30), (100_000, 30)])

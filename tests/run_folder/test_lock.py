@@ -26,7 +26,7 @@ from pipeline.errors import FolderTakenError
 from pipeline.run_folder import lock
 lock.TOUCH_EVERY_S = 0.2
 if len(sys.argv) > 2:
-    lock._machine = lambda: sys.argv[2]
+    lock.machine = lambda: sys.argv[2]
 try:
     with lock.RunLock(Path(sys.argv[1])):
         print("held", flush=True)
@@ -100,6 +100,40 @@ def test_a_reused_pid_and_one_of_another_container_are_other_processes():
     dead = own.model_copy(update={"process_started": own.process_started - 1})
     assert not own.is_gone and dead.is_gone
     assert not dead.model_copy(update={"machine": "another"}).is_gone, "unknown"
+
+
+OF_ANOTHER_USER = """
+import os, subprocess, sys
+from pathlib import Path
+from pipeline.run_folder.lock import LockOwner
+owner = LockOwner.model_validate_json(Path(sys.argv[1]).read_bytes())
+owner.is_gone  # loads what that user cannot read
+subprocess.run(["mount", "-t", "proc", "-o", "hidepid=2", "proc", "/proc"], check=True)
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+assert not Path(f"/proc/{owner.pid}").exists()
+print(owner.is_gone)
+"""
+
+
+def test_a_process_that_proc_hides_is_not_gone(tmp_path):
+    """One of another user, where /proc is mounted with hidepid=2, as on many clusters."""
+
+    def seen() -> str:
+        command = ["unshare", "--mount", sys.executable, "-c", OF_ANOTHER_USER, str(copied)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            pytest.skip(f"mounting /proc needs root: {ran.stderr}")
+        return ran.stdout
+
+    copied = tmp_path / "owner.json"
+    with holder(tmp_path) as first:
+        copied.write_bytes(lock_path(tmp_path).read_bytes())
+        assert seen() == "False\n"
+        first.kill()
+        first.wait()
+        assert seen() == "True\n"
 
 
 def test_of_two_processes_that_replace_a_dead_owner_one_is_refused(tmp_path):

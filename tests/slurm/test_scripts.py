@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -53,11 +54,12 @@ class Recorded:
         lines = (self.folder / f"{name}.env").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
-    def run(self, name: str, *arguments: str, **environment: str) -> list[str]:
-        """The calls that a script of slurm/ makes."""
+    def run(self, name: str, *arguments: str, cwd: Path = PROJECT, **environment: str) -> list[str]:
+        """The calls that a script of slurm/ makes; `name` is its path in `cwd`, or else in slurm/."""
         tools = {"PATH": str(self.folder), "VENV": str(self.folder), **environment}
-        command = ["bash", str(PROJECT / "slurm" / name), *arguments]
-        done = subprocess.run(command, env=tools, cwd=PROJECT, capture_output=True, text=True, check=False)
+        script = name if (cwd / name).exists() else str(PROJECT / "slurm" / name)
+        command = ["bash", script, *arguments]
+        done = subprocess.run(command, env=tools, cwd=cwd, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return (self.folder / "calls").read_text().splitlines()
 
@@ -82,6 +84,33 @@ def test_a_dry_run_plans_for_what_sbatch_would_request(host: Recorded, environme
     host.program("python")
     (call,) = host.run("cpt_korean.sh", DEMO, "--dry-run", *options, **environment)
     assert call == f"python -m pipeline.train --dry-run {planned}"
+
+
+@pytest.mark.parametrize("cwd", ["slurm", "slurm/..", "tests/slurm"])
+def test_a_dry_run_plans_the_same_from_every_folder(host: Recorded, cwd: str):
+    host.program("sbatch")
+    host.program("python")
+    folder = PROJECT / cwd
+    script = os.path.relpath(PROJECT / "slurm" / "cpt_korean.sh", folder)
+    (call,) = host.run(script, DEMO, "--dry-run", cwd=folder)
+    assert call == f"python -m pipeline.train --dry-run --gpus 2 --gpus-per-node 1 {DEMO}"
+
+
+@pytest.mark.parametrize(
+    ("line", "planned"),
+    [
+        ("#SBATCH --nodes=3", "--gpus 3 --gpus-per-node 1"),
+        ("#SBATCH -N 3-5", "--gpus 3 --gpus-per-node 1"),
+        ("#SBATCH --ntasks=1", "--gpus 1 --gpus-per-node 1"),  # one node, as sbatch would allocate
+    ],
+)
+def test_a_dry_run_of_a_users_own_script_plans_what_its_lines_request(host: Recorded, tmp_path, line, planned):
+    text = (PROJECT / "slurm" / "cpt_korean.sh").read_text().replace("#SBATCH --nodes=2", line)
+    (tmp_path / "mine.sh").write_text(text)
+    host.program("sbatch")
+    host.program("python")
+    (call,) = host.run("mine.sh", DEMO, "--dry-run", cwd=tmp_path, PROJECT=str(PROJECT))
+    assert call == f"python -m pipeline.train --dry-run {planned} {DEMO}"
 
 
 def test_changes_of_settings_and_the_number_of_ranks_reach_every_stage(host: Recorded):

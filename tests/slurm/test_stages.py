@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from pipeline.errors import USER_ERROR, worth_another_attempt
 from pipeline.run_folder.attempts import read_attempts
 from tests.slurm.jobs import PROJECT, bash, run_config, stage_script, without_slurm
+from tests.terminal import CTRL_C, Terminal, terminal
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.full
 
@@ -139,3 +143,71 @@ echo $MASTER_ADDR"""
     assert (tmp_path / "asked").read_text().count("show node n1 --oneliner") == asked
     assert result.stdout == ("10.0.0.1\n" if code == 0 else "")
     assert code == 0 or f"error: scontrol show node n1 --oneliner: {answer}" in result.stderr
+
+
+# A stage of two ranks that need a second to save.
+SAVES = """\
+import os, signal, sys, time
+folder, rank = sys.argv[1], os.environ["RANK"]
+
+def save(number, frame):
+    time.sleep(1)
+    open(f"{folder}/saved.{rank}", "w").close()
+    sys.exit(75)
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, save)
+print(f"rank {rank} works", file=sys.stderr, flush=True)
+time.sleep(600)
+open(f"{folder}/went.on.{rank}", "w").close()
+"""
+
+
+@contextlib.contextmanager
+def two_ranks_in_a_terminal(folder: Path, pipe: str) -> Iterator[Terminal]:
+    """A script whose stage they are; `pipe` stands after the command, as a user would type it."""
+    (program := folder / "program.py").write_text(SAVES)
+    script = stage_script(folder, f"run_stage train on_every_rank python {program} {folder}\nrun_stage next here true")
+    env = without_slurm(NPROC="2", CONFIG=str(run_config(folder)), EXIT_GRACE_S="300")
+    with terminal(["bash", "-c", f"bash {script} {pipe}; exit ${{PIPESTATUS[0]}}"], env, folder) as opened:
+        for rank in range(2):
+            opened.wait_for(f"rank {rank} works")
+        yield opened
+
+
+def saved_by(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("saved.*"))
+
+
+@pytest.mark.parametrize("pipe", ["", "| tee log", "2>&1 | tee log"])
+def test_a_keystroke_stops_every_rank_also_where_it_ends_the_reader_of_the_output(tmp_path: Path, pipe: str):
+    with two_ranks_in_a_terminal(tmp_path, pipe) as opened:
+        opened.press(CTRL_C)
+        opened.end()  # also the end of the last process that has the terminal open
+    assert saved_by(tmp_path) == ["saved.0", "saved.1"], opened.written
+    assert not list(tmp_path.glob("went.on.*")) and "] next" not in opened.written
+    if "2>&1" not in pipe:  # else nobody reads what the script says
+        assert "caught SIGINT: asked the stage to save and stop" in opened.written
+        assert "the same command resumes from there" in opened.written
+
+
+def test_a_closed_terminal_stops_every_rank(tmp_path: Path):
+    with two_ranks_in_a_terminal(tmp_path, "") as opened:
+        opened.hang_up()
+        assert wait_until(lambda: saved_by(tmp_path) == ["saved.0", "saved.1"], every_s=0.05)
+
+
+@pytest.mark.parametrize("how", ["QUIT", "an error of the script"])
+def test_a_script_that_ends_in_another_way_stops_its_stage(tmp_path: Path, how: str):
+    (program := tmp_path / "program.py").write_text(SAVES)
+    # A trap's command that fails ends a script that is run with `set -e`.
+    body = f"trap 'false' USR2\nrun_stage train on_every_rank python {program} {tmp_path}"
+    env = without_slurm(NPROC="2", CONFIG=str(run_config(tmp_path)))
+    command = ["bash", str(stage_script(tmp_path, body))]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert sorted(process.stderr.readline() for _ in range(2)) == ["rank 0 works\n", "rank 1 works\n"]
+        process.send_signal(signal.SIGQUIT if how == "QUIT" else signal.SIGUSR2)
+        process.stderr.read()  # ends with the last rank
+    assert process.returncode not in (0, 75)
+    assert saved_by(tmp_path) == ["saved.0", "saved.1"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
 
 from tests.bases import save_stories_with_a_token_more
 from tests.distributed import run_ranks
-from tests.training.runs import in_turn, train, write_config
+from tests.training.runs import in_turn, make_run, train, write_config
 
 LORA = {"name": "lora", "rank": 4}
 FAULTS: dict[int, list[tuple[dict[str, object], str, str]]] = {
@@ -30,6 +31,28 @@ FAULTS: dict[int, list[tuple[dict[str, object], str, str]]] = {
         ({"base_precision": "nf4", "zero": 1, "method": LORA, "parallel__tp_size": 2}, "ConfigError", "2 would cut in"),
     ],
 }
+
+
+REFUSED_BY_DEEPSPEED: list[tuple[dict[str, object], str]] = [
+    ({"zero_optimization": {"stage": 1, "bucket_size": 5}}, "bucket_size: Extra inputs are not permitted"),
+    ({"zero_optimization": {"stage": 1, "round_robin": 2}}, "round_robin: Extra inputs are not permitted"),
+    ({"comms_logger": {"prof_ops": 3}}, "prof_ops: Input should be a valid list"),
+    ({"data_types": {"keep_in_fp32_modules": 3}}, "keep_in_fp32_modules"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "Partial offloading"),
+]
+
+
+def test_a_file_that_deepspeed_refuses_ends_in_one_line(tokens, tmp_path):
+    """Before a model is built, on the first rank alone."""
+    configs = []
+    for number, (values, _) in enumerate(REFUSED_BY_DEEPSPEED):
+        (file := tmp_path / f"{number}.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **values}))
+        configs.append(make_run(tmp_path / str(number), tokens, deepspeed=str(file)))
+    first, other = run_ranks(in_turn, 2, [partial(train, config) for config in configs])
+    for number, (_, message) in enumerate(REFUSED_BY_DEEPSPEED):
+        assert str(first[number]).startswith(f"ConfigError: {tmp_path / str(number)}.json: DeepSpeed refuses it: ")
+        assert message in first[number] and "\n" not in first[number]
+    assert other == ["exit 2"] * len(configs)
 
 
 @pytest.mark.parametrize("world_size", FAULTS)

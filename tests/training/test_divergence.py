@@ -78,6 +78,8 @@ SPIKE = (Planned("bad batch", 5, times=9), Planned("bad batch", 6, times=9))
         ({"zero": 3, "checkpoints__asynchronous": True, "schedule__micro_batch_size": 4}, (5, 6), 7, (4, 5, 6)),
         # Before the next save.
         ({"zero": 1, "checkpoints__every_steps": 4, "schedule__steps": 9}, (6, 7), 8, (5, 6, 7)),
+        # The last checkpoint before the spike is the newest but one.
+        ({"zero": 1, "checkpoints__keep_last": 1}, (5, 6), 7, (4, 5, 6)),
     ],
 )
 def test_it_rolls_back_and_skips_the_samples_and_a_kill_does_not_forget_it(
@@ -121,10 +123,10 @@ def test_a_run_that_cannot_recover_ends_in_one_line_and_a_report(tokens, tmp_pat
     cases = [
         ({"stability__max_rollbacks": 0}, "after 0 rollbacks, as many as stability.max_rollbacks"),
         ({"stability__max_skipped_steps": 2}, "3 steps were skipped, more than stability.max_skipped_steps 2"),
-        ({"checkpoints__keep_last": 1}, "no checkpoint lies before it"),
+        ({"checkpoints__every_steps": 4}, "no checkpoint lies before it"),
     ]
     configs = [
-        make_run(tmp_path / str(number), tokens, zero=1, **deepcopy(SETTINGS), **changes)
+        make_run(tmp_path / str(number), tokens, zero=1, **(deepcopy(SETTINGS) | changes))
         for number, (changes, _) in enumerate(cases)
     ]
     [errors] = run_ranks(in_turn, 1, [partial(train_with, config, *SPIKE) for config in configs])

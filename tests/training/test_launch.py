@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import LOST_RANK, LayoutError, worth_another_attempt
 from pipeline.training import launch
-from pipeline.training.launch import Launch, StopSignals, device_index, read_launch
+from pipeline.training.launch import Launch, StopSignals, device_index, read_launch, slurm_binds_gpus
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", **MASTER}
@@ -131,3 +131,17 @@ def test_a_signal_is_recorded_and_a_second_ctrl_c_interrupts(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("variables", "bound"),
+    [
+        ({}, False),
+        ({"SLURM_GPUS_PER_TASK": "1"}, True),
+        ({"SLURM_TRES_PER_TASK": "gres/gpu:1"}, True),
+        ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, True),
+        ({"SLURM_TRES_PER_TASK": "cpu=4"}, False),
+    ],
+)
+def test_a_task_may_see_its_own_gpu_alone(variables, bound):
+    assert slurm_binds_gpus(variables) == bound

@@ -118,9 +118,11 @@ def test_the_tables_mark_the_rate_that_diverged_and_the_report_has_the_gated_mod
 
 def test_the_report_reads_the_folder_of_a_run(finished):
     study, _ = finished
-    row, *_ = json.loads((study / "summary.json").read_text())
-    (run,) = read_runs([study / row["folder"]])
-    assert run.label == run.source == "adapt.lr_0.002.seed_1"
+    row, gated_row, *_ = json.loads((study / "summary.json").read_text())
+    gated, run = read_runs([study / row["folder"]])
+    assert run.source == gated.source == "adapt.lr_0.002.seed_1"
+    assert (gated.label, run.label) == (f"{run.source} + gate", f"{run.source} without its gate")
+    assert gated_row["label"].endswith(" + gate") and gated.after == gated_row["after"]
     assert run.roles == {"english": "replay", "korean": "new"}
     same = ("before", "during", "after", "peak_memory_gib", "trainable_parameters", "total_parameters", "steps")
     read = json.loads(run.model_dump_json())

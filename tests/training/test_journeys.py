@@ -340,6 +340,7 @@ def test_an_export_needs_its_own_tokenizer(run: Trained, journey: Journey, tmp_p
 def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, changes, message):
     record = shutil.copytree(vocabulary, tmp_path / "vocabulary") / "vocabulary.json"
     values = json.loads(record.read_text())
+    del values["checksum"]  # it would say that the record was changed
     record.unlink()
     if changes is not None:
         record.write_text(json.dumps(values | changes))

@@ -31,12 +31,17 @@ def main(options: argparse.Namespace) -> None:
     config = load_config(options.run, options.set) if options.run else None
     if config is not None and not any(corpus.sample for corpus in config.data.corpora.values()):
         return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
+    sampling = _sampling_of(options) if config is None else None
     _logger.info("sampling text that the base writes itself: loading the libraries, then the base")
     from pipeline.data.workers import local_workers
     from pipeline.rehearsal.corpus import default_workers, plan_of, sample_corpus, sampling_jobs
 
     with stage_of(config, "sample"):
-        jobs = [_given(options)] if config is None else list(sampling_jobs(config, options.batch_size))
+        if config is not None:
+            jobs = list(sampling_jobs(config, options.batch_size))
+        else:
+            assert sampling is not None
+            jobs = [_given(options, sampling)]
         plans = [plan_of(job) for job in jobs]
         if config is not None:
             begin_run(config)
@@ -47,13 +52,17 @@ def main(options: argparse.Namespace) -> None:
                 print(f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote")
 
 
-def _given(options: argparse.Namespace) -> SamplingJob:
-    from pipeline.rehearsal.corpus import SamplingJob
-
+def _sampling_of(options: argparse.Namespace) -> Sampling:
+    """What the flags say of the sampling; raises ConfigError where they do not fit together."""
     if not (options.base and options.output and options.tokens and options.max_tokens):
         raise ConfigError("name a run, or give all of --base, --output, --tokens and --max-tokens")
     given = {name: getattr(options, name) for name in Sampling.model_fields}
-    sampling = checked(Sampling, given, source="the command line", listed_in="--help")
+    return checked(Sampling, given, source="the command line", listed_in="--help")
+
+
+def _given(options: argparse.Namespace, sampling: Sampling) -> SamplingJob:
+    from pipeline.rehearsal.corpus import SamplingJob
+
     return SamplingJob(
         options.base,
         options.output,

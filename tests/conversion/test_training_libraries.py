@@ -14,7 +14,7 @@ from pipeline.conversion.model_card import LORA_TARGETS
 from pipeline.conversion.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
 from tests.conversion.checkpoints import scale_config
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
 
 GATES = {"shut": {"opens": "never"}, "open": {"opens": "always"}, "both": {"opens": "sometimes"}}
@@ -41,7 +41,7 @@ def test_transformers_trainer_trains_evaluates_and_predicts(method, gate, load, 
     with torch.no_grad():
         expected = model(tokens, labels=tokens)
     found = of_library.predict(of_library.eval_dataset)
-    assert_near(torch.tensor(found.predictions), expected.logits, rounding_of(model.config))
+    assert_near(torch.tensor(found.predictions), expected.logits, PARITY)
     before = of_library.evaluate()["eval_loss"]
     assert before == pytest.approx(float(expected.loss), rel=1e-5)
     of_library.train()
@@ -80,13 +80,13 @@ def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, meth
 
     expected = model(tokens, attention_mask=mask, labels=tokens)
     logits, loss = loss_of_hidden_states()
-    assert_near(logits, expected.logits, rounding_of(model.config))
+    assert_near(logits, expected.logits, PARITY)
     wanted, found = gradients(expected.loss), gradients(loss)
     assert found.keys() == wanted.keys()
     for key, gradient in wanted.items():
-        assert_near(found[key], gradient, rounding_of(model.config, backward=True), key)
+        assert_near(found[key], gradient, PARITY, key)
     with torch.no_grad():  # where the base may run alone
-        assert_near(loss_of_hidden_states()[0], expected.logits, rounding_of(model.config))
+        assert_near(loss_of_hidden_states()[0], expected.logits, PARITY)
 
 
 def test_a_model_without_such_a_head_says_so(load):

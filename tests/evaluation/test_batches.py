@@ -18,7 +18,7 @@ from tests.bases import CONFIGS
 from tests.files import change_json
 from tests.rehearsal.helpers import copied_stories, random_base
 from tests.texts import chat, write_chats
-from tests.tolerances import assert_near, rounding_of
+from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
 
 SENTENCE = "Once upon a time there was a little girl who lived in a small house with a big dog and a red ball ."
@@ -64,7 +64,7 @@ def test_windows_of_a_model_in_the_scale_format(exports):
     windows = [(some_tokens(model.config, 1, length)[0], length - 1) for length in (9, 60, 33, 32)]
     alone = [_token_nll(model, [window], "alone")[0] for window in windows]
     for found, expected in zip(_token_nll(model, windows, "together"), alone, strict=True):
-        assert_near(found, expected, rounding_of(model.config))
+        assert_near(found, expected, PARITY)
 
 
 def test_log_likelihoods_and_answers_of_lm_eval(longrope):

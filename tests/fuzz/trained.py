@@ -173,11 +173,15 @@ def _read_gate() -> str:
 
 
 def subjects() -> Iterator[Subject]:
-    """Each reader twice: what no hash guards, the values of JSON, may change what is read, but ends in no traceback."""
+    """Each reader twice: the values of JSON that no hash guards may change what is read, but end in no traceback.
+
+    A gate's record holds a checksum, so that a value changed by hand is noticed.
+    """
     for target, make, read in (
         ("checkpoints", _make_checkpoint, _read_checkpoint),
         ("expansions", _make_expansion, _read_expansion),
         ("gates", _make_gate, _read_gate),
     ):
         yield Subject(target, "bytes", make, read, exact=True)
-        yield Subject(target, "values", make, read)
+        guarded = target == "gates"
+        yield Subject(target, "values", make, read, exact=guarded, guarded=guarded)

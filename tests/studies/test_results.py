@@ -11,7 +11,7 @@ from statistics import fmean, geometric_mean, stdev
 import pytest
 
 from pipeline.errors import RunFolderError
-from pipeline.files import write_json
+from pipeline.files import write_json, write_record
 from pipeline.scale.gate_folder import GateRecord, HeldoutText
 from pipeline.studies.report import tables
 from pipeline.studies.report.page import page
@@ -163,7 +163,7 @@ def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: floa
     )
     if is_fitted:
         (folder / "gate").mkdir()
-        write_json(folder / "gate" / "gate.json", record.model_dump(mode="json"))
+        write_record(folder / "gate" / "gate.json", record)
     return folder
 
 

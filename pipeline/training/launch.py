@@ -191,8 +191,9 @@ def leave_after(program: Callable[[], None]) -> NoReturn:
     except SystemExit as end:
         code = end.code
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal or the reader is gone; the work may be saved all the same
+            stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 

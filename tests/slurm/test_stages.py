@@ -171,7 +171,7 @@ def two_ranks_in_a_terminal(folder: Path, pipe: str) -> Iterator[Terminal]:
     env = without_slurm(NPROC="2", CONFIG=str(run_config(folder)), EXIT_GRACE_S="300")
     with terminal(["bash", "-c", f"bash {script} {pipe}; exit ${{PIPESTATUS[0]}}"], env, folder) as opened:
         for rank in range(2):
-            opened.wait_for(f"rank {rank} works")
+            opened.wait_for(f"rank {rank} works\r\n")  # the whole line: it is written before anything else happens
         yield opened
 
 

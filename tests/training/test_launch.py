@@ -14,6 +14,7 @@ import pytest
 from pipeline.errors import LOST_RANK, LayoutError, worth_another_attempt
 from pipeline.training import launch
 from pipeline.training.launch import Launch, StopSignals, device_index, read_launch, slurm_binds_gpus
+from tests.terminal import terminal
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", **MASTER}
@@ -145,3 +146,28 @@ def test_a_signal_is_recorded_and_a_second_ctrl_c_interrupts(monkeypatch):
 )
 def test_a_task_may_see_its_own_gpu_alone(variables, bound):
     assert slurm_binds_gpus(variables) == bound
+
+
+LEAVES_AFTER_A_HANGUP = """
+import os, signal, sys
+from pipeline.training.launch import leave_after
+
+def program():
+    try:
+        while True:
+            print("works", file=sys.stderr)
+            sys.stderr.flush()
+    except OSError:  # what could not be written waits in the buffer
+        sys.exit(75)
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+leave_after(program)
+"""
+
+
+def test_a_lost_terminal_does_not_change_how_a_rank_ends(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with terminal([sys.executable, "-c", LEAVES_AFTER_A_HANGUP], environment, tmp_path) as opened:
+        opened.wait_for("works\r\n")
+        opened.hang_up()
+        assert opened.end() == 75

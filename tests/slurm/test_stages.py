@@ -184,6 +184,8 @@ def test_a_keystroke_stops_every_rank_also_where_it_ends_the_reader_of_the_outpu
     with two_ranks_in_a_terminal(tmp_path, pipe) as opened:
         opened.press(CTRL_C)
         opened.end()  # also the end of the last process that has the terminal open
+    # A rank whose output goes into a pipe may outlast the terminal.
+    wait_until(lambda: len(saved_by(tmp_path)) == 2, timeout_s=60)
     assert saved_by(tmp_path) == ["saved.0", "saved.1"], opened.written
     assert not list(tmp_path.glob("went.on.*")) and "] next" not in opened.written
     if "2>&1" not in pipe:  # else nobody reads what the script says

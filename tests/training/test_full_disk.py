@@ -32,7 +32,8 @@ def test_the_run_continues_and_tries_the_next_save(tokens, tmp_path, small_disk)
     assert losses(disk.path) == losses(tmp_path)
     assert ["perplexity/korean" in line for line in metrics(disk.path)] == [True] * 6, "a step's scores are lost"
     assert metrics(disk.path)[-1]["failed_saves"] == 2
-    assert names_in(disk.path / "checkpoints") == ["latest", "step_00000004", "step_00000005"]
+    # The first stays as well: a spike could send the run back so far.
+    assert names_in(disk.path / "checkpoints") == ["latest", "step_00000001", "step_00000004", "step_00000005"]
 
 
 def test_only_the_last_save_must_succeed(tokens, small_disk):

@@ -250,7 +250,12 @@ def free_bytes(path: Path) -> int:
 
 def held_bytes(folder: Path) -> int:
     """The bytes of all files in `folder`; 0 where there is no such folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # others may be working there
+            if path.is_file():
+                total += path.stat().st_size
+    return total
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from pathlib import Path
 import orjson
 
 from pipeline import log
-from pipeline.command_line import add_run, folder_or_hub, positive, run_program
+from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program
+from pipeline.config.data import CHAT_DATE
 from pipeline.config.run import load_config
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
@@ -78,7 +79,7 @@ def _scores_of_chats(options: argparse.Namespace) -> str:
     chats = read_chats(options.chats)
     for model in options.model:  # as above
         ChatTemplate(model)
-    settings = {name: getattr(options, name) for name in ("max_answer_tokens", "trust_remote_code")}
+    settings = {name: getattr(options, name) for name in ("max_answer_tokens", "trust_remote_code", "chat_date")}
     scores = {str(model): score_chats(model, chats, **settings) for model in options.model}
     return _json(scores) if options.json else table(*chat_rows(scores))
 
@@ -121,6 +122,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=positive, default=16, help="answers scored at a time (default 16)")
     add("--chat-template", action="store_true", help="ask as a user does, framed by the tokenizer's chat template")
     add = parser.add_argument_group("chats").add_argument
+    add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
     add("--max-answer-tokens", type=positive, default=256, help="where an answer that does not end is cut (256)")
 
 

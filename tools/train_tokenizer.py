@@ -26,7 +26,7 @@ from pipeline.data.tokenizer import (
     load_tokenizer,
 )
 from pipeline.data.units import texts
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, OutputError
 from pipeline.files import published_file, read_bytes, write_text
 
 
@@ -96,7 +96,10 @@ def _convert(source: Path, output: Path) -> None:
         raise DataError(f"--convert {source}: expected a model of SentencePiece, a file in .model")
     start = load_tokenizer(source).document_start
     model = read_model(source, read_bytes(source, DataError))
-    write_text(output, converted(model, start).to_str(pretty=True))
+    content = converted(model, start).to_str(pretty=True)
+    if output.exists() and output.read_text(encoding="utf-8") != content:
+        raise OutputError(f"{output}: exists, and holds another tokenizer; remove it, or choose another --output")
+    write_text(output, content)
 
 
 def _compare_ids(model: Tokenizer, written: Tokenizer, reports: Mapping[str, str], text_key: str) -> None:

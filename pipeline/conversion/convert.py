@@ -207,6 +207,8 @@ def _write_export(
         )
     dtype = conversion.dtype or model.base.dtype
     export = choose_export(model, conversion.format, dtype, conversion.purpose)
+    if conversion.purpose == "training" and export.format != "stock":
+        _logger.info("--for training is about stock folders: one in the format %s is alike for both", export.format)
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)

@@ -210,9 +210,9 @@ def _training_ids(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[list[i
     if isinstance(tokenizer.reference, SentencePieceEncoder):
         processor, start = tokenizer.reference.model.processor, list(tokenizer.document_start)
         return lambda texts: [start + ids for ids in processor.encode(list(texts))]
-    # An own copy: the tokenizer's may be set to read special tokens as text.
+    # An own copy: the tokenizer's may be set to read special tokens as text. It has no dropout.
     with faults_of_library(f"{tokenizer.path}: cannot read this tokenizer.json", DataError):
-        library = tokenizers.Tokenizer.from_file(str(tokenizer.path))
+        library = tokenizers.Tokenizer.from_str(tokenizer.reference.library.to_str())
         library.no_truncation()
         library.no_padding()
     return lambda texts: [encoding.ids for encoding in library.encode_batch(list(texts))]

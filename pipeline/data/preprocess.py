@@ -6,6 +6,7 @@ are listed in a quarantine, and too many of them stop the job.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -128,9 +129,10 @@ def preprocess(job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, sh
     except OSError as fault:
         if not is_full_disk(fault):
             raise
-        folders = [folder for folder in (job.output, heldout_of(job.output)) if folder.is_dir()]
-        needed = max(0, corpus_bytes(job) - sum(map(held_bytes, folders)))
-        advice = f"this corpus needs about {needed / 1e9:.3g} GB more, and finished work is kept"
+        advice = "finished work is kept"
+        with contextlib.suppress(DataError, OSError):  # the full disk is the fault to report, whatever else there is
+            needed = max(0, corpus_bytes(job) - held_bytes(job.output) - held_bytes(heldout_of(job.output)))
+            advice = f"this corpus needs about {needed / 1e9:.3g} GB more, and {advice}"
         raise DataError(f"{in_one_line(fault)}; {advice}", PASSING_FAULT) from None
 
 
@@ -313,7 +315,8 @@ class _Part:
         wanted: SpecialTokens | None = "control" if self._is_chat else job.corpus.special_tokens
         self._speller = cached_speller(tokenizer, _encoder(job, tokenizer), wanted)
         self._counts = UnitPart()
-        self._is_compared = bool(job.apart_from) and job.part == "train"
+        # Also where nothing is held out yet: a held-out part may be added before the work goes on.
+        self._is_compared = job.part == "train"
         self.letters: list[bytes] = []
         """by which the documents are compared with those that are held out"""
         self._batch: list[Document] = []

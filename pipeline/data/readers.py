@@ -178,7 +178,7 @@ def _other_json_records(offset: int, content: bytes, keys: Keys, reason: str) ->
         yield Rejected(offset, "invalid_utf8", excerpt)
         return
     values: list[object] = []
-    position = 0
+    position = _end_of_space(text, 0)
     try:
         while position < len(text):
             value, position = _JSON.raw_decode(text, position)
@@ -265,9 +265,9 @@ def _array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
         try:
             values = _JSON.decode(content.decode().strip())
         except (ValueError, RecursionError):
+            what = "truncated or damaged, and an array cannot be read in part" if stream.fault else "not JSON"
             raise DataError(
-                f"{stream.path}: {stream.fault or 'not JSON'} ({error}); correct it, or write it as JSONL, an object a "
-                "line"
+                f"{stream.path}: {what} ({error}); correct it, or write it as JSONL, an object a line"
             ) from None
     for number, value in enumerate(values):
         yield from _records_in(number, value, keys)

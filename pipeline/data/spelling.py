@@ -218,5 +218,7 @@ def ids_of(tokenizer: Tokenizer, text: str, *, control: bool = False) -> list[in
 
     `control`: special tokens in the text are these tokens, as in a chat.
     """
-    speller = cached_speller(tokenizer, tokenizer.reference, "control" if control else None)
+    # SentencePiece reads no special token in a text in any case.
+    as_control = control and isinstance(tokenizer.reference, HuggingFaceEncoder)
+    speller = cached_speller(tokenizer, tokenizer.reference, "control" if as_control else None)
     return [int(number) for number in speller.spell([text]).encoded.ids]

@@ -182,6 +182,8 @@ def beginning_of(path: Path, keys: Keys, most_bytes: int) -> tuple[Unit, float]:
     if kind in ("parquet", "arrow"):
         ranges_of = parquet_ranges if kind == "parquet" else arrow_ranges
         ranges = ranges_of(path, keys, most_bytes)
+        if not ranges:  # a file without rows
+            return Unit("beginning", 0, str(path), kind, 0, 0), 0.0
         start, stop, size = ranges[0]
         return Unit("beginning", size, str(path), kind, start, stop), float(sum(size for _, _, size in ranges))
     whole = path.stat().st_size * text_per_byte(path)

@@ -133,11 +133,11 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
 
 
 def _is_gone(by: LockOwner) -> bool:
-    """Whether a process has ended, as is known on its own machine, or from Slurm if its job has ended."""
+    """Whether a process has ended, as is known on its own machine, or from Slurm if its job runs no longer."""
     if by.is_gone:
         return True
     job = slurm_job(by.job) if by.job else None
-    return job is not None and job.kind in ("cancelled", "ended")
+    return job is not None and job.kind != "running"
 
 
 def _state_without_reason(stage: str, last: Attempt) -> tuple[State, str]:

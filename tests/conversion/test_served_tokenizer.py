@@ -26,7 +26,7 @@ from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import ConversionError
 from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
-from tests.bases import save_base
+from tests.bases import STORIES, save_base
 from tests.conversion.checkpoints import checkpoint_in, save, scale, without_this_project
 from tests.distributed import run_ranks
 from tests.files import change_json
@@ -116,6 +116,13 @@ def test_a_difference_in_a_document_is_shown_in_a_short_text(text: str, tmp_path
     assert first_difference(served, trained) is None
     found = first_difference(served, trained, ["word " * 400 + text + " word" * 400])
     assert found is not None and text in found.text and len(found.text) <= 24
+
+
+def test_dropout_of_merges_makes_no_other_tokenizer(tmp_path: Path):
+    """It is off in training and in exports; as the file stands it would draw other ids each time."""
+    model = json.loads((STORIES / "tokenizer.json").read_text())["model"]
+    base = copied_stories(tmp_path / "base", tokenizer={"model": model | {"dropout": 0.5}})
+    check_future_export(base, load_tokenizer(base), "scale", ["Once upon a time there was a little dog"] * 20)
 
 
 def test_a_special_token_that_the_file_lacks_is_found(tmp_path: Path):

@@ -23,7 +23,7 @@ from pipeline.data.jobs import QUARANTINE
 from pipeline.data.records import Keys, Rejected
 from pipeline.data.token_corpus import TokenCorpus
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import input_files, sampled_documents
+from pipeline.data.units import beginning_of, input_files, sampled_documents
 from pipeline.errors import DataError, printable
 from tests.data.helpers import documents, read, texts_in, texts_of, tokenize, write_jsonl
 from tests.files import read_jsonl
@@ -442,6 +442,19 @@ def test_after_a_wrong_text_key_the_right_one_begins_anew(tmp_path: Path):
     assert tokenize(tmp_path / "out", path, text_key="body").documents == 20
     with pytest.raises(DataError, match="begun with another text key"):
         tokenize(tmp_path / "out", path)
+
+
+def test_a_table_without_rows_is_the_beginning_of_nothing(tmp_path: Path):
+    schema = pa.schema([("text", pa.string())])
+    pq.ParquetWriter(tmp_path / "x.parquet", schema).close()
+    unit, size = beginning_of(tmp_path / "x.parquet", Keys(), 1000)
+    assert (unit.size, size) == (0, 0.0)
+
+
+def test_an_indented_line_that_orjson_refuses_is_read(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n  {"text": "b", "x": NaN}\n')
+    assert tokenize(tmp_path / "out", path).documents == 2
 
 
 @pytest.mark.parametrize("rows", [100, 2500])

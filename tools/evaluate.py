@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 import orjson
 
@@ -21,7 +22,7 @@ from pipeline import log
 from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program
 from pipeline.config.data import CHAT_DATE
 from pipeline.config.run import load_config
-from pipeline.data.records import Keys
+from pipeline.data.records import Keys, SpecialTokens
 from pipeline.data.units import good_documents
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
@@ -62,7 +63,8 @@ def _scores_of_texts(options: argparse.Namespace) -> str:
     from pipeline.evaluation.perplexity import score_folder
     from pipeline.evaluation.table import score_table
 
-    keys, shared = Keys(options.text_key, options.prompt_key), ("context", "max_bytes", "prefix")
+    keys = Keys(options.text_key, options.prompt_key, special_tokens=options.special_tokens)
+    shared = ("context", "max_bytes", "prefix")
     settings = {name: getattr(options, name) for name in (*shared, "trust_remote_code")}
     scores = {}
     for model in options.model:
@@ -112,6 +114,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of a table")
     add = parser.add_argument_group("perplexity").add_argument
     add("--text-key", default="text", help="the field of a record that holds its text")
+    add(
+        "--special-tokens",
+        choices=get_args(SpecialTokens),
+        help="what a text that spells </s> is: text, or that token (default: text where the tokenizer can)",
+    )
     add("--prompt-key", help="the field of a prompt before the text, which is read but not scored")
     add("--context", type=int, help="tokens in a window (default: the model's, at most 4096)")
     add("--max-bytes", type=int, default=2**17, help="of each text, a sixteenth at most of a document (131072; 0: all)")

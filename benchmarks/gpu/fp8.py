@@ -43,13 +43,24 @@ def check_fp8_products(setting: Setting) -> Iterator[Row]:
             yield Row(f"{name}, {direction}: speed over bf16", None, f"bf16 {teraflops:.0f} TFLOP/s; {ratios}")
 
 
+def _by_rows(weight: Tensor) -> tuple[Quantization, Tensor]:
+    """The matrix as the project stores it, with a scale for each row."""
+    quantization = Quantization("fp8", *weight.shape)
+    stored = torch.empty(quantization.size, dtype=torch.uint8, device=weight.device)
+    quantization.write(stored, weight)
+    return quantization, stored
+
+
+def _by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of the matrix and its one scale."""
+    scale = weight.abs().amax().float() / _LARGEST
+    return (weight / scale).to(FP8), scale
+
+
 def _forwards(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways to compute x W^T with x: [tokens, columns]."""
-    quantization = Quantization("fp8", *weight.shape)
-    stored = torch.empty(quantization.size, dtype=torch.uint8, device=x.device)
-    quantization.write(stored, weight)
-    scale = weight.abs().amax().float() / _LARGEST
-    codes = (weight / scale).to(FP8)
+    quantization, stored = _by_rows(weight)
+    codes, scale = _by_tensor(weight)
 
     def by_rows() -> Tensor:
         return product_in_fp8(x, stored, quantization, None)
@@ -71,11 +82,8 @@ def _forwards(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways to compute G W with G: [tokens, rows]."""
-    quantization = Quantization("fp8", *weight.shape)
-    stored = torch.empty(quantization.size, dtype=torch.uint8, device=weight.device)
-    quantization.write(stored, weight)
-    scale = weight.abs().amax().float() / _LARGEST
-    codes = (weight / scale).to(FP8)
+    quantization, stored = _by_rows(weight)
+    codes, scale = _by_tensor(weight)
     # The second operand of a product in fp8 has its columns one after another.
     transposed = codes.t().contiguous().t()
 

@@ -22,7 +22,7 @@ from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
 from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.conversion.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.conversion.verify import MakeProbe, describe, probe_maker, verify
+from pipeline.conversion.verify import MakeProbe, describe, verify
 from pipeline.data.corpora import heldout_source, keys_of
 from pipeline.data.records import Keys
 from pipeline.data.tokenizer import load_tokenizer
@@ -94,16 +94,11 @@ def newest_checkpoint(config: RunConfig) -> Path:
     return checkpoint
 
 
-def run_probe(config: RunConfig) -> MakeProbe:
-    """The text to verify a run's export on: each corpus's held-out files, or else its inputs.
+def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
+    """What an export is verified on: by corpus the held-out files, or else the inputs, and where documents are in them.
 
     Text that the base wrote has neither, and a corpus that came as tokens no text.
     """
-    return probe_maker(*run_sources(config))
-
-
-def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
-    """The files of that text by corpus, and where documents are in them."""
     sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
     texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
     keys = {name: keys_of(of, config.tokenizer, config.data.chat_date) for name, of in texts.items()}

@@ -173,8 +173,7 @@ def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
 
     The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
     latter names is not kept: the only code of an export is that of `remote_code`. Nor is a class that would build
-    another tokenizer than tokenizer.json says, and BPE dropout is off, as in
-    training.
+    another tokenizer than tokenizer.json says, and BPE dropout is off, as in training.
 
     Raises BaseModelError: a file cannot be read, or links out of its folder.
     """

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from unicodedata import normalize
 
@@ -155,29 +156,18 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
     """
     named = {name: corpus for name, corpus in data.corpora.items() if corpus.sample is None}
     train = tuple(train_folder(data, name) for name in named)
+    job_of = partial(Job, tokenizer=tokenizer, chat_date=data.chat_date)
     for name, corpus in named.items():
         if corpus.heldout_input:
             apart = () if _is_to_be_memorised(corpus) else train
-            yield Job(
-                heldout_source(data, name),
-                tokenizer,
-                heldout_folder(data, name),
-                apart_from=apart,
-                chat_date=data.chat_date,
-            )
+            yield job_of(heldout_source(data, name), output=heldout_folder(data, name), apart_from=apart)
     for name, corpus in sorted(named.items(), key=lambda item: -item[1].heldout_fraction):
         apart = tuple(
             heldout_folder(data, other)
             for other, its in named.items()
             if its.heldout_fraction > corpus.heldout_fraction or (its.heldout_input and not _is_to_be_memorised(its))
         )
-        yield Job(
-            source_of(data, name),
-            tokenizer,
-            train_folder(data, name),
-            apart_from=apart,
-            chat_date=data.chat_date,
-        )
+        yield job_of(source_of(data, name), output=train_folder(data, name), apart_from=apart)
 
 
 def _is_to_be_memorised(corpus: Corpus) -> bool:

@@ -21,14 +21,13 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from pipeline.data.tokenizer_pieces import SPACE
 from pipeline.errors import DataError, faults_of_library
 
 SUFFIX = ".model"
 MODEL_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """The names that published folders give SentencePiece's file."""
 ModelType = Literal["bpe", "unigram"]
-SPACE = "▁"
-"""How pieces spell a space."""
 _MAX_SENTENCE_BYTES = 16_384  # SentencePiece drops longer ones
 _PIECE_TYPES = sentencepiece_model_pb2.ModelProto.SentencePiece
 _TRAINER = sentencepiece_model_pb2.TrainerSpec

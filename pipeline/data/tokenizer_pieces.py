@@ -26,8 +26,8 @@ _LONGEST_WORD = 32
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-# GPT-2's alphabet of printable characters, a character for each byte.
 _NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+# GPT-2's alphabet of printable characters, a character for each byte.
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
 
 

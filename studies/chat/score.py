@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import command_line, log
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_probe
+from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_sources
 from pipeline.conversion.hf_folder import copy_base_files
 from pipeline.conversion.model_card import markdown_table
+from pipeline.conversion.verify import probe_maker
 from pipeline.data.records import Keys
 from pipeline.data.units import good_documents
 from pipeline.errors import RunFolderError
@@ -45,7 +46,7 @@ def exported(run: Path, *, gated: bool) -> Path:
     if not gated and conversion.gate is not None:
         conversion = replace(conversion, gate=None, output=run / "hf_without_gate", overwrite=True)
     if not (conversion.output / VERIFICATION).exists():
-        convert(conversion, run_probe(config))
+        convert(conversion, probe_maker(*run_sources(config)))
     return conversion.output
 
 

@@ -72,14 +72,20 @@ def test_the_summary_of_a_run(run, tmp_path):
         summarise(run_config(tmp_path / "demo"))
 
 
+def run_with_chats(run: Path, folder: Path) -> tuple[RunConfig, Path]:
+    """A copy of the run whose base and export have a chat template, and a file of chats."""
+    shutil.copytree(run, folder / "demo")
+    changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}
+    base = copied_stories(folder / "base", tokenizer_config=changes)
+    shutil.copy(base / "tokenizer_config.json", folder / "demo" / "hf")
+    kept = write_chats(folder / "kept.jsonl", chat(("user", "Tom"), ("assistant", "ran")))
+    return run_config(folder / "demo").model_copy(update={"base": base}), kept
+
+
 @pytest.mark.full
 def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
-    shutil.copytree(run, tmp_path / "demo")
-    changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}
-    base, hf = copied_stories(tmp_path / "base", tokenizer_config=changes), tmp_path / "demo" / "hf"
-    shutil.copy(base / "tokenizer_config.json", hf)
-    kept = write_chats(tmp_path / "kept.jsonl", chat(("user", "Tom"), ("assistant", "ran")))
-    config = run_config(tmp_path / "demo").model_copy(update={"base": base})
+    config, kept = run_with_chats(run, tmp_path)
+    hf = config.folder / "hf"
     for _ in range(2):  # the card has them once
         text = summarise(config, max_bytes=2000, chats=[kept], max_answer_tokens=5)
     found = json.loads((tmp_path / "demo" / "summary.json").read_text())["chats"]
@@ -96,12 +102,8 @@ def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
 
 
 def test_chats_are_answered_without_scoring_the_texts_again_unless_something_changed(run, tmp_path):
-    shutil.copytree(run, tmp_path / "demo")
-    changes = {"chat_template": "{% for m in messages %}<s>{{ m.content }}{% endfor %}"}
-    base, hf = copied_stories(tmp_path / "base", tokenizer_config=changes), tmp_path / "demo" / "hf"
-    shutil.copy(base / "tokenizer_config.json", hf)
-    kept = write_chats(tmp_path / "kept.jsonl", chat(("user", "Tom"), ("assistant", "ran")))
-    config = run_config(tmp_path / "demo").model_copy(update={"base": base})
+    config, kept = run_with_chats(run, tmp_path)
+    hf = config.folder / "hf"
     path = tmp_path / "demo" / "summary.json"
 
     def scored(max_bytes: int = 2000, **chats: object) -> tuple[float, dict]:

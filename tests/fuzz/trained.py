@@ -31,9 +31,10 @@ from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import GateRecord, HeldoutText, open_gate, write_gate
+from pipeline.scale.gate_folder import HeldoutText, open_gate, write_gate
 from tests.bases import STORIES
 from tests.fuzz.runner import INPUT, Subject
+from tests.gating.gates import gate_record
 from tests.training.runs import write_config
 from tests.widened import SEED, scale_settings, widened
 
@@ -151,18 +152,13 @@ def _make_gate() -> None:
         ungated_perplexity=3.0,
         gated_perplexity=3.1,
     )
-    record = GateRecord(
+    record = gate_record(
         request={"settings": {"layer": 2}, "checkpoint": "0" * 64},
         layer=gate.layer,
         features=gate.features,
         bias=gate.bias,
         threshold=gate.threshold,
-        auc=0.99,
-        closed_fraction_of_new=0.1,
-        open_fraction_of_negatives=0.01,
-        left_out_of_own_text=0.0,
         heldout={"korean": heldout},
-        closed_max_abs_logit_difference=0.0,
     )
     write_gate(INPUT, gate, record)
 

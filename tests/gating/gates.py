@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,8 +11,27 @@ from torch import Tensor
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import Gate, GateFeatures, deepest_gate_layer
+from pipeline.scale.gate_folder import GateRecord
 
 Opens = Literal["never", "sometimes", "always"]
+
+
+def gate_record(**entries: Any) -> GateRecord:
+    """The record of a gate that was never fitted, with some `entries` of its own."""
+    some = {
+        "request": {},
+        "layer": 1,
+        "features": "token",
+        "bias": 0.0,
+        "threshold": 0.0,
+        "auc": 1.0,
+        "closed_fraction_of_new": 0.0,
+        "open_fraction_of_negatives": 0.0,
+        "left_out_of_own_text": 0.0,
+        "heldout": {},
+        "closed_max_abs_logit_difference": 0.0,
+    }
+    return GateRecord.model_validate(some | entries)
 
 
 def random_gate(

@@ -14,9 +14,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from pipeline.config.run import RunConfig, load_config, parse_config
-from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_probe
+from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_sources
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import open_trained
+from pipeline.conversion.verify import probe_maker
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
@@ -168,8 +169,8 @@ def test_the_export_is_gated_and_verified(fitted):
     runs, _ = fitted
     config = load_config(runs["adapt"])
     conversion = latest_conversion(config)
-    assert convert(conversion, run_probe(config))
-    assert not convert(conversion, run_probe(config))
+    assert convert(conversion, probe_maker(*run_sources(config)))
+    assert not convert(conversion, probe_maker(*run_sources(config)))
     report = json.loads((conversion.output / "verification.json").read_text())
     assert report["max_abs"] < 1e-4 and set(report["texts"]) == {"korean", "english"}
     model, base = load_hf_model(conversion.output), reference(STORIES)
@@ -197,7 +198,7 @@ def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
         (partial,) = tmp_path.iterdir()
         tensors = load_file(partial / "model.safetensors")
         save_file(tensors | {"token_gate.weight": -tensors["token_gate.weight"]}, partial / "model.safetensors")
-        return run_probe(config)(model)
+        return probe_maker(*run_sources(config))(model)
 
     with pytest.raises(ConversionError, match="the exported gate decides otherwise"):
         convert(conversion, disturb)
@@ -210,13 +211,13 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
     config = copied(runs["adapt"], tmp_path)
     conversion = latest_conversion(config)
     alone = replace(conversion, format="expansion", output=tmp_path / "expansion")
-    assert convert(alone, run_probe(config)) and not convert(alone, run_probe(config))
+    assert convert(alone, probe_maker(*run_sources(config))) and not convert(alone, probe_maker(*run_sources(config)))
     assert "without the gate" in caplog.text
     with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(scale-cpt gate\) first"):
-        convert(conversion, run_probe(config))
+        convert(conversion, probe_maker(*run_sources(config)))
     shutil.copytree(load_config(runs["preserve"]).folder / "gate", tmp_path / "gate")
     with pytest.raises(CheckpointError, match="fitted for another checkpoint"):
-        convert(conversion, run_probe(config))
+        convert(conversion, probe_maker(*run_sources(config)))
     assert not conversion.output.exists()
 
 

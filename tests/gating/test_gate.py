@@ -14,11 +14,11 @@ from pipeline.conversion.formats import choose_export
 from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
-from pipeline.scale.gate_folder import GATE_RECORD, GateRecord, open_gate, write_gate
+from pipeline.scale.gate_folder import GATE_RECORD, open_gate, write_gate
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
 from tests.files import change_json
-from tests.gating.gates import random_gate
+from tests.gating.gates import gate_record, random_gate
 from tests.tolerances import assert_near, rounding
 from tests.widened import scale_settings, some_tokens, widened
 
@@ -61,17 +61,13 @@ def test_features_do_not_depend_on_the_streams_scale():
     assert gate_features(x.bfloat16(), "token").dtype == torch.float32
 
 
-RECORD = GateRecord(
+RECORD = gate_record(
     request={"checkpoint_manifest": "abc"},
-    layer=1,
-    features="token",
     bias=0.5,
     threshold=1.5,
     auc=0.9,
     closed_fraction_of_new=0.1,
     open_fraction_of_negatives=0.001,
-    left_out_of_own_text=0.0,
-    heldout={},
     closed_max_abs_logit_difference=None,
 )
 

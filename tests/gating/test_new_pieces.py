@@ -15,8 +15,9 @@ from lm_eval.api.instance import Instance
 
 from pipeline.config.run import load_config
 from pipeline.conversion.combine import combine
-from pipeline.conversion.convert import convert, latest_conversion, run_probe
+from pipeline.conversion.convert import convert, latest_conversion, run_sources
 from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.conversion.verify import probe_maker
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.data.units import texts
 from pipeline.data.vocabulary import EXPORTED, learn_extension, write_extension
@@ -93,7 +94,7 @@ def run(tmp_path_factory) -> Path:
 def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     first = load_config(run)
     stock = replace(latest_conversion(first), gate=None, format="stock", output=tmp_path / "first")
-    assert convert(stock, run_probe(first))
+    assert convert(stock, probe_maker(*run_sources(first)))
     second = load_config(train_extended(tmp_path, tmp_path / "first", 40, slice(20, 40), schedule__steps=3))
     assert open_base(second.base).spec.vocab_size == 512 + 60
     done = json.loads((second.folder / "training.json").read_text())
@@ -103,7 +104,7 @@ def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     # A gate of a few steps may open for a token of English; where it does not, the logits are the base's.
     assert english.closed_sequences >= english.sequences - 1
     assert record.closed_max_abs_logit_difference == 0.0
-    assert convert(latest_conversion(second), run_probe(second))
+    assert convert(latest_conversion(second), probe_maker(*run_sources(second)))
 
 
 @torch.no_grad()
@@ -116,7 +117,7 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
     assert 0 < korean.impossible_fraction < 0.2 and korean.base_perplexity is None
     assert korean.gated_perplexity == pytest.approx(korean.ungated_perplexity, rel=0.05)
     assert korean.gated_perplexity != korean.ungated_perplexity  # the base's choice on closed tokens, possible ones
-    convert(latest_conversion(config), run_probe(config))
+    convert(latest_conversion(config), probe_maker(*run_sources(config)))
     folder = config.folder / "hf"
     for text in json.loads((folder / "verification.json").read_text())["texts"].values():
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
@@ -136,7 +137,7 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
 def test_evaluation_spells_out_new_pieces_that_cannot_follow(run, tmp_path):
     config = load_config(run)
     fit_gate(config)
-    convert(latest_conversion(config), run_probe(config))
+    convert(latest_conversion(config), probe_maker(*run_sources(config)))
     folder = config.folder / "hf"
     corpora = {"korean": list(texts([str(REVIEWS_HELDOUT)]))[:4]}
     combine(tmp_path / "served", {"korean": config.folder})

@@ -16,7 +16,8 @@ from pipeline.checks.door import begin
 from pipeline.checks.inputs import Inputs
 from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
-from pipeline.conversion.convert import run_probe
+from pipeline.conversion.convert import run_sources
+from pipeline.conversion.verify import probe_maker
 from pipeline.data.samples import TrainingSamples
 from pipeline.data.token_corpus import load_manifest
 from pipeline.errors import ConfigError, DataError
@@ -118,7 +119,7 @@ def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
 
 def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
     base = open_base(STORIES)
-    probe = run_probe(load_config(rehearsing(tmp_path, tmp_path / "tokens")))(
+    probe = probe_maker(*run_sources(load_config(rehearsing(tmp_path, tmp_path / "tokens"))))(
         SimpleNamespace(base=base, spec=base.spec, tokenizer=base.path)
     )  # type: ignore[arg-type]
     assert set(probe) == {"korean", "english"}

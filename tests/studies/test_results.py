@@ -12,12 +12,13 @@ import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.files import write_json, write_record
-from pipeline.scale.gate_folder import GateRecord, HeldoutText
+from pipeline.scale.gate_folder import HeldoutText
 from pipeline.studies.report import tables
 from pipeline.studies.report.page import page
 from pipeline.studies.report.runs import group, parts, value_of
 from pipeline.studies.results import Row, read_rows, read_runs
 from pipeline.studies.summary import as_text, rates_table
+from tests.gating.gates import gate_record
 from tests.studies.report.studies import METHODS, answers, at_rates, row, rows, write_study
 
 SHIPPED = Path(__file__).parents[2] / "docs" / "results" / "paper-korean"
@@ -148,22 +149,9 @@ def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: floa
         "new": HeldoutText(role="new", impossible_fraction=impossible_fraction, **shared, **new),
         "old": HeldoutText(role="replay", **shared, **old),
     }
-    record = GateRecord(
-        request={},
-        layer=1,
-        features="token",
-        bias=0.0,
-        threshold=0.0,
-        auc=1.0,
-        closed_fraction_of_new=0.0,
-        open_fraction_of_negatives=0.0,
-        left_out_of_own_text=0.0,
-        heldout=heldout,
-        closed_max_abs_logit_difference=0.0,
-    )
     if is_fitted:
         (folder / "gate").mkdir()
-        write_record(folder / "gate" / "gate.json", record)
+        write_record(folder / "gate" / "gate.json", gate_record(heldout=heldout))
     return folder
 
 

@@ -59,7 +59,7 @@ expansions: $(CORE)  ## expansions on one base, each alone and combined: of doma
 	set -e; for name in reviews law books; do $(BIN)/scale-cpt convert $(call RUN,$$name) --format scale; done
 	$(BIN)/scale-cpt combine $(EXPANSIONS)/differ reviews=$(call RUN,reviews) books=$(call RUN,books)
 	$(BIN)/scale-cpt combine $(EXPANSIONS)/alike reviews=$(call RUN,reviews) law=$(call RUN,law)
-	$(BIN)/scale-cpt evaluate --max-bytes 20000 --special-tokens control --data data/ko/*.heldout.jsonl.zst data/en/*.heldout.jsonl.zst --model data/models/stories260K \
+	$(BIN)/scale-cpt evaluate --max-bytes 20000 --special-tokens control --data examples/data/ko/*.heldout.jsonl.zst examples/data/en/*.heldout.jsonl.zst --model examples/data/models/stories260K \
 		$(foreach name,reviews law books,$(call RUN,$(name))/hf) $(EXPANSIONS)/differ $(EXPANSIONS)/alike
 
 CHAT := $(if $(QUICK),quick,full)

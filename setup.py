@@ -7,7 +7,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-VERSION = re.search(r'__version__ = "(.*)"', Path("pipeline/__init__.py").read_text(encoding="utf-8"))[1]
+VERSION = re.search(
+    r'__version__ = "(.*)"', Path("pipeline/__init__.py").read_text(encoding="utf-8")
+)[1]
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for `pipeline.files.shipped`: all
 # but the texts that only studies and tests read.
 SHIPPED = ["configs", "ds_configs", "slurm", "tools"]
@@ -26,7 +28,7 @@ class BuildWithShippedFiles(build_py):
         for folder in SHIPPED:
             shutil.copytree(folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
         for pattern in SHIPPED_DATA:
-            for file in filter(Path.is_file, Path("data").glob(pattern)):
+            for file in filter(Path.is_file, Path("examples/data").glob(pattern)):
                 (target / file.parent).mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, target / file)
 

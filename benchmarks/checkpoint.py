@@ -78,7 +78,9 @@ def run_on(folder: Path, divisor: int, zero_stage: int) -> RunConfig:
         "intermediate_size": channels * spec.widths.intermediate_size // spec.widths.hidden_size,
         "num_attention_heads": spec.widths.num_attention_heads // spec.widths.num_key_value_heads,
     }
-    return adapt_run(folder, folder, zero_stage, RANKS, expansion=expansion, l_fp=spec.num_layers // 5)
+    return adapt_run(
+        folder, folder, zero_stage, RANKS, expansion=expansion, l_fp=spec.num_layers // 5
+    )
 
 
 def measure(divisor: int, zero_stage: int, rounds: int, folder: Path) -> None:
@@ -140,7 +142,12 @@ class Saver:
         layout = describe_layout(Layout(RANKS), zero_stage, torch.bfloat16)
         self.folder, self.engine = config.folder, engine
         self.checkpoints = {
-            way: Checkpoints(self.folder / way, run, layout, Settings(keep_last=1, asynchronous=way == ASYNCHRONOUS))
+            way: Checkpoints(
+                self.folder / way,
+                run,
+                layout,
+                Settings(keep_last=1, asynchronous=way == ASYNCHRONOUS),
+            )
             for way in (OURS, ASYNCHRONOUS)
         }
 
@@ -156,7 +163,9 @@ class Saver:
             deepspeed_engine.save_checkpoint(str(self.folder / way), tag=f"step_{step}")
             saved = self.folder / way / f"step_{step}"
         else:
-            saved = self.checkpoints[way].save(self.engine, Position(step=step, tokens_seen=0, seconds=0.0))
+            saved = self.checkpoints[way].save(
+                self.engine, Position(step=step, tokens_seen=0, seconds=0.0)
+            )
         dist.barrier()
         blocked = time.perf_counter() - started
         if way == DEFAULT:
@@ -180,7 +189,10 @@ def trained_engine(config: RunConfig) -> Engine:
         held_values(parameter).detach().normal_(std=0.02)
     engine = Engine(model, config, settings, groups)
     tokens = torch.randint(spec.vocab_size, (1, SEQUENCE))
-    positions, documents = torch.arange(SEQUENCE).unsqueeze(0), Documents.of(torch.zeros_like(tokens))
+    positions, documents = (
+        torch.arange(SEQUENCE).unsqueeze(0),
+        Documents.of(torch.zeros_like(tokens)),
+    )
     engine.backward(engine.loss(MicroBatch(tokens, tokens, positions, documents))[0])
     engine.step(1e-3)
     return engine
@@ -192,7 +204,9 @@ def main() -> None:
     parser.add_argument("--divisor", type=int, help=f"of every width; default {DIVISORS}")
     parser.add_argument("--zero-stages", nargs="+", type=int, choices=[1, 2, 3], default=[1, 3])
     parser.add_argument("--rounds", type=int, default=5, help="timed saves a way, after a warm-up")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="on the disk to be measured")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs"), help="on the disk to be measured"
+    )
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)  # on a rank
     options = parser.parse_args()
     if options.measure:
@@ -207,8 +221,13 @@ def main() -> None:
             write_json(Path(folder, "config.json"), narrow_base(base, divisor))
             arguments = (divisor, stage, options.rounds, Path(folder).resolve())
             if run_ranks(["-m", "benchmarks.checkpoint", "--measure", *map(str, arguments)], RANKS):
-                raise SystemExit(f"error: {base}, ZeRO-{stage}: a rank failed; its traceback is above")
-            rows += [{"base": base} | row for row in json.loads(Path(folder, ROWS).read_text(encoding="utf-8"))]
+                raise SystemExit(
+                    f"error: {base}, ZeRO-{stage}: a rank failed; its traceback is above"
+                )
+            rows += [
+                {"base": base} | row
+                for row in json.loads(Path(folder, ROWS).read_text(encoding="utf-8"))
+            ]
     print_rows(rows)
     write_rows(options, rows)
 

@@ -24,9 +24,19 @@ from typing import Any
 import orjson
 import yaml
 from datatrove.executor import LocalPipelineExecutor
-from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.dedup import (
+    MinhashDedupBuckets,
+    MinhashDedupCluster,
+    MinhashDedupFilter,
+    MinhashDedupSignature,
+)
 from datatrove.pipeline.dedup.minhash import MinhashConfig
-from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter, LambdaFilter
+from datatrove.pipeline.filters import (
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+    LambdaFilter,
+)
 from datatrove.pipeline.formatters import FTFYFormatter, PIIFormatter, SymbolLinesFormatter
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers.jsonl import JsonlWriter
@@ -39,7 +49,7 @@ from pipeline.cleaning.blocks import Words
 from pipeline.cleaning.clean import clean
 from pipeline.cleaning.stages import CleaningJob, is_written_in
 from pipeline.config.data import Corpus
-from pipeline.data.units import default_unit_bytes, texts
+from pipeline.data.tokenize.units import default_unit_bytes, texts
 
 _LINES_A_PAGE = 12
 _COPIES = 0.1
@@ -57,14 +67,18 @@ def datatrove_alone(source: Path, output: Path) -> None:
     words, tasks = Words(), len([*source.glob("*.jsonl")])
     plain = TextNormConfig(norm_unicode_diacritics=False)
     config = MinhashConfig(norm_config=plain, hash_config=HashConfig(hash_fc="sha1"))
-    filtered, signatures, pairs, copies = (str(output / name) for name in ("filtered", "signatures", "pairs", "copies"))
+    filtered, signatures, pairs, copies = (
+        str(output / name) for name in ("filtered", "signatures", "pairs", "copies")
+    )
     stages: list[tuple[int, list[Any]]] = [
         (
             tasks,
             [
                 JsonlReader(str(source)),
                 FTFYFormatter(normalization="NFC"),
-                LambdaFilter(partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])),
+                LambdaFilter(
+                    partial(is_written_in, re.compile(rules["script"]), rules["min_script_share"])
+                ),
                 SymbolLinesFormatter(),
                 GopherRepetitionFilter(language=words, **rules["repetition"]),
                 GopherQualityFilter(language=words, **rules["quality"]),
@@ -76,10 +90,19 @@ def datatrove_alone(source: Path, output: Path) -> None:
         ),
         (config.num_buckets, [MinhashDedupBuckets(signatures, pairs, None, config)]),
         (1, [MinhashDedupCluster(pairs, copies, config)]),
-        (tasks, [JsonlReader(filtered), MinhashDedupFilter(copies), JsonlWriter(str(output / "cleaned"))]),
+        (
+            tasks,
+            [
+                JsonlReader(filtered),
+                MinhashDedupFilter(copies),
+                JsonlWriter(str(output / "cleaned")),
+            ],
+        ),
     ]
     for number, (count, blocks) in enumerate(stages):
-        LocalPipelineExecutor(blocks, count, workers=1, logging_dir=str(output / "logs" / str(number))).run()
+        LocalPipelineExecutor(
+            blocks, count, workers=1, logging_dir=str(output / "logs" / str(number))
+        ).run()
 
 
 _CONTENDERS = {"ours": ours, "datatrove alone": datatrove_alone}
@@ -89,8 +112,14 @@ def main() -> None:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--mib", type=float, nargs="+", default=[100], help="sizes of the crawl (default: 100)")
-    add("--rounds", type=int, default=1, help="runs of each contender; the best counts (default: 1)")
-    add("--scratch", type=Path, help="folder for the temporary crawl and outputs, about three times its size")
+    add(
+        "--rounds", type=int, default=1, help="runs of each contender; the best counts (default: 1)"
+    )
+    add(
+        "--scratch",
+        type=Path,
+        help="folder for the temporary crawl and outputs, about three times its size",
+    )
     add("--contender", nargs=3, metavar=("NAME", "SOURCE", "OUTPUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contender:
@@ -108,12 +137,22 @@ def _compared(mib: float, rounds: int, scratch: Path | None) -> Iterator[Row]:
         megabytes = _write_crawl(source, int(mib * 2**20)) / 1e6
 
         def run(name: str) -> Usage:
-            command = [sys.executable, "-m", "benchmarks.cleaning", "--contender", name, str(source), str(output)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.cleaning",
+                "--contender",
+                name,
+                str(source),
+                str(output),
+            ]
             usage = usage_of(command)
             shutil.rmtree(output)
             return usage
 
-        for name, runs in in_turns({name: partial(run, name) for name in _CONTENDERS}, rounds).items():
+        for name, runs in in_turns(
+            {name: partial(run, name) for name in _CONTENDERS}, rounds
+        ).items():
             best = best_of(runs)
             speed = {"megabytes_per_cpu_second": megabytes / best.cpu_seconds}
             yield {"contender": name, "megabytes": megabytes, **best._asdict(), **speed}
@@ -122,7 +161,12 @@ def _compared(mib: float, rounds: int, scratch: Path | None) -> Iterator[Row]:
 def _write_crawl(folder: Path, size: int) -> int:
     """Files of about `size` bytes in all, each as large as one of our units of work; returns their size."""
     folder.mkdir()
-    lines = [line for text in texts([str(DATA / "ko" / "reviews.jsonl.zst")]) for line in text.split("\n") if line]
+    lines = [
+        line
+        for text in texts([str(DATA / "ko" / "reviews.jsonl.zst")])
+        for line in text.split("\n")
+        if line
+    ]
     draw, written, number = random.Random(1), 0, 0
     while written < size:
         with (folder / f"{number:05d}.jsonl").open("wb") as file:

@@ -24,12 +24,12 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.results import Row, in_turns, make_parser, print_rows, write_rows
 from pipeline import command_line
-from pipeline.conversion.combine import base_entries
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
-from pipeline.conversion.remote_code.configuration_scale_combined import CombinedConfig
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
-from pipeline.conversion.remote_code.scale_gate import ScaleGate
+from pipeline.combination.combine import base_entries
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.remote_code.scale_gate import ScaleGate
 
 SHARES = (8, 2)
 """An expansion is one such part of each width."""
@@ -60,8 +60,17 @@ def models(
     features: str = "token",
 ) -> dict[str, PreTrainedModel]:
     """The base and its exports by name, with random weights. Half as many key/value heads as heads."""
-    sizes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": vocab_size, "max_position_embeddings": CONTEXT}
-    sizes |= {"head_dim": HEAD_DIM, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": CONTEXT,
+    }
+    sizes |= {
+        "head_dim": HEAD_DIM,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
 
     def widths(hidden_size: int) -> dict[str, int]:
         heads = hidden_size // HEAD_DIM
@@ -69,14 +78,21 @@ def models(
         return {"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, **of_heads}
 
     frequencies = (10000.0 ** -(torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)).tolist()
-    rotary = {"frequencies": frequencies, "context": None, "attention_factor": 1.0, "long_frequencies": None}
+    rotary = {
+        "frequencies": frequencies,
+        "context": None,
+        "attention_factor": 1.0,
+        "long_frequencies": None,
+    }
     base = widths(hidden_size)
     made: dict[str, PreTrainedModel] = {"base": LlamaForCausalLM(LlamaConfig(**sizes, **base))}
     for share in SHARES:
         wider = widths(hidden_size + hidden_size // share)
         scale: dict[str, Any] = {
             **sizes,
-            **{name: size if name.startswith("num") else base[name] for name, size in wider.items()},
+            **{
+                name: size if name.startswith("num") else base[name] for name, size in wider.items()
+            },
             **{f"expansion_{name}": size - base[name] for name, size in wider.items()},
             "base_vocab_size": vocab_size,
             "l_fp": layers // 2,
@@ -88,11 +104,15 @@ def models(
         }
         made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
         made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
-        made[f"1/{share}, gate shut"] = ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
+        made[f"1/{share}, gate shut"] = ScaleForCausalLM(
+            ScaleConfig(**scale, gate_layer=layers // 2)
+        )
         if share == SHARES[0]:
             several = CombinedForCausalLM(CombinedConfig(**base_entries(scale)))
             for index in range(SEVERAL):
-                several.expansions.append(ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2)))
+                several.expansions.append(
+                    ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
+                )
                 several.names.append(str(index))
                 several.pieces.append(range(vocab_size, vocab_size))
                 several.share_base()
@@ -102,7 +122,9 @@ def models(
         model.to(dtype).eval().set_attn_implementation("sdpa")
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-    for gate in (part for model in made.values() for part in model.modules() if isinstance(part, ScaleGate)):
+    for gate in (
+        part for model in made.values() for part in model.modules() if isinstance(part, ScaleGate)
+    ):
         gate.weight.data.zero_()[0] = 1
         gate.std.data.fill_(1)
     of_base = made["base"]
@@ -110,38 +132,58 @@ def models(
         if isinstance(model, ScaleForCausalLM):
             for layer, same in zip(model.layers, of_base.model.layers, strict=True):
                 for name, matrix in MATRICES.items():
-                    setattr(layer.get_submodule(name).base, "weight", same.get_submodule(matrix).weight)  # noqa: B010
+                    setattr(
+                        layer.get_submodule(name).base, "weight", same.get_submodule(matrix).weight
+                    )  # noqa: B010
             model.output.base = of_base.lm_head.weight
             model.embedding.base.weight.data[OPENING, 0] = 1e3
     several.share_base()
-    made |= {name.replace("gate shut", state): model for name, model in made.items() for state in THRESHOLDS}
+    made |= {
+        name.replace("gate shut", state): model
+        for name, model in made.items()
+        for state in THRESHOLDS
+    }
     return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
 
 
 @torch.no_grad()
-def seconds(name: str, model: PreTrainedModel, new_tokens: int, prompt_tokens: int, batch: int) -> float:
+def seconds(
+    name: str, model: PreTrainedModel, new_tokens: int, prompt_tokens: int, batch: int
+) -> float:
     """The time that one turn takes."""
     if (threshold := THRESHOLDS.get(name.partition(", ")[2])) is not None:
         # Of several expansions the first one's opens.
-        for index, gate in enumerate(part for part in model.modules() if isinstance(part, ScaleGate)):
+        for index, gate in enumerate(
+            part for part in model.modules() if isinstance(part, ScaleGate)
+        ):
             gate.threshold = threshold if index == 0 else THRESHOLDS["gate shut"]
     prompt, start = torch.arange(prompt_tokens).remainder(32).repeat(batch, 1), time.perf_counter()
     if name.endswith("one open"):
         prompt[0, -1] = OPENING
     limits = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits)
+    found = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **limits
+    )
     assert found.shape[1] == prompt.shape[1] + new_tokens
     return time.perf_counter() - start
 
 
 def measure(
-    made: dict[str, PreTrainedModel], new_tokens: int, turns: int, prompt_tokens: int = 16, batch: int = 1
+    made: dict[str, PreTrainedModel],
+    new_tokens: int,
+    turns: int,
+    prompt_tokens: int = 16,
+    batch: int = 1,
 ) -> list[Row]:
     """A row for each model: its fastest turn, tokens a second, and its time over the base's."""
     for name, model in made.items():
         seconds(name, model, 2, prompt_tokens, batch)  # warms up: memory, threads
     taken = in_turns(
-        {name: partial(seconds, name, model, new_tokens, prompt_tokens, batch) for name, model in made.items()}, turns
+        {
+            name: partial(seconds, name, model, new_tokens, prompt_tokens, batch)
+            for name, model in made.items()
+        },
+        turns,
     )
     return [
         {
@@ -165,7 +207,12 @@ def main() -> None:
     add("--new-tokens", type=positive, default=32, help="of a turn (default: 32)")
     add("--prompt-tokens", type=positive, default=16, help="before them (default: 16)")
     add("--batch", type=positive, default=1, help="texts at a time (default: 1)")
-    add("--gate-features", choices=["token", "token+running_mean"], default="token", help="what gates read")
+    add(
+        "--gate-features",
+        choices=["token", "token+running_mean"],
+        default="token",
+        help="what gates read",
+    )
     add("--turns", type=positive, default=5, help="of each model (default: 5)")
     add("--threads", type=positive, default=1, help="of torch (default: 1)")
     options = parser.parse_args()

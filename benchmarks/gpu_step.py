@@ -59,7 +59,9 @@ SHAPES = {
     "1b-4096": Shape(BASES / "llama-3.2-1b.json", 4, 4096, 3),
     "8b-4096": Shape(BASES / "llama-3.1-8b.json", 1, 4096, 6),
     "102m": Shape(BASES / "llama-102m.json", 4, 256, 6),
-    "moe-96m": Shape(BASES / "qwen3-moe-96m.json", 4, 256, 3),  # 64 experts, of which a token takes 8
+    "moe-96m": Shape(
+        BASES / "qwen3-moe-96m.json", 4, 256, 3
+    ),  # 64 experts, of which a token takes 8
 }
 ON_A_GPU, ON_A_CPU = ("1b-8192", "1b-4096", "8b-4096"), ("102m", "moe-96m")
 TINY = Shape(STORIES / "config.json", 1, 16, 2)
@@ -81,7 +83,12 @@ class Variant(NamedTuple):
 
     def __str__(self) -> str:
         base = "" if self.base == "bf16" else f" + {self.base}"
-        return self.method + base + (" + compile" if self.compiled else "") + (" + liger" if self.liger else "")
+        return (
+            self.method
+            + base
+            + (" + compile" if self.compiled else "")
+            + (" + liger" if self.liger else "")
+        )
 
 
 def all_variants(*, compiled: bool) -> list[Variant]:
@@ -90,7 +97,9 @@ def all_variants(*, compiled: bool) -> list[Variant]:
     variants = [Variant(method) for method in (*OURS, *THEIRS)]
     variants += [*(Variant(method, liger=True) for method in THEIRS), *quantized]
     if compiled:
-        plain = [Variant(method) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")]
+        plain = [
+            Variant(method) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")
+        ]
         variants += [variant._replace(compiled=True) for variant in (*plain, *quantized)]
     return variants
 
@@ -134,7 +143,9 @@ def their_model(variant: Variant, shape: Shape, device: torch.device) -> nn.Modu
     from transformers import AutoConfig, AutoModelForCausalLM
 
     has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    config = AutoConfig.from_pretrained(shape.architecture, local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(
+        shape.architecture, local_files_only=True, trust_remote_code=False
+    )
     config.use_cache = False
     attention = "flash_attention_2" if has_flash else "sdpa"
     model: nn.Module = AutoModelForCausalLM.from_config(
@@ -196,11 +207,15 @@ class Contender:
     One that has a `fault`, such as too little memory, gets no more turns.
     """
 
-    def __init__(self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.variant, self.shape, self.device, self.dtype = variant, shape, device, dtype
         self.seconds: list[float] = []
         self.peak_gib: float | None = None
-        missing = [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]
+        missing = [
+            name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None
+        ]
         self.fault = f"needs {', '.join(missing)}" if variant.liger and missing else ""
         self.trained_parameters = 0
         self.model: nn.Module | None = None
@@ -217,7 +232,9 @@ class Contender:
         except torch.OutOfMemoryError:
             self.fault, self.model = "out of memory", None
         self._release()
-        self.peak_gib = max((gib for gib in (self.peak_gib, peak.gib()) if gib is not None), default=None)
+        self.peak_gib = max(
+            (gib for gib in (self.peak_gib, peak.gib()) if gib is not None), default=None
+        )
 
     def _build(self) -> None:
         variant, shape, device = self.variant, self.shape, self.device
@@ -227,11 +244,15 @@ class Contender:
             if theirs:
                 model = their_model(variant, shape, device)
             else:
-                ours = our_model(variant.method, read_spec(shape.architecture), shape.l_fp, variant.base)
+                ours = our_model(
+                    variant.method, read_spec(shape.architecture), shape.l_fp, variant.base
+                )
                 if variant.compiled:
                     ours.compile_layers(compiler(device))
                 model = ours.to(device)
-        tokens = torch.randint(read_spec(shape.architecture).vocab_size, (shape.batch_size, shape.sequence_length))
+        tokens = torch.randint(
+            read_spec(shape.architecture).vocab_size, (shape.batch_size, shape.sequence_length)
+        )
         # A document a row: the work is that of transformers, by the kernel for packed documents.
         documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(device))
         tokens = tokens.to(device)
@@ -294,7 +315,9 @@ class Contender:
         row: Row = {"variant": str(self.variant), "outcome": self.fault or "no time left"}
         if self.fault or not self.seconds:
             return row
-        counted = {"transformers_fft": "fft", "peft_lora": "lora"}.get(self.variant.method, self.variant.method)
+        counted = {"transformers_fft": "fft", "peft_lora": "lora"}.get(
+            self.variant.method, self.variant.method
+        )
         seconds = statistics.median(self.seconds)
         rate = self.shape.batch_size * self.shape.sequence_length / seconds
         per_token = flops_per_token(counted, self.shape)
@@ -315,27 +338,52 @@ def rows_of(contenders: Sequence[Contender]) -> list[Row]:
     """Their rows, with the time over that of our full fine-tuning and of PEFT's LoRA."""
     rows = [own.row() for own in contenders]
     for name, of in (("ratio_to_fft", "fft"), ("ratio_to_peft_lora", "peft_lora")):
-        reference = next((row.get("seconds_per_step") for row in rows if row["variant"] == of), None)
+        reference = next(
+            (row.get("seconds_per_step") for row in rows if row["variant"] == of), None
+        )
         for row in rows:
             if reference and "seconds_per_step" in row:
                 row[name] = row["seconds_per_step"] / reference
     return rows
 
 
-TIMES = ("tokens_per_second", "tflops", "peak_memory_gib", "seconds_per_step", "seconds_min", "seconds_max")
+TIMES = (
+    "tokens_per_second",
+    "tflops",
+    "peak_memory_gib",
+    "seconds_per_step",
+    "seconds_min",
+    "seconds_max",
+)
 COLUMNS = ("variant", *TIMES, "ratio_to_fft", "ratio_to_peft_lora", "trained_parameters", "outcome")
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--cpu", action="store_true", help="measure on the CPU, in fp32, without compiled layers")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes in place of the large ones: tries every row")
+    parser.add_argument(
+        "--cpu", action="store_true", help="measure on the CPU, in fp32, without compiled layers"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="tiny shapes in place of the large ones: tries every row",
+    )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, help="default: all of the device")
-    parser.add_argument("--variant", nargs="+", metavar="NAME", help='as the table names them: "adapt + compile"')
-    parser.add_argument("--rounds", type=command_line.positive, default=3, help="turns of each variant; default 3")
-    parser.add_argument("--steps", type=command_line.positive, default=3, help="measured steps a turn; default 3")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="a shape's time; then no turn begins")
-    parser.add_argument("--threads", type=command_line.positive, help="default: all cores; 1 with --tiny")
+    parser.add_argument(
+        "--variant", nargs="+", metavar="NAME", help='as the table names them: "adapt + compile"'
+    )
+    parser.add_argument(
+        "--rounds", type=command_line.positive, default=3, help="turns of each variant; default 3"
+    )
+    parser.add_argument(
+        "--steps", type=command_line.positive, default=3, help="measured steps a turn; default 3"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="a shape's time; then no turn begins"
+    )
+    parser.add_argument(
+        "--threads", type=command_line.positive, help="default: all cores; 1 with --tiny"
+    )
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
@@ -346,8 +394,12 @@ def main() -> None:
     names = options.shape or (ON_A_CPU if options.cpu and not options.tiny else ON_A_GPU)
     variants = all_variants(compiled=options.tiny or not options.cpu or bool(options.variant))
     if unknown := sorted(set(options.variant or ()) - {str(variant) for variant in variants}):
-        raise ConfigError(f"--variant: expected some of {', '.join(map(str, variants))}; found {', '.join(unknown)}")
-    wanted = [variant for variant in variants if not options.variant or str(variant) in options.variant]
+        raise ConfigError(
+            f"--variant: expected some of {', '.join(map(str, variants))}; found {', '.join(unknown)}"
+        )
+    wanted = [
+        variant for variant in variants if not options.variant or str(variant) in options.variant
+    ]
     name = "cpu" if options.cpu else torch.cuda.get_device_name()
     rows: dict[str, list[Row]] = {}
     torch.manual_seed(0)
@@ -355,7 +407,9 @@ def main() -> None:
 
     def keep(shape: str, contenders: Sequence[Contender]) -> None:
         rows[shape] = [{"shape": shape, **row} for row in rows_of(contenders)]
-        write_rows(options, list(chain.from_iterable(rows.values())), device=name, torch=torch.__version__)
+        write_rows(
+            options, list(chain.from_iterable(rows.values())), device=name, torch=torch.__version__
+        )
 
     for shape_name in names:
         deadline = time.monotonic() + options.seconds
@@ -365,7 +419,9 @@ def main() -> None:
         for own in [own for _ in range(options.rounds) for own in contenders]:
             if not own.fault and time.monotonic() < deadline:
                 own.turn(options.steps)
-                keep(shape_name, contenders)  # after every turn: a limit of time may end the process
+                keep(
+                    shape_name, contenders
+                )  # after every turn: a limit of time may end the process
         keep(shape_name, contenders)
         print(f"{shape_name}:")
         print_rows(rows[shape_name], COLUMNS)

@@ -18,13 +18,15 @@ Row = dict[str, Any]
 """What was measured of one contender, the units in the names; what could not be measured is missing."""
 ROOT = Path(__file__).resolve().parents[1]
 BASES = ROOT / "configs" / "bases"
-STORIES = ROOT / "data" / "models" / "stories260K"
+STORIES = ROOT / "examples" / "data" / "models" / "stories260K"
 _Found = TypeVar("_Found")
 
 
 def make_parser(text: str | None) -> argparse.ArgumentParser:
     """A benchmark's parser; `text` is its docstring."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="where to write the rows")
     return parser
 
@@ -62,7 +64,9 @@ def write_rows(options: argparse.Namespace, rows: Sequence[Row], **about: object
 def eighth_of(spec: DecoderSpec) -> dict[str, int]:
     """An expansion in the paper's proportions; heads grow by whole groups."""
     widths = spec.widths
-    heads = max(widths.num_attention_heads // 8, widths.num_attention_heads // widths.num_key_value_heads)
+    heads = max(
+        widths.num_attention_heads // 8, widths.num_attention_heads // widths.num_key_value_heads
+    )
     return {
         "hidden_size": widths.hidden_size // 8,
         "intermediate_size": widths.intermediate_size // 8,
@@ -70,7 +74,9 @@ def eighth_of(spec: DecoderSpec) -> dict[str, int]:
     }
 
 
-def adapt_run(folder: Path, base: Path, zero: int, sequences: int, tp_size: int = 1, **changes: Any) -> RunConfig:  # noqa: ANN401
+def adapt_run(
+    folder: Path, base: Path, zero: int, sequences: int, tp_size: int = 1, **changes: Any
+) -> RunConfig:  # noqa: ANN401
     """A run of Adapt on `text.txt` in `folder`, one sequence a micro-batch; `changes` are of its method."""
     from pipeline.model.from_hf import read_spec  # imports torch, which not every benchmark needs
 
@@ -79,9 +85,25 @@ def adapt_run(folder: Path, base: Path, zero: int, sequences: int, tp_size: int 
     length = min(4096, spec.max_position_embeddings)
     values = {
         **{"name": "benchmark", "folder": str(folder), "base": str(base)},
-        "method": {"name": "scale", "variant": "adapt", "expansion": eighth_of(spec), "l_fp": 1, **changes},
-        "data": {"folder": str(folder), "sequence_length": length, "document_mask": False, "corpora": corpora},
-        "schedule": {"steps": 1, "global_batch_size": sequences, "micro_batch_size": 1, "learning_rate": 1e-3},
+        "method": {
+            "name": "scale",
+            "variant": "adapt",
+            "expansion": eighth_of(spec),
+            "l_fp": 1,
+            **changes,
+        },
+        "data": {
+            "folder": str(folder),
+            "sequence_length": length,
+            "document_mask": False,
+            "corpora": corpora,
+        },
+        "schedule": {
+            "steps": 1,
+            "global_batch_size": sequences,
+            "micro_batch_size": 1,
+            "learning_rate": 1e-3,
+        },
         "parallel": {"tp_size": tp_size},
         "deepspeed": f"ds_configs/zero{zero}.json",
     }

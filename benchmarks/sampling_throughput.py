@@ -25,9 +25,9 @@ from transformers import GenerationConfig
 
 from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.data.chats import chat_template
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.tokenizer.chats import chat_template
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
+from pipeline.hf.folder import load_hf_model
 from pipeline.rehearsal.generation import BaseWriter
 
 ALONE = "generate, one at a time"
@@ -45,21 +45,31 @@ def opened(base: Path, tokenizer: Tokenizer, documents: int, chats: Path | None)
         read = [json.loads(line)["messages"][:-1] for line in islice(lines, documents)]
     texts = [chat_template(base).opened(messages) for messages in read]
     found = [np.array(tokenizer.reference.encode([text]).ids.tolist()) for text in texts]
-    return [start if number % 10 == 0 else found[number % len(found)] for number in range(documents)]
+    return [
+        start if number % 10 == 0 else found[number % len(found)] for number in range(documents)
+    ]
 
 
 @torch.inference_mode()
-def generated(model: Any, tokenizer: Tokenizer, size: int, openings: list[Ids], max_tokens: int, seed: int) -> int:  # noqa: ANN401
+def generated(
+    model: Any, tokenizer: Tokenizer, size: int, openings: list[Ids], max_tokens: int, seed: int
+) -> int:  # noqa: ANN401
     """The tokens that `generate` writes after the openings, `size` at a time."""
     torch.manual_seed(seed)
     ends = [tokenizer.document_end[-1], *tokenizer.document_start[:1]]
-    settings = GenerationConfig(do_sample=True, top_k=0, max_length=max_tokens, eos_token_id=ends, pad_token_id=ends[0])
+    settings = GenerationConfig(
+        do_sample=True, top_k=0, max_length=max_tokens, eos_token_id=ends, pad_token_id=ends[0]
+    )
     tokens = 0
     for first in range(0, len(openings), size):
         batch = openings[first : first + size]
         width = max(map(len, batch))
-        given = torch.tensor([[ends[0]] * (width - len(opening)) + opening.tolist() for opening in batch])
-        mask = torch.tensor([[0] * (width - len(opening)) + [1] * len(opening) for opening in batch])
+        given = torch.tensor(
+            [[ends[0]] * (width - len(opening)) + opening.tolist() for opening in batch]
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(opening)) + [1] * len(opening) for opening in batch]
+        )
         written = model.generate(given, attention_mask=mask, generation_config=settings)[:, width:]
         ended = torch.isin(written, torch.tensor(ends)).cumsum(dim=1)
         tokens += int((ended.cumsum(dim=1) <= 1).sum())
@@ -68,12 +78,19 @@ def generated(model: Any, tokenizer: Tokenizer, size: int, openings: list[Ids], 
 
 def sampled(writer: BaseWriter, size: int, openings: list[Ids], max_tokens: int, seed: int) -> int:
     """The same by `scale-cpt sample`."""
-    written = writer.write(openings, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed)
+    written = writer.write(
+        openings, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed
+    )
     return sum(map(len, written)) - sum(map(len, openings))
 
 
 def measure(
-    base: Path, batch_sizes: list[int], documents: int, max_tokens: int, turns: int, chats: Path | None
+    base: Path,
+    batch_sizes: list[int],
+    documents: int,
+    max_tokens: int,
+    turns: int,
+    chats: Path | None,
 ) -> list[Row]:
     """A row for each way: tokens a second in its fastest turn, and how many times those of one at a time."""
     tokenizer, model = load_tokenizer(base), load_hf_model(base)
@@ -99,16 +116,36 @@ def measure(
 def main() -> None:
     parser = make_parser(__doc__)
     add, positive = parser.add_argument, command_line.positive
-    add("--base", type=Path, default=Path("data/models/stories260K"), help="default: data/models/stories260K")
-    add("--chats", type=Path, help="JSONL of messages to answer; every tenth document is text (default: all are)")
-    add("--batch-sizes", type=positive, nargs="+", default=[32, 128], help="documents at a time (default: 32 128)")
+    add(
+        "--base",
+        type=Path,
+        default=Path("examples/data/models/stories260K"),
+        help="default: examples/data/models/stories260K",
+    )
+    add(
+        "--chats",
+        type=Path,
+        help="JSONL of messages to answer; every tenth document is text (default: all are)",
+    )
+    add(
+        "--batch-sizes",
+        type=positive,
+        nargs="+",
+        default=[32, 128],
+        help="documents at a time (default: 32 128)",
+    )
     add("--documents", type=positive, default=256, help="of a turn (default: 256)")
     add("--max-tokens", type=positive, default=512, help="of a document (default: 512)")
     add("--turns", type=positive, default=3, help="of each way (default: 3)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(
-        options.base, options.batch_sizes, options.documents, options.max_tokens, options.turns, options.chats
+        options.base,
+        options.batch_sizes,
+        options.documents,
+        options.max_tokens,
+        options.turns,
+        options.chats,
     )
     print_rows(rows)
     write_rows(options, rows)

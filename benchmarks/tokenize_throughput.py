@@ -25,10 +25,10 @@ from typing import NamedTuple
 import orjson
 
 from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
-from pipeline.data.units import texts
+from pipeline.data.tokenize.units import texts
 from pipeline.files import write_json
 
-DATA = ROOT / "data"
+DATA = ROOT / "examples" / "data"
 OURS = [sys.executable, "-m", "pipeline", "tokenize"]
 # `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by ids, saved as Arrow.
 DATASETS_MAP = """
@@ -67,11 +67,24 @@ def main() -> None:
     parser = make_parser(__doc__)
     add = parser.add_argument
     korean = [DATA / "ko" / name for name in ("reviews.jsonl.zst", "law.jsonl.zst")]
-    add("--english", nargs="+", default=[DATA / "en" / "gutenberg.jsonl.zst"], metavar="FILE", help="English text")
+    add(
+        "--english",
+        nargs="+",
+        default=[DATA / "en" / "gutenberg.jsonl.zst"],
+        metavar="FILE",
+        help="English text",
+    )
     add("--korean", nargs="+", default=korean, metavar="FILE", help="Korean text")
     add("--mib", type=float, default=0, help="repeat the text up to this many MiB (default: once)")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes of each contender")
-    add("--rounds", type=int, default=3, help="runs of each contender; the best counts (default: 3)")
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes of each contender",
+    )
+    add(
+        "--rounds", type=int, default=3, help="runs of each contender; the best counts (default: 3)"
+    )
     add("--megatron", type=Path, help="a checkout of Megatron-LM")
     add("--ours", action="store_true", help="only this project, with gigatoken")
     add("--scratch", type=Path, help="folder for temporary texts and outputs")
@@ -86,7 +99,9 @@ def main() -> None:
         write_json(tokenizer / "tokenizer_config.json", settings)
         for language, inputs in (("english", options.english), ("korean", options.korean)):
             source = folder / f"{language}.jsonl"
-            once = b"".join(orjson.dumps({"text": text}) + b"\n" for text in texts(list(map(str, inputs))))
+            once = b"".join(
+                orjson.dumps({"text": text}) + b"\n" for text in texts(list(map(str, inputs)))
+            )
             source.write_bytes(once * max(1, round(options.mib * 2**20 / len(once))))
             contenders = _contenders(options, source, tokenizer, folder / "out")
             rows += _compare(contenders, language, source, folder / "out", options.rounds)
@@ -94,26 +109,57 @@ def main() -> None:
     write_rows(options, rows, cores=os.cpu_count())
 
 
-def _contenders(options: argparse.Namespace, source: Path, tokenizer: Path, output: Path) -> dict[str, list[str]]:
+def _contenders(
+    options: argparse.Namespace, source: Path, tokenizer: Path, output: Path
+) -> dict[str, list[str]]:
     workers = str(options.workers)
-    ours = [*OURS, "--input", str(source), "--tokenizer", str(tokenizer), "--output", str(output), "--workers", workers]
+    ours = [
+        *OURS,
+        "--input",
+        str(source),
+        "--tokenizer",
+        str(tokenizer),
+        "--output",
+        str(output),
+        "--workers",
+        workers,
+    ]
     found = {"ours, gigatoken": ours}
     if options.ours:
         return found
     found["ours, tokenizers"] = [*ours, "--reference-only"]
     if options.megatron:
-        named = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
-        scripts = {"preprocess_data_fast.py": ["--use-gigatoken"], "preprocess_data.py": ["--workers", workers]}
+        named = [
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(tokenizer),
+            "--append-eod",
+        ]
+        scripts = {
+            "preprocess_data_fast.py": ["--use-gigatoken"],
+            "preprocess_data.py": ["--workers", workers],
+        }
         for script, own in scripts.items():
             program = [sys.executable, str(options.megatron / "tools" / script)]
             found[f"Megatron-LM, {script}"] = [
                 *program, "--input", str(source), "--output-prefix", str(output), *named, *own,
             ]  # fmt: skip
-    found["datasets.map"] = [sys.executable, "-c", DATASETS_MAP, str(source), str(tokenizer), str(output), workers]
+    found["datasets.map"] = [
+        sys.executable,
+        "-c",
+        DATASETS_MAP,
+        str(source),
+        str(tokenizer),
+        str(output),
+        workers,
+    ]
     return found
 
 
-def _compare(contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int) -> list[Row]:
+def _compare(
+    contenders: dict[str, list[str]], language: str, source: Path, output: Path, rounds: int
+) -> list[Row]:
     """The best of `rounds` runs of each, on the text of a language."""
 
     def run(command: list[str]) -> Usage:
@@ -122,7 +168,9 @@ def _compare(contenders: dict[str, list[str]], language: str, source: Path, outp
         return usage_of(command)
 
     rows, megabytes = [], source.stat().st_size / 1e6
-    for name, done in in_turns({name: partial(run, own) for name, own in contenders.items()}, rounds).items():
+    for name, done in in_turns(
+        {name: partial(run, own) for name, own in contenders.items()}, rounds
+    ).items():
         best = best_of(done)
         about = {"contender": f"{language}, {name}", "megabytes": megabytes}
         rows.append({**about, "megabytes_per_second": megabytes / best.seconds, **best._asdict()})
@@ -137,7 +185,12 @@ def best_of(runs: Sequence[Usage]) -> Usage:
 def usage_of(command: Sequence[str]) -> Usage:
     """Runs a command, which must succeed."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TOKENIZERS_PARALLELISM": "true",
+        "HF_HUB_OFFLINE": "1",
+    }
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", _WITH_USAGE, *command],
@@ -150,7 +203,9 @@ def usage_of(command: Sequence[str]) -> Usage:
     )
     elapsed = time.perf_counter() - began
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-3000:]}"
+        )
     cpu_seconds, peak_mib = map(float, done.stdout.split()[-2:])
     return Usage(elapsed, cpu_seconds, peak_mib)
 

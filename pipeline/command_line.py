@@ -19,23 +19,36 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from pipeline import log
-from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, ConfigError, UserError, exit_code_of, in_one_line
+from pipeline.errors import (
+    INTERNAL_FAULT,
+    INTERRUPTED,
+    ConfigError,
+    UserError,
+    exit_code_of,
+    in_one_line,
+)
 from pipeline.files import use_utf8, with_pages_found
 from pipeline.hub import model_folder
 
 
 def run_program(
-    add_options: Callable[[argparse.ArgumentParser], None], main: Callable[[argparse.Namespace], int | None], text: str
+    add_options: Callable[[argparse.ArgumentParser], None],
+    main: Callable[[argparse.Namespace], int | None],
+    text: str,
 ) -> None:
     """Runs a program by itself, a file of tools/ or `pipeline.train` on a rank; `text`, its docstring, is the help."""
     use_utf8()
     description = with_pages_found(text)
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(parser)
     run_parsed(main, parser.parse_args())
 
 
-def run_parsed(main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> None:
+def run_parsed(
+    main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace
+) -> None:
     """Runs the `main` of a program."""
 
     def checked() -> int | None:
@@ -50,7 +63,9 @@ def run(main: Callable[[], int | None]) -> None:
     """Runs `main` and exits with its code; a fault of the user or the file system, or Ctrl-C, ends in one line."""
     log.configure()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # a file's name is printed as it is, whatever its encoding
+        sys.stdout.reconfigure(
+            errors="surrogateescape"
+        )  # a file's name is printed as it is, whatever its encoding
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -105,7 +120,9 @@ def folder_or_hub(text: str) -> Path:
 
 def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
     """Adds --overwrite, for a program with an option --output."""
-    parser.add_argument("--overwrite", action="store_true", help="replace --output, whatever is there")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace --output, whatever is there"
+    )
 
 
 def positive(text: str) -> int:
@@ -120,7 +137,9 @@ def day(text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a date such as 2025-01-31, found {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected a date such as 2025-01-31, found {text!r}"
+        ) from None
 
 
 def mebibytes(text: str) -> int:

@@ -48,7 +48,12 @@ _BROKEN = {
     "zero_optimization.zero_quantized_nontrainable_weights": "it destroys a base that is frozen",
     "zero_optimization.leaf_module": "with a frozen base the backward pass fails",
 }
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfp16": torch.bfloat16,
+}
 _ELEMENTS = {
     "reduce_bucket_size": 500_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -79,7 +84,10 @@ _SWITCHES = {
 }
 _WHOLE_NUMBERS = {
     "steps_per_print",
-    *(f"zero_optimization.{name}" for name in (*_ELEMENTS, "allgather_bucket_size", "sub_group_size")),
+    *(
+        f"zero_optimization.{name}"
+        for name in (*_ELEMENTS, "allgather_bucket_size", "sub_group_size")
+    ),
 }
 _OBJECTS = {
     "bf16",
@@ -126,7 +134,10 @@ class DeepSpeedConfig:
 
         Copies within a node (hpZ) and on NVMe are made from whole values, which do not exist yet at that point.
         """
-        copied = self.zero.get("zero_hpz_partition_size", 1) > 1 or self.zero.get("mics_shard_size", 0) > 0
+        copied = (
+            self.zero.get("zero_hpz_partition_size", 1) > 1
+            or self.zero.get("mics_shard_size", 0) > 0
+        )
         on_nvme = self.zero.get("offload_param", {}).get("device") == "nvme"
         return self.zero_stage == 3 and not copied and not on_nvme
 
@@ -206,7 +217,9 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
         found = path if path.exists() else shipped() / path
         values = read_object(found, ConfigError, "name a JSON file of DeepSpeed in `deepspeed`")
     except FileNotFoundError:
-        raise ConfigError(f"deepspeed: {path}: no such file; the project's own are in ds_configs/") from None
+        raise ConfigError(
+            f"deepspeed: {path}: no such file; the project's own are in ds_configs/"
+        ) from None
     if faults := list(_faults(values, layout)):
         raise ConfigError(f"{path}: {len(faults)} fault(s): {'; '.join(faults)}")
     return DeepSpeedConfig(path, values)
@@ -222,7 +235,9 @@ def deepspeed_config_of(config: RunConfig, layout: Layout) -> DeepSpeedConfig:
             "name another deepspeed file"
         )
     offloaded = opened.offloads("optimizer")
-    if config.schedule.optimizer == "muon" and (offloaded or opened.zero.get("mics_shard_size", 0) > 0):
+    if config.schedule.optimizer == "muon" and (
+        offloaded or opened.zero.get("mics_shard_size", 0) > 0
+    ):
         setting = "offload_optimizer" if offloaded else "mics_shard_size"
         raise ConfigError(
             f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in {config.deepspeed}, "

@@ -140,9 +140,24 @@ class ConversionError(UserError):
 
 _DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _LONGEST_NAME = 4096
-_OF_THE_USER = {errno.EROFS, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_OF_THE_USER = {
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_PASSING = _FULL | {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO}
+_PASSING = _FULL | {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EREMOTEIO,
+}
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -224,7 +239,11 @@ def is_full_disk(error: BaseException) -> bool:
     """Whether `error` says that a disk or a quota is full, in the words of the system or of safetensors."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    number = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    number = (
+        re.search(r"\(os error (\d+)\)", str(error))
+        if type(error).__name__ == "SafetensorError"
+        else None
+    )
     return number is not None and int(number[1]) in _FULL
 
 

@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import BaseModelError, CheckpointError, faults_of_library
-from pipeline.files import FolderKind, file_hash, is_plain_name, published_folder, read_record, write_json
+from pipeline.files import (
+    FolderKind,
+    file_hash,
+    is_plain_name,
+    published_folder,
+    read_record,
+    write_json,
+)
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, read_shard
 
 _AGAIN = "make the expansion again"
@@ -82,10 +89,14 @@ class ExpansionFolder:
         with damaged, safe_open(file, framework="pt") as tensors:
             stored = tensors.get_slice(name)
             if tuple(stored.get_shape()) != shape:
-                raise CheckpointError(f"{file}: {name} has shape {stored.get_shape()}, expected {shape}; {_AGAIN}")
+                raise CheckpointError(
+                    f"{file}: {name} has shape {stored.get_shape()}, expected {shape}; {_AGAIN}"
+                )
             return read_shard(stored, partition, tp_rank, tp_size, rows)
 
-    def check_origin(self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int) -> None:
+    def check_origin(
+        self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int
+    ) -> None:
         """Raises if the folder was made from another base (BaseModelError) or with other settings (CheckpointError)."""
         if self.manifest.base_hashes != base_hashes:
             raise BaseModelError(
@@ -109,7 +120,9 @@ class ExpansionFolder:
         for name, expected in sorted(self.manifest.hashes.items())[share]:
             file = self.path / name
             if not file.is_file() or file_hash(file) != expected:
-                raise CheckpointError(f"{file}: damaged or missing (another SHA-256 than written); {_AGAIN}")
+                raise CheckpointError(
+                    f"{file}: damaged or missing (another SHA-256 than written); {_AGAIN}"
+                )
 
 
 def open_expansion(path: Path) -> ExpansionFolder:
@@ -117,14 +130,20 @@ def open_expansion(path: Path) -> ExpansionFolder:
     try:
         manifest = read_record(path / MANIFEST, ExpansionManifest, CheckpointError, _AGAIN)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: holds no expansion; make one with scale-cpt upscale") from None
+        raise CheckpointError(
+            f"{path}: holds no expansion; make one with scale-cpt upscale"
+        ) from None
     if not all(map(is_plain_name, {*manifest.tensors.values(), *manifest.hashes})):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
     return ExpansionFolder(path, manifest)
 
 
 def write_expansion(
-    path: Path, tensors: Iterable[tuple[str, Tensor]], origin: Mapping[str, Any], *, overwrite: bool | None = None
+    path: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    origin: Mapping[str, Any],
+    *,
+    overwrite: bool | None = None,
 ) -> None:
     """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once it is complete.
 
@@ -138,7 +157,9 @@ def write_expansion(
             save_file(held, folder / file)
             file_of |= dict.fromkeys(held, file)
             hashes[file] = file_hash(folder / file)
-        write_json(folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes})
+        write_json(
+            folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes}
+        )
 
 
 def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -28,7 +28,14 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import PASSING_FAULT, OutputError, UserError, exit_code_of, full_disk_names, in_one_line
+from pipeline.errors import (
+    PASSING_FAULT,
+    OutputError,
+    UserError,
+    exit_code_of,
+    full_disk_names,
+    in_one_line,
+)
 
 TEMPORARY_SUFFIX = ".partial"
 _CHECKSUM = "checksum"
@@ -42,7 +49,14 @@ _Result = TypeVar("_Result")
 _Record = TypeVar("_Record", bound=BaseModel)
 _UTF8_MODE = "PYTHONUTF8"
 _serial = itertools.count()
-_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EMLINK, errno.EACCES}
+_UNSUPPORTED = {
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.EMLINK,
+    errno.EACCES,
+}
 """How file systems refuse hard links, and a rename that does not replace."""
 _NO_REPLACE = 1  # RENAME_NOREPLACE
 _CLAIM_S = 10.0
@@ -137,7 +151,9 @@ def read_text(path: Path, error: type[UserError], advice: str = "copy it again")
         raise error(f"{path}: not UTF-8 ({fault.reason} at byte {fault.start}); {advice}") from None
 
 
-def read_object(path: Path, error: type[UserError], advice: str = "copy it again") -> dict[str, Any]:
+def read_object(
+    path: Path, error: type[UserError], advice: str = "copy it again"
+) -> dict[str, Any]:
     """The object in a JSON file. Raises as `read_bytes`, and `error` for other content."""
     try:
         value = orjson.loads(read_bytes(path, error, advice))
@@ -169,9 +185,13 @@ def read_record(
     except ValidationError as fault:
         raise error(f"{path}: {first_fault(fault)}; {advice}") from None
     if expected is None and needs_checksum:
-        raise error(f"{path}: has no checksum: an earlier version wrote it, or it was changed; {advice}")
+        raise error(
+            f"{path}: has no checksum: an earlier version wrote it, or it was changed; {advice}"
+        )
     if expected is not None and expected != _checksum_of(content):
-        raise error(f"{path}: does not match its checksum: it was changed or damaged after it was written; {advice}")
+        raise error(
+            f"{path}: does not match its checksum: it was changed or damaged after it was written; {advice}"
+        )
     return record
 
 
@@ -238,12 +258,16 @@ def _own_prefix(name: str) -> str:
 
 def own_temporary(path: Path) -> Path:
     """A name beside `path` that no other process chooses, of this machine or another one."""
-    return path.with_name(f"{_own_prefix(path.name)}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}")
+    return path.with_name(
+        f"{_own_prefix(path.name)}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
+    )
 
 
 def free_bytes(path: Path) -> int:
     """The bytes that statvfs reports as free for ordinary users on the file system of `path`, which need not exist."""
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    existing = next(
+        folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+    )
     system = os.statvfs(existing)
     return system.f_bavail * system.f_frsize
 
@@ -274,7 +298,9 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
             os.fsync(file.fileno())
         unfinished.replace(path)
     except IsADirectoryError:
-        raise UserError(f"{path}: expected a file, found a folder; move it away and start again") from None
+        raise UserError(
+            f"{path}: expected a file, found a folder; move it away and start again"
+        ) from None
     finally:
         unfinished.unlink(missing_ok=True)  # of a block that failed
     sync(path.parent)
@@ -379,24 +405,33 @@ class FolderKind(NamedTuple):
     format: str
 
 
-def check_replaceable(path: Path, kind: FolderKind | None, *, overwrite: bool | None = None) -> None:
+def check_replaceable(
+    path: Path, kind: FolderKind | None, *, overwrite: bool | None = None
+) -> None:
     """Decides for every writer of a folder what it may replace: nothing, an empty folder, or a folder of its `kind`.
 
     Raises OutputError where something else is at `path`. `kind` None replaces no other folder. `overwrite`: whether the
     user named `path` with `--overwrite`; None: the command has no such option.
     """
     path = Path(os.path.realpath(path))
-    if not path.exists() or (path.is_dir() and (overwrite or not any(path.iterdir()) or holds(kind, path))):
+    if not path.exists() or (
+        path.is_dir() and (overwrite or not any(path.iterdir()) or holds(kind, path))
+    ):
         return
     expected = "" if kind is None else f", or {kind.name} that is not damaged"
     advice = "" if overwrite is None else ", or say --overwrite"
     found = _format_in(path / "manifest.json") or "another folder or file"
-    raise OutputError(f"{path}: expected nothing here{expected}, found {found}; move it away{advice}")
+    raise OutputError(
+        f"{path}: expected nothing here{expected}, found {found}; move it away{advice}"
+    )
 
 
 def holds(kind: FolderKind | None, path: Path) -> bool:
     """Whether `path` is a folder of that kind, of any version, which is the last word of a format."""
-    return kind is not None and _format_in(path / kind.record).rpartition(" ")[0] == kind.format.rpartition(" ")[0]
+    return (
+        kind is not None
+        and _format_in(path / kind.record).rpartition(" ")[0] == kind.format.rpartition(" ")[0]
+    )
 
 
 def _format_in(record: Path) -> str:
@@ -408,13 +443,17 @@ def _format_in(record: Path) -> str:
 
 
 @contextlib.contextmanager
-def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | None = None) -> Iterator[Path]:
+def published_folder(
+    path: Path, kind: FolderKind | None, *, overwrite: bool | None = None
+) -> Iterator[Path]:
     """A temporary folder to fill, which replaces `path`, or what a link there leads to, when the block succeeds.
 
     Raises as `check_replaceable`.
     """
     path = Path(os.path.realpath(path))
-    if _aside(path).exists() and not path.exists():  # a program that replaced it ended before the new one was there
+    if (
+        _aside(path).exists() and not path.exists()
+    ):  # a program that replaced it ended before the new one was there
         _aside(path).rename(path)
     check_replaceable(path, kind, overwrite=overwrite)
     own = _own_prefix(path.name)
@@ -432,7 +471,9 @@ def published_folder(path: Path, kind: FolderKind | None, *, overwrite: bool | N
             for file in partial.rglob("*"):
                 if file.is_file():
                     if file.stat().st_nlink == 1:  # not also one of another folder
-                        file.chmod(readable)  # safetensors makes files that their owner alone can read
+                        file.chmod(
+                            readable
+                        )  # safetensors makes files that their owner alone can read
                     sync(file)
             sync(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours
@@ -473,7 +514,9 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # for a folder some network file systems refuse it, and do not need it
+        if (
+            not path.is_dir()
+        ):  # for a folder some network file systems refuse it, and do not need it
             raise
     finally:
         os.close(descriptor)
@@ -503,7 +546,7 @@ def with_pages_found(text: str) -> str:
     return _PAGE.sub(found, text)
 
 
-SHIPPED = ("configs", "ds_configs", "slurm", "data")
+SHIPPED = ("configs", "ds_configs", "slurm", "examples")
 """What a folder to work in holds: configurations, batch scripts, and the demo's model and texts."""
 
 

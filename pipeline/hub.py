@@ -15,8 +15,16 @@ from pipeline.errors import BaseModelError, faults_of_library
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt")
-# An export passes them on, and its own card quotes the base's (pipeline/conversion/hf_folder.py).
-_TERMS = ("README.md", "LICEN[CS]E*", "[Ll]icen[cs]e*", "NOTICE*", "COPYRIGHT*", "COPYING*", "*USE_POLICY*")
+# An export passes them on, and its own card quotes the base's (pipeline/hf/folder.py).
+_TERMS = (
+    "README.md",
+    "LICEN[CS]E*",
+    "[Ll]icen[cs]e*",
+    "NOTICE*",
+    "COPYRIGHT*",
+    "COPYING*",
+    "*USE_POLICY*",
+)
 _WEIGHTS = "*.safetensors"
 # Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.
 _IGNORED = ("*/*", "consolidated*")
@@ -40,7 +48,9 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
         return path
     from huggingface_hub import snapshot_download  # only who names a model on the hub waits for it
 
-    what = f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub ({ADVICE})"
+    what = (
+        f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub ({ADVICE})"
+    )
     with faults_of_library(what, BaseModelError):
         found = snapshot_download(
             named["repo"],

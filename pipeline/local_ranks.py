@@ -68,17 +68,25 @@ def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> 
     while running:
         ended = {rank: process for rank, process in running.items() if process.poll() is not None}
         # An abort may be only the consequence of what another rank met in the same moment.
-        for rank, process in sorted(ended.items(), key=lambda item: item[1].returncode == -signal.SIGABRT):
+        for rank, process in sorted(
+            ended.items(), key=lambda item: item[1].returncode == -signal.SIGABRT
+        ):
             del running[rank]
             deadline = deadline or time.monotonic() + grace_s
             if process.returncode < 0:
                 _logger.error("rank %d was killed by signal %d", rank, -process.returncode)
             if first_failed is not None and process.returncode == -signal.SIGABRT:
-                _logger.error("rank %d aborted because rank %d had failed before", rank, first_failed)
+                _logger.error(
+                    "rank %d aborted because rank %d had failed before", rank, first_failed
+                )
                 continue
             if process.returncode != 0 and first_failed is None:
                 first_failed = rank
-            highest = max(highest, process.returncode, 128 - process.returncode if process.returncode < 0 else 0)
+            highest = max(
+                highest,
+                process.returncode,
+                128 - process.returncode if process.returncode < 0 else 0,
+            )
         if deadline is not None and time.monotonic() > deadline:
             for rank in running:
                 _logger.error("rank %d did not end within %g s of the first", rank, grace_s)

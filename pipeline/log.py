@@ -53,7 +53,9 @@ def configure(level: int = logging.INFO) -> None:
     """Sends the package's records to stderr. `RANK` and `WORLD_SIZE` are read from the environment."""
     handler = _Lines(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
-    handler.addFilter(_Where(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))))
+    handler.addFilter(
+        _Where(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    )
     root = logging.getLogger("pipeline")
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -101,14 +103,18 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
         values = self.format_dict
         if values["bar_format"] is not None:  # a line of a log, as long as it is
             return self._drawn(values, len(self._figures))
-        values["ncols"] = columns = (values["ncols"] or _COLUMNS) - 1  # the last one would make the terminal wrap
+        values["ncols"] = columns = (
+            values["ncols"] or _COLUMNS
+        ) - 1  # the last one would make the terminal wrap
         count = len(self._figures)
         while count > 0 and self._columns_beside_bar(values, count) + _BAR_COLUMNS > columns:
             count -= 1
         return self._drawn(values, count)
 
     def _columns_beside_bar(self, values: Mapping[str, Any], count: int) -> int:
-        return disp_len(self._drawn({**values, "bar_format": "{l_bar}{r_bar}", "ncols": None}, count))
+        return disp_len(
+            self._drawn({**values, "bar_format": "{l_bar}{r_bar}", "ncols": None}, count)
+        )
 
     def _drawn(self, values: Mapping[str, Any], count: int) -> str:
         """The text with the first `count` of the figures."""
@@ -127,7 +133,13 @@ class _LogLines:
 
 
 def progress_bar(
-    what: str, total: float, unit: str, *, done: float = 0, every_s: float | None = None, scaled: bool = True
+    what: str,
+    total: float,
+    unit: str,
+    *,
+    done: float = 0,
+    every_s: float | None = None,
+    scaled: bool = True,
 ) -> ProgressBar:
     """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 

@@ -23,12 +23,18 @@ from pipeline.sizing.cluster import Cluster, add_cluster_options
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
-    parser.add_argument("--ranks", type=command_line.positive, help="without a launcher: start so many processes here")
+    parser.add_argument(
+        "--ranks",
+        type=command_line.positive,
+        help="without a launcher: start so many processes here",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan instead of training")
     planned = parser.add_argument_group("with --dry-run")
     add_cluster_options(planned)
     planned.add_argument(
-        "--base-config", type=Path, help="the base's config.json, if its folder is not on this machine"
+        "--base-config",
+        type=Path,
+        help="the base's config.json, if its folder is not on this machine",
     )
 
 
@@ -38,9 +44,13 @@ def main(arguments: argparse.Namespace) -> int:
 
         return dry_run(arguments)
     if arguments.base_config or any(hasattr(arguments, field.name) for field in fields(Cluster)):
-        raise ConfigError("only --dry-run takes these options: training gets its ranks from the launcher, or --ranks")
+        raise ConfigError(
+            "only --dry-run takes these options: training gets its ranks from the launcher, or --ranks"
+        )
     if arguments.ranks is not None:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks)))
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
+        )
         own = [str(arguments.run), *(f"--set={change}" for change in arguments.set)]
         return run_ranks(["-m", "pipeline.train", *own], arguments.ranks)
     from pipeline.training import launch  # after --help: it loads torch
@@ -56,7 +66,9 @@ def _train(arguments: argparse.Namespace) -> int:
     device = launch.initialise(launch.read_launch(os.environ))
     log.configure()  # again: now the environment says which rank this is, whatever launcher started it
     from pipeline.observers import make_observers
-    from pipeline.training.run import run_training  # DeepSpeed chooses its accelerator when it is imported
+    from pipeline.training.run import (
+        run_training,
+    )  # DeepSpeed chooses its accelerator when it is imported
 
     code = run_training(arguments.run, device, make_observers, arguments.set)
     torch.distributed.destroy_process_group()  # not after a fault: it waits for ranks that may hang in a collective

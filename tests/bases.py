@@ -42,7 +42,7 @@ from tests.files import change_json
 
 logging.disable_progress_bar()
 
-STORIES = Path(__file__).parents[1] / "data" / "models" / "stories260K"
+STORIES = Path(__file__).parents[1] / "examples" / "data" / "models" / "stories260K"
 
 _LLAMA = {
     "vocab_size": 97,  # prime: it divides over no number of ranks
@@ -81,14 +81,22 @@ _LONGROPE = {
 }
 _WINDOWS = ["sliding_attention", "sliding_attention"]
 _PHI3 = {**_LLAMA, "pad_token_id": None, "original_max_position_embeddings": 32}
-_QWEN3_MOE = {**_LLAMA, "head_dim": 16, "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 2}
+_QWEN3_MOE = {
+    **_LLAMA,
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 _QWEN2_MOE = {**_QWEN3_MOE, "shared_expert_intermediate_size": 28}
 _SIGMOID_MOE = {
     **{**_LLAMA, "head_dim": 16, "moe_intermediate_size": 20, "num_experts_per_tok": 2},
     **{"n_routed_experts": 6, "routed_scaling_factor": 1.5},
 }
 _SOLAR = {key: value for key, value in _SIGMOID_MOE.items() if key != "intermediate_size"}
-_EXAONE_MOE = {key: value for key, value in _SIGMOID_MOE.items() if key != "n_routed_experts"} | {"num_experts": 6}
+_EXAONE_MOE = {key: value for key, value in _SIGMOID_MOE.items() if key != "n_routed_experts"} | {
+    "num_experts": 6
+}
 _NEOX = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 
 CONFIGS: Mapping[str, PretrainedConfig] = {
@@ -101,22 +109,38 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "llama biases": LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
     "llama head_dim": LlamaConfig(**_LLAMA, head_dim=16),
     "llama heads that do not divide": hf_config(
-        {**_LLAMA, "model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+        {
+            **_LLAMA,
+            "model_type": "llama",
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+        }
     ),
     "llama gelu": LlamaConfig(**_LLAMA, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**_LLAMA, sliding_window=None),
     "mistral window": MistralConfig(**_LLAMA, sliding_window=9),
-    "ministral": MinistralConfig(**_LLAMA, head_dim=16, sliding_window=12, layer_types=[*_WINDOWS, "full_attention"]),
+    "ministral": MinistralConfig(
+        **_LLAMA, head_dim=16, sliding_window=12, layer_types=[*_WINDOWS, "full_attention"]
+    ),
     "qwen2": Qwen2Config(**_LLAMA),
-    "qwen2 window": Qwen2Config(**_LLAMA, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen2 window": Qwen2Config(
+        **_LLAMA, use_sliding_window=True, sliding_window=20, max_window_layers=1
+    ),
     "qwen3": Qwen3Config(**_LLAMA, head_dim=16),
-    "qwen3 tied": Qwen3Config(**{**_LLAMA, "tie_word_embeddings": True}, head_dim=8, attention_bias=True),
+    "qwen3 tied": Qwen3Config(
+        **{**_LLAMA, "tie_word_embeddings": True}, head_dim=8, attention_bias=True
+    ),
     "llama yarn": LlamaConfig(**_LLAMA, rope_parameters=_YARN_ROPE),
-    "llama partial": LlamaConfig(**_LLAMA, rope_parameters={**_WHOLE_ROPE, "partial_rotary_factor": 0.5}),
+    "llama partial": LlamaConfig(
+        **_LLAMA, rope_parameters={**_WHOLE_ROPE, "partial_rotary_factor": 0.5}
+    ),
     "smollm3": SmolLM3Config(**_LLAMA, pad_token_id=None, no_rope_layer_interval=2),
     "phi3": Phi3Config(**_PHI3, rope_parameters=_LONGROPE),
     "phi3 partial": Phi3Config(
-        **_PHI3, sliding_window=15, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+        **_PHI3,
+        sliding_window=15,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5},
     ),
     "olmo2": Olmo2Config(**_LLAMA, pad_token_id=None),
     "olmo3": Olmo3Config(
@@ -124,10 +148,15 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
         pad_token_id=None,
         sliding_window=10,
         layer_types=[*_WINDOWS, "full_attention"],
-        rope_parameters={"full_attention": _YARN_ROPE, "sliding_attention": {**_WHOLE_ROPE, "rope_theta": 5e5}},
+        rope_parameters={
+            "full_attention": _YARN_ROPE,
+            "sliding_attention": {**_WHOLE_ROPE, "rope_theta": 5e5},
+        },
     ),
     "exaone4": Exaone4Config(**_LLAMA, head_dim=16, sliding_window=10, sliding_window_pattern=2),
-    "exaone4 global": Exaone4Config(**_LLAMA, sliding_window=None, layer_types=["full_attention"] * 3),
+    "exaone4 global": Exaone4Config(
+        **_LLAMA, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
     "gemma2": Gemma2Config(
         **{**_LLAMA, "tie_word_embeddings": True},
         head_dim=16,
@@ -150,15 +179,29 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
         },
     ),
     "neox": GPTNeoXConfig(**_NEOX, rope_parameters=_QUARTER_ROPE),
-    "neox sequential": GPTNeoXConfig(**_NEOX, use_parallel_residual=False, rope_parameters=_QUARTER_ROPE),
+    "neox sequential": GPTNeoXConfig(
+        **_NEOX, use_parallel_residual=False, rope_parameters=_QUARTER_ROPE
+    ),
     "neox whole rotary": GPTNeoXConfig(**_NEOX, rope_parameters=_WHOLE_ROPE),
-    "neox tied": GPTNeoXConfig(**{**_NEOX, "tie_word_embeddings": True}, rope_parameters=_QUARTER_ROPE),
-    "neox unbiased attention": GPTNeoXConfig(**_NEOX, attention_bias=False, rope_parameters=_QUARTER_ROPE),
-    "mixtral": MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=3, sliding_window=9),
-    "olmoe": OlmoeConfig(**_LLAMA, num_experts=5, num_experts_per_tok=5, pad_token_id=None, eos_token_id=None),
+    "neox tied": GPTNeoXConfig(
+        **{**_NEOX, "tie_word_embeddings": True}, rope_parameters=_QUARTER_ROPE
+    ),
+    "neox unbiased attention": GPTNeoXConfig(
+        **_NEOX, attention_bias=False, rope_parameters=_QUARTER_ROPE
+    ),
+    "mixtral": MixtralConfig(
+        **_LLAMA, num_local_experts=4, num_experts_per_tok=3, sliding_window=9
+    ),
+    "olmoe": OlmoeConfig(
+        **_LLAMA, num_experts=5, num_experts_per_tok=5, pad_token_id=None, eos_token_id=None
+    ),
     "qwen3_moe": Qwen3MoeConfig(**_QWEN3_MOE, norm_topk_prob=True),
-    "qwen3_moe one expert": Qwen3MoeConfig(**{**_QWEN3_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
-    "qwen3_moe dense layers": Qwen3MoeConfig(**_QWEN3_MOE, decoder_sparse_step=2, attention_bias=True),
+    "qwen3_moe one expert": Qwen3MoeConfig(
+        **{**_QWEN3_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True}
+    ),
+    "qwen3_moe dense layers": Qwen3MoeConfig(
+        **_QWEN3_MOE, decoder_sparse_step=2, attention_bias=True
+    ),
     "qwen3_moe dense layer": Qwen3MoeConfig(**_QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True),
     "qwen2_moe": Qwen2MoeConfig(**_QWEN2_MOE, norm_topk_prob=True),
     "qwen2_moe windows": Qwen2MoeConfig(
@@ -169,33 +212,59 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
         **_SIGMOID_MOE, first_k_dense_replace=0, use_qk_norm=True, norm_topk_prob=False
     ),
     "solar_open": SolarOpenConfig(**_SOLAR, n_shared_experts=2),
-    "exaone_moe": ExaoneMoeConfig(**_EXAONE_MOE, first_k_dense_replace=1, sliding_window=7, sliding_window_pattern=2),
+    "exaone_moe": ExaoneMoeConfig(
+        **_EXAONE_MOE, first_k_dense_replace=1, sliding_window=7, sliding_window_pattern=2
+    ),
     # On two ranks each shard has whole blocks of nf4.
     "llama eight heads, wide": LlamaConfig(
-        **{**_LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_hidden_layers": 2}
+        **{
+            **_LLAMA,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 2,
+        }
     ),
     # For tensor parallelism: as many heads as ranks, and more.
-    "llama eight heads": LlamaConfig(**{**_LLAMA, "num_attention_heads": 8, "num_hidden_layers": 2}),
+    "llama eight heads": LlamaConfig(
+        **{**_LLAMA, "num_attention_heads": 8, "num_hidden_layers": 2}
+    ),
     "neox eight heads": GPTNeoXConfig(
         **{**_NEOX, "num_attention_heads": 8, "num_hidden_layers": 2}, rope_parameters=_WHOLE_ROPE
     ),
 }
 
 FEATURES = (
-    *("mistral window", "qwen3", "smollm3", "phi3", "olmo2", "olmo3", "exaone4", "gemma2", "gemma3"),
+    *(
+        "mistral window",
+        "qwen3",
+        "smollm3",
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "exaone4",
+        "gemma2",
+        "gemma3",
+    ),
     "qwen3_moe dense layer",
 )
 """Of `CONFIGS`, those whose layers differ most from Llama's and GPT-NeoX's."""
 
 
-MIXTURES = tuple(name for name in CONFIGS if CONFIGS[name].model_type.endswith(("moe", "mixtral", "solar_open")))
+MIXTURES = tuple(
+    name for name in CONFIGS if CONFIGS[name].model_type.endswith(("moe", "mixtral", "solar_open"))
+)
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A transformers model whose every parameter, biases and gains too, is random and large enough to matter."""
     model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
-    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    biases = (
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    )
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
@@ -208,7 +277,9 @@ def save_base(name: str, folder: Path, **changes: Any) -> Path:
     """Writes the model `name` of `CONFIGS` to `folder`, with some of its config changed."""
     values = {**CONFIGS[name].to_dict(), **changes}
     model = random_model(hf_config(values))
-    if model.config.hidden_size % model.config.num_attention_heads:  # transformers runs such a model, and saves none
+    if (
+        model.config.hidden_size % model.config.num_attention_heads
+    ):  # transformers runs such a model, and saves none
         model.config.hidden_size = model.config.num_attention_heads
     model.save_pretrained(folder)
     change_json(folder / "config.json", hidden_size=values["hidden_size"])

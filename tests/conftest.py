@@ -27,7 +27,11 @@ FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_jobs
 # The same examples in every run, so that a change cannot fail on an example that chance drew for other code.
 # `pytest --hypothesis-profile=default` draws new ones.
 settings.register_profile(
-    "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "steady",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("steady")
 
@@ -39,7 +43,9 @@ def base(tmp_path_factory) -> Callable[[str], BaseFolder]:
 
     @cache
     def opened(name: str) -> BaseFolder:
-        return open_base(STORIES if name == "stories260K" else save_base(name, folder / name.replace(" ", "_")))
+        return open_base(
+            STORIES if name == "stories260K" else save_base(name, folder / name.replace(" ", "_"))
+        )
 
     return opened
 
@@ -128,11 +134,18 @@ def pytest_configure() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     # From the reports, which reach this process from every worker.
-    reasons = {str(report.longrepr).partition(_NO_SLURM)[2] for report in terminalreporter.getreports("skipped")}
-    terminalreporter.config.stash[_SKIPPED] = sorted(reason.rstrip("')") for reason in reasons - {""})
+    reasons = {
+        str(report.longrepr).partition(_NO_SLURM)[2]
+        for report in terminalreporter.getreports("skipped")
+    }
+    terminalreporter.config.stash[_SKIPPED] = sorted(
+        reason.rstrip("')") for reason in reasons - {""}
+    )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     # The last line of the output.
     for reason in config.stash.get(_SKIPPED, []):
-        config.get_terminal_writer().line(f"CLUSTER TESTS SKIPPED, nothing was tried on a real Slurm: {reason}")
+        config.get_terminal_writer().line(
+            f"CLUSTER TESTS SKIPPED, nothing was tried on a real Slurm: {reason}"
+        )

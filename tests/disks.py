@@ -23,7 +23,9 @@ class SmallDisk:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)],
+            capture_output=True,
+            check=False,
         )
         if mounted.returncode != 0:
             pytest.skip("mounting a small disk needs root")
@@ -83,11 +85,15 @@ def refuse_calls(refusals: dict[str, int]) -> None:
             program.append((_RETURN, 0, 0, _FAIL_WITH | error))
     program.append((_RETURN, 0, 0, _ALLOW))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
+    )
     library = ctypes.CDLL(None, use_errno=True)
     no_new_privileges, set_filter, filter_mode = 38, 22, 2
     assert library.prctl(no_new_privileges, 1, 0, 0, 0) == 0
-    assert library.prctl(set_filter, filter_mode, header, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    assert library.prctl(set_filter, filter_mode, header, 0, 0) == 0, os.strerror(
+        ctypes.get_errno()
+    )
 
 
 NO_HARD_LINKS = {"link": errno.EOPNOTSUPP, "linkat": errno.EOPNOTSUPP}

@@ -56,7 +56,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         ranks = [
-            processes.Process(target=_rank, args=(folder, rank, world_size, function, arguments), daemon=True)
+            processes.Process(
+                target=_rank, args=(folder, rank, world_size, function, arguments), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -64,13 +66,17 @@ def run_ranks(
         try:
             _await_all(ranks, time.monotonic() + timeout_s)
             late = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
-            answers = [_answer(folder / str(rank)) for rank in range(world_size) if rank not in late]
+            answers = [
+                _answer(folder / str(rank)) for rank in range(world_size) if rank not in late
+            ]
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
     # The earliest failure is the cause of others.
-    if failures := sorted((moment, result) for moment, succeeded, result in answers if not succeeded):
+    if failures := sorted(
+        (moment, result) for moment, succeeded, result in answers if not succeeded
+    ):
         raise RankError("\n".join(failure for _, failure in failures))
     if late:
         raise RankError(f"ranks {late} did not end in time")
@@ -80,7 +86,9 @@ def run_ranks(
 def _await_all(ranks: list[Any], deadline: float) -> None:
     """Waits for the ranks' end, and for at most GRACE_S after one failed."""
     running = {process.sentinel: process for process in ranks}
-    while running and (ready := connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))):
+    while running and (
+        ready := connection.wait(running, timeout=max(0.0, deadline - time.monotonic()))
+    ):
         for sentinel in ready:
             process = running.pop(sentinel)
             process.join()
@@ -96,9 +104,17 @@ def _answer(file: Path) -> tuple[float, bool, Any]:
     return answer
 
 
-def _rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    folder: Path,
+    rank: int,
+    world_size: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu"
+    )
     options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=PATIENCE_S)}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", **options)
     dist.barrier()  # a rank that ends at once would close connections that others still make
@@ -106,7 +122,12 @@ def _rank(folder: Path, rank: int, world_size: int, function: Callable[..., Any]
     try:
         answer = pickle.dumps((time.monotonic(), True, function(*arguments)))
     except BaseException:  # noqa: BLE001  the test must see every error
-        answer, failed = pickle.dumps((time.monotonic(), False, f"rank {rank} raised:\n{traceback.format_exc()}")), 1
+        answer, failed = (
+            pickle.dumps(
+                (time.monotonic(), False, f"rank {rank} raised:\n{traceback.format_exc()}")
+            ),
+            1,
+        )
     (folder / str(rank)).write_bytes(answer)
     dist.destroy_process_group()
     sys.exit(failed)

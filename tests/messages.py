@@ -22,7 +22,9 @@ class Messages(TorchDispatchMode):
         if operation.namespace == "c10d":
             tensors = [tensor for argument in args for tensor in _tensors(argument)]
             group = next(
-                dist.ProcessGroup.unbox(argument) for argument in args if isinstance(argument, torch.ScriptObject)
+                dist.ProcessGroup.unbox(argument)
+                for argument in args
+                if isinstance(argument, torch.ScriptObject)
             )
             longest = max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
             self.sent.append((operation._opname.strip("_"), longest, group.size()))

@@ -19,10 +19,16 @@ def scale_cpt(*arguments: object) -> subprocess.CompletedProcess[str]:
     logger = logging.getLogger("pipeline")
     before = logger.handlers[:], logger.level, logger.propagate
     try:
-        with redirect_stdout(out), redirect_stderr(err), mock.patch("sys.argv", ["scale-cpt", *words]):
+        with (
+            redirect_stdout(out),
+            redirect_stderr(err),
+            mock.patch("sys.argv", ["scale-cpt", *words]),
+        ):
             cli.main()
     except SystemExit as end:
-        return subprocess.CompletedProcess(words, int(end.code or 0), out.getvalue(), err.getvalue())
+        return subprocess.CompletedProcess(
+            words, int(end.code or 0), out.getvalue(), err.getvalue()
+        )
     finally:
         logger.handlers[:], logger.level, logger.propagate = before
     raise AssertionError("a program always exits")

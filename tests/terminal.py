@@ -91,7 +91,9 @@ def shown(line: str) -> str:
 
 
 @contextlib.contextmanager
-def terminal(command: list[str], env: Mapping[str, str], cwd: Path, columns: int = 110) -> Iterator[Terminal]:
+def terminal(
+    command: list[str], env: Mapping[str, str], cwd: Path, columns: int = 110
+) -> Iterator[Terminal]:
     """Runs a command in the foreground of a terminal; it is killed at the end of the block if it still runs."""
     pid, descriptor = pty.fork()
     if pid == 0:

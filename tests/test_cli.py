@@ -19,11 +19,16 @@ from tests.training.runs import write_config
 def test_the_help_of_the_stages_loads_no_torch():
     commands = [*cli.PROGRAMS][: [*cli.PROGRAMS].index("inspect-data")]
     code = f"import sys; from pipeline.cli import build_parser; build_parser({commands}); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "False\n"
+    )
 
 
 def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
-    assert {path.stem for path in (shipped() / "tools").glob("*.py")} == {*cli.PROGRAMS.values()} - {"train"}
+    assert {path.stem for path in (shipped() / "tools").glob("*.py")} == {
+        *cli.PROGRAMS.values()
+    } - {"train"}
     parser = cli.build_parser()
     for command in cli.PROGRAMS:
         with pytest.raises(SystemExit):
@@ -33,16 +38,24 @@ def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
 
 def test_a_program_runs_as_a_file_too():
     program = shipped() / "tools" / "status.py"
-    done = subprocess.run([sys.executable, str(program), "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, str(program), "--help"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith(f"usage: {program.name} ")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("tokenize", "--set", "seed=7"), "error: --set changes a run; name its YAML file or its folder\n"),
+        (
+            ("tokenize", "--set", "seed=7"),
+            "error: --set changes a run; name its YAML file or its folder\n",
+        ),
         (("evalute",), "usage: scale-cpt"),
-        (("train", "--gpus", "2", "configs/demo.yaml"), "error: only --dry-run takes these options"),
+        (
+            ("train", "--gpus", "2", "configs/demo.yaml"),
+            "error: only --dry-run takes these options",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_is_refused(words, said):
@@ -55,7 +68,9 @@ def test_the_effective_configuration_is_shown(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("extends: base.yaml\nseed: 5\nstability: {loss_increase: null}\n")
     shown = scale_cpt("config", "show", path, "--set", "schedule.steps=20").stdout
-    assert parse_config(yaml.safe_load(shown), source="shown") == load_config(path, ["schedule.steps=20"])
+    assert parse_config(yaml.safe_load(shown), source="shown") == load_config(
+        path, ["schedule.steps=20"]
+    )
     refused = scale_cpt("config", "show", path, "--set", "schedule.step=20")
     assert refused.returncode == CONFIG_ERROR and "did you mean steps?" in refused.stderr
 

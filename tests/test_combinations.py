@@ -32,7 +32,8 @@ WORKS = "·"
 STORIES_SPEC = open_base(STORIES).spec
 WIDENED = StoredResidual(normed_size=24, scale=2.0**-12)
 CONFIG_OF = {
-    "widened base": json.loads((STORIES / "config.json").read_text()) | {RESIDUAL_KEY: asdict(WIDENED)},
+    "widened base": json.loads((STORIES / "config.json").read_text())
+    | {RESIDUAL_KEY: asdict(WIDENED)},
     "mixture of experts": CONFIGS["qwen3_moe"].to_dict() | {"num_hidden_layers": 5},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -81,7 +82,10 @@ def table(heading: str) -> tuple[list[str], Iterator[list[str]]]:
     _, _, below = PAGE.partition(f"\n## {heading}\n")
     lines = re.search(r"(?:^\|.*\n)+", below, flags=re.MULTILINE)
     assert lines is not None, f"no table below {heading}"
-    rows = [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines[0].splitlines()]
+    rows = [
+        [cell.strip().replace("`", "") for cell in line.split("|")[1:-1]]
+        for line in lines[0].splitlines()
+    ]
     return rows[0], iter(rows[2:])
 
 
@@ -92,7 +96,9 @@ def cells(*headings: str) -> dict[tuple[str, str], str]:
         header, rows = table(heading)
         for name, *own in rows:
             assert len(own) == len(header) - 1, f"{heading}: {name}"
-            found |= {(name, column): cell for column, cell in zip(header[1:], own, strict=True) if cell}
+            found |= {
+                (name, column): cell for column, cell in zip(header[1:], own, strict=True) if cell
+            }
     return found
 
 
@@ -157,14 +163,23 @@ def test_a_test_shows_every_pair_that_works():
     for first, second, test in table("What shows it")[1]:
         file, _, name = test.partition("::")
         assert re.search(rf"(?m)^def {name}\(", (ROOT / file).read_text(encoding="utf-8")), test
-        sides = ([each for name in side.split(", ") for each in GROUPS.get(name, [name])] for side in (first, second))
+        sides = (
+            [each for name in side.split(", ") for each in GROUPS.get(name, [name])]
+            for side in (first, second)
+        )
         left, right = map(list, sides)
         assert {*left, *right} <= FEATURES.keys(), test
         pairs = {frozenset((a, b)) for a in left for b in right}
         if test == MATRIX:
-            pairs = {pair for pair in pairs if any(all(is_in(row, name) for name in pair) for row in JOURNEYS)}
+            pairs = {
+                pair
+                for pair in pairs
+                if any(all(is_in(row, name) for name in pair) for row in JOURNEYS)
+            }
         shown |= pairs
-    missing = [pair for pair, cell in PAIRS.items() if cell == WORKS and frozenset(pair) not in shown]
+    missing = [
+        pair for pair, cell in PAIRS.items() if cell == WORKS and frozenset(pair) not in shown
+    ]
     assert not missing, f"no test is named for {missing}"
 
 
@@ -186,6 +201,8 @@ def test_models_leave_in_the_formats_that_the_table_names(row, base):
     settings: Method = TypeAdapter(Method).validate_python(values)
     plan = None
     if isinstance(settings, ScaleMethod):
-        plan = plan_expansion(scale_settings(settings.variant, norm=settings.norm), spec.widths, spec.num_layers)
+        plan = plan_expansion(
+            scale_settings(settings.variant, norm=settings.norm), spec.widths, spec.num_layers
+        )
     for format, reason in why_not(settings, plan, spec, gated="gate" in row).items():
         check(EXPORTS[row, format], reason, (row, format))

@@ -12,12 +12,28 @@ from pathlib import Path
 import pytest
 
 from pipeline.command_line import run
-from pipeline.errors import INTERNAL_FAULT, PASSING_FAULT, USER_ERROR, DataError, StudyError, worth_another_attempt
+from pipeline.errors import (
+    INTERNAL_FAULT,
+    PASSING_FAULT,
+    USER_ERROR,
+    DataError,
+    StudyError,
+    worth_another_attempt,
+)
 from tests.bases import STORIES
 
 CODES = {
     USER_ERROR: ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP"),
-    PASSING_FAULT: ("ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EREMOTEIO"),
+    PASSING_FAULT: (
+        "ENOSPC",
+        "EDQUOT",
+        "EIO",
+        "ESTALE",
+        "ENOTCONN",
+        "ETIMEDOUT",
+        "EHOSTDOWN",
+        "EREMOTEIO",
+    ),
     INTERNAL_FAULT: ("ENOENT", "EBADF", "EINVAL", "ECONNREFUSED", "EEXIST"),
 }
 
@@ -40,7 +56,10 @@ def test_a_fault_of_the_file_system_has_its_own_code_and_line(code, capsys):
         assert ended(error) == code, name
         assert worth_another_attempt(code) == (code != USER_ERROR)
         printed = capsys.readouterr().err
-        assert printed.startswith("Traceback" if code == INTERNAL_FAULT else "error: ") and "/some/file" in printed
+        assert (
+            printed.startswith("Traceback" if code == INTERNAL_FAULT else "error: ")
+            and "/some/file" in printed
+        )
 
 
 def test_a_reader_that_has_read_enough_is_no_fault():
@@ -64,7 +83,9 @@ def test_an_error_outside_the_project_names_a_command_and_no_page(tmp_path):
     (tmp_path / "run.yaml").write_text("name: x\n")
     command = [sys.executable, "-m", "pipeline", "config", "show", "run.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.rstrip().endswith("; scale-cpt describe-config lists every setting")
+    assert done.returncode == 2 and done.stderr.rstrip().endswith(
+        "; scale-cpt describe-config lists every setting"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +93,10 @@ def test_an_error_outside_the_project_names_a_command_and_no_page(tmp_path):
     [
         (("combine", "served", "korean=missing"), "combining korean into served"),
         (("evaluate", "--model", "missing", "--data", "texts.jsonl"), "evaluating missing"),
-        (("sample", "--base", "missing", "--output", "x", "--tokens", "9", "--max-tokens", "9"), "sampling text"),
+        (
+            ("sample", "--base", "missing", "--output", "x", "--tokens", "9", "--max-tokens", "9"),
+            "sampling text",
+        ),
     ],
 )
 def test_a_slow_command_says_at_once_what_it_does(arguments, said, tmp_path):
@@ -117,7 +141,10 @@ def test_a_name_in_another_encoding_ends_in_one_line(tmp_path, environment):
     done = tokenize(korean, tmp_path / "corpus", **environment)
     printed = done.stderr.decode()
     assert (done.returncode, printed.count("\n")) == (USER_ERROR, 1), printed
-    assert printed.startswith("error: ") and "/\\xb1\\xdb.jsonl: its name is not UTF-8; rename it" in printed
+    assert (
+        printed.startswith("error: ")
+        and "/\\xb1\\xdb.jsonl: its name is not UTF-8; rename it" in printed
+    )
 
 
 def test_a_folder_whose_name_is_in_another_encoding_is_printed_as_it_is(tmp_path):

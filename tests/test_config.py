@@ -18,15 +18,25 @@ from tests.training.runs import write_config
     ("changes", "fault"),
     [
         ({"upscaled": "folder"}, "upscaled: method fft trains no expansion"),
-        ({"forgetting": {"max_kl_from_base": 0.1}}, "forgetting.max_kl_from_base: method fft keeps no base"),
+        (
+            {"forgetting": {"max_kl_from_base": 0.1}},
+            "forgetting.max_kl_from_base: method fft keeps no base",
+        ),
         ({"forgetting": {"max_increase": 0.1}}, "forgetting: needs a corpus of role replay"),
         ({"data__replay_fraction": 1.0}, "leave no sample of the role new"),
     ],
 )
 def test_a_setting_that_would_do_nothing_is_a_fault(changes, fault, tmp_path):
-    corpora = {"korean": {"input": ["ko.jsonl"]}, "english": {"input": ["en.jsonl"], "role": "replay"}}
+    corpora = {
+        "korean": {"input": ["ko.jsonl"]},
+        "english": {"input": ["en.jsonl"], "role": "replay"},
+    }
     with pytest.raises(ConfigError, match=fault):
-        load_config(write_config(tmp_path, tmp_path, method={"name": "fft"}, data__corpora=corpora, **changes))
+        load_config(
+            write_config(
+                tmp_path, tmp_path, method={"name": "fft"}, data__corpora=corpora, **changes
+            )
+        )
 
 
 def test_a_key_that_is_given_twice_is_a_fault_but_not_one_that_was_merged(tmp_path):
@@ -61,10 +71,15 @@ def test_a_file_extends_others_key_by_key(tmp_path):
     extending(inner / "middle.yaml", "../base.yaml", **middle)
     data = {"corpora": {"english": None}, "replay_fraction": 0}
     top = extending(inner / "top.yaml", "middle.yaml", schedule={"learning_rate": 1.0}, data=data)
-    top.write_text(top.read_text().replace("learning_rate: 1.0", "learning_rate: 1e-3"))  # YAML reads a text
+    top.write_text(
+        top.read_text().replace("learning_rate: 1.0", "learning_rate: 1e-3")
+    )  # YAML reads a text
     first, last = load_config(base), load_config(top)
     assert last.schedule == first.schedule.model_copy(update={"steps": 9, "learning_rate": 1e-3})
-    assert (last.stability.window, last.stability.loss_increase) == (7, None)  # null is a value of this setting
+    assert (last.stability.window, last.stability.loss_increase) == (
+        7,
+        None,
+    )  # null is a value of this setting
     assert (first.gate is not None, last.gate) == (True, None)
     assert list(last.data.corpora) == ["korean"] and last.method == first.method
 
@@ -73,7 +88,9 @@ def test_a_section_of_another_name_replaces_the_extended_one(tmp_path):
     write_config(tmp_path, tmp_path, name="base.yaml")
     fft = extending(tmp_path / "fft.yaml", "base.yaml", method={"name": "fft"})
     assert read_settings(fft)["method"] == {"name": "fft"}
-    route = extending(tmp_path / "route.yaml", "base.yaml", method={"name": "scale", "variant": "route"})
+    route = extending(
+        tmp_path / "route.yaml", "base.yaml", method={"name": "scale", "variant": "route"}
+    )
     assert read_settings(route)["method"]["l_fp"] == 3
 
 
@@ -82,7 +99,11 @@ def test_a_section_of_another_name_replaces_the_extended_one(tmp_path):
     [
         ("a.yaml", "b.yaml", r"b\.yaml: extends: .*a\.yaml: this file is extended already"),
         ("self.yaml", "self.yaml", "this file is extended already"),
-        ("missing.yaml", "none.yaml", r"missing\.yaml: extends: .*none\.yaml: cannot read this configuration"),
+        (
+            "missing.yaml",
+            "none.yaml",
+            r"missing\.yaml: extends: .*none\.yaml: cannot read this configuration",
+        ),
         ("list.yaml", ["a.yaml"], "expected the path of one YAML file, found \\['a.yaml'\\]"),
     ],
 )
@@ -113,22 +134,44 @@ def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path
         "schedule.steps=11",  # the last one holds
     ]
     config = load_config(write_config(tmp_path, tmp_path), changes)
-    assert (config.schedule.steps, config.schedule.learning_rate, config.schedule.betas) == (11, 2e-4, (0.8, 0.9))
-    assert (config.name, config.base, config.compile, config.upscaled) == ("20", Path("no"), True, None)
+    assert (config.schedule.steps, config.schedule.learning_rate, config.schedule.betas) == (
+        11,
+        2e-4,
+        (0.8, 0.9),
+    )
+    assert (config.name, config.base, config.compile, config.upscaled) == (
+        "20",
+        Path("no"),
+        True,
+        None,
+    )
     assert config.stability.loss_increase is None
     assert list(config.data.corpora) == ["korean"]
     assert config.data.corpora["korean"].input == ["a.jsonl"]
     assert config.data.corpora["korean"].heldout_input == ["b.jsonl", "c, d.jsonl"]
-    assert (config.method.variant, config.method.expansion.hidden_size, config.method.l_fp) == ("route", 32, 3)
+    assert (config.method.variant, config.method.expansion.hidden_size, config.method.l_fp) == (
+        "route",
+        32,
+        3,
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ("schedule.stps=20", r"--set schedule\.stps=20: .*: schedule\.stps: unknown key \(did you mean steps\?\)"),
+        (
+            "schedule.stps=20",
+            r"--set schedule\.stps=20: .*: schedule\.stps: unknown key \(did you mean steps\?\)",
+        ),
         ("shedule.steps=20", r"shedule: unknown key \(did you mean schedule\?\)"),
-        ("method.expansion.hiden_size=8", r"method\.expansion\.hiden_size: unknown key \(did you mean hidden_size\?\)"),
-        ("data.corpora.korean.inputs=[]", r"data\.corpora\.korean\.inputs: unknown key \(did you mean input\?\)"),
+        (
+            "method.expansion.hiden_size=8",
+            r"method\.expansion\.hiden_size: unknown key \(did you mean hidden_size\?\)",
+        ),
+        (
+            "data.corpora.korean.inputs=[]",
+            r"data\.corpora\.korean\.inputs: unknown key \(did you mean input\?\)",
+        ),
         ("qqqq=3", "qqqq: unknown key;"),
         ("method.rank=8", "rank: unknown key"),  # of LoRA, which this run is not
         ("schedule.steps", "expected KEY=VALUE"),

@@ -33,7 +33,12 @@ def named_files(text: str) -> set[str]:
     return {name for name in PROJECT_FILE.findall(text) if not name.startswith("benchmarks/out/")}
 
 
-def output_of(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(
+    script: str,
+    *arguments: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
     """What a script, or `scale-cpt COMMAND`, prints."""
     monkeypatch.setattr(sys, "argv", [*script.split(), *arguments])
     with pytest.raises(SystemExit) as exit:
@@ -47,7 +52,9 @@ def output_of(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, cap
     return capsys.readouterr().out
 
 
-def check_commands(text: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def check_commands(
+    text: str, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every flag that a command of the text gives to a tool or benchmark is one that it has."""
     shown: dict[str, set[str]] = {}
     for script, command, rest in PROGRAM_CALL.findall(text):
@@ -56,46 +63,81 @@ def check_commands(text: str, where: str, monkeypatch: pytest.MonkeyPatch, capsy
     assert shown, f"{where} shows no command"
     for script, flags in sorted(shown.items()):
         known = output_of(script, "--help", monkeypatch=monkeypatch, capsys=capsys)
-        assert not [flag for flag in flags if flag not in known], f"{where}: {script} does not have all of {flags}"
+        assert not [flag for flag in flags if flag not in known], (
+            f"{where}: {script} does not have all of {flags}"
+        )
 
 
 def test_pages_name_files_links_and_targets_that_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    targets = set(
+        re.findall(
+            r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+    )
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+        links = [
+            link
+            for link in LINK.findall(text)
+            if "://" not in link and not link.startswith("mailto:")
+        ]
         missing = [link for link in links if not (page.parent / link).exists()]
         missing += [name for name in named_files(text) if not (ROOT / name).exists()]
         missing += [
             f"{file}:{name}"
             for file, name in SYMBOL.findall(text)
-            if not re.search(rf"(?m)^\s*(?:def|class) {name}\b", (ROOT / "pipeline" / file).read_text(encoding="utf-8"))
+            if not re.search(
+                rf"(?m)^\s*(?:def|class) {name}\b",
+                (ROOT / "pipeline" / file).read_text(encoding="utf-8"),
+            )
         ]
         missing += [f"make {name}" for name in set(TARGET.findall(text)) - targets]
         assert not missing, f"{page.relative_to(ROOT)} names what does not exist: {missing}"
 
 
 def test_commands_of_the_documentation_have_the_flags_that_it_shows(monkeypatch, capsys):
-    check_commands("\n".join(page.read_text(encoding="utf-8") for page in PAGES), "documentation", monkeypatch, capsys)
+    check_commands(
+        "\n".join(page.read_text(encoding="utf-8") for page in PAGES),
+        "documentation",
+        monkeypatch,
+        capsys,
+    )
 
 
 def test_make_targets_call_what_exists(monkeypatch, capsys):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z-]+):.*##", makefile, flags=re.MULTILINE)
     phony = re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
-    assert phony is not None and sorted(phony[1].split()) == sorted(targets), ".PHONY and the targets with a help text"
+    assert phony is not None and sorted(phony[1].split()) == sorted(targets), (
+        ".PHONY and the targets with a help text"
+    )
     commands = ""
-    for options in (["QUICK=1"], ["DATA=texts", "ABLATIONS=1", "COMPARE=1", "MEGATRON=folder", "ONLY=hung"]):
+    for options in (
+        ["QUICK=1"],
+        ["DATA=texts", "ABLATIONS=1", "COMPARE=1", "MEGATRON=folder", "ONLY=hung"],
+    ):
         command = ["make", "--dry-run", *targets, *options]
-        commands += subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        commands += subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
     assert not [name for name in named_files(commands) if not (ROOT / name).exists()]
     check_commands(commands, "Makefile", monkeypatch, capsys)
 
 
 def test_the_site_has_every_page_and_no_broken_link(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert built.returncode == 0, built.stderr
     assert "make demo" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
 
@@ -104,4 +146,6 @@ def test_the_configuration_page_is_what_the_classes_say(monkeypatch, capsys):
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     described = output_of("scale-cpt describe-config", monkeypatch=monkeypatch, capsys=capsys)
     _, top, tables = page.partition("\n## Top level\n")
-    assert top + tables == described, "put what scale-cpt describe-config prints below the introduction"
+    assert top + tables == described, (
+        "put what scale-cpt describe-config prints below the introduction"
+    )

@@ -70,10 +70,17 @@ def test_a_kill_at_any_instant_leaves_the_old_folder_or_the_new(tmp_path: Path):
         assert list(path.parent.iterdir()) == [path], "a killed one left something"
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "../up", "a/b", "a/..", "a\\b", "a\0b", "[" * 256])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/etc/passwd", "../up", "a/b", "a/..", "a\\b", "a\0b", "[" * 256]
+)
 def test_a_name_with_a_path_is_refused(name: str):
     assert not is_plain_name(name)
-    assert all(map(is_plain_name, ("model-00001-of-00002.safetensors", "..hidden", "a..b", "모델.bin", "with space")))
+    assert all(
+        map(
+            is_plain_name,
+            ("model-00001-of-00002.safetensors", "..hidden", "a..b", "모델.bin", "with space"),
+        )
+    )
 
 
 def test_in_threads_keeps_the_order_and_stops_at_an_error():
@@ -101,7 +108,9 @@ class _Pair(BaseModel):
 
 
 @pytest.mark.parametrize("reader", [read_text, read_object])
-def test_what_cannot_be_read_is_one_line_of_the_callers_type(tmp_path: Path, reader: Callable[..., object]):
+def test_what_cannot_be_read_is_one_line_of_the_callers_type(
+    tmp_path: Path, reader: Callable[..., object]
+):
     path = tmp_path / "file"
     with pytest.raises(FileNotFoundError):
         reader(path, DataError, "take another")
@@ -138,7 +147,10 @@ def test_a_record_that_was_changed_is_noticed_by_its_checksum(tmp_path: Path):
     write_record(path, record)
     assert read_record(path, _Pair, DataError, needs_checksum=True) == record
     change_json(path, left=2)
-    with pytest.raises(DataError, match=f"{path}: does not match its checksum: it was changed or damaged .*; again$"):
+    with pytest.raises(
+        DataError,
+        match=f"{path}: does not match its checksum: it was changed or damaged .*; again$",
+    ):
         read_record(path, _Pair, DataError, "again")
     path.write_bytes(b'{"left": 1, "right": [2]}')
     assert read_record(path, _Pair, DataError) == record, "earlier versions wrote none"
@@ -162,7 +174,9 @@ def test_a_link_out_of_a_strangers_folder_is_refused(tmp_path: Path):
 def test_files_of_a_published_folder_are_as_readable_as_it_is(tmp_path):
     with published_folder(tmp_path / "out", None) as partial:
         (partial / "weights").touch(mode=0o600)
-    folder, file = (path.stat().st_mode & 0o666 for path in (tmp_path / "out", tmp_path / "out" / "weights"))
+    folder, file = (
+        path.stat().st_mode & 0o666 for path in (tmp_path / "out", tmp_path / "out" / "weights")
+    )
     assert file == folder
 
 
@@ -203,8 +217,12 @@ def _be_first(own: Path, path: Path, refusals: dict[str, int]) -> None:
     os._exit(0 if first else 3)
 
 
-@pytest.mark.parametrize("refusals", [{}, NO_HARD_LINKS, NO_SAFE_RENAME], ids=["links", "no links", "rename only"])
-def test_of_processes_that_publish_a_file_at_once_one_is_first_and_none_replaces_it(tmp_path: Path, refusals):
+@pytest.mark.parametrize(
+    "refusals", [{}, NO_HARD_LINKS, NO_SAFE_RENAME], ids=["links", "no links", "rename only"]
+)
+def test_of_processes_that_publish_a_file_at_once_one_is_first_and_none_replaces_it(
+    tmp_path: Path, refusals
+):
     path = tmp_path / "plan.json"
     children = {}
     for number in range(12):
@@ -216,13 +234,18 @@ def test_of_processes_that_publish_a_file_at_once_one_is_first_and_none_replaces
             finally:
                 os._exit(1)
         children[child] = number
-    codes = {number: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, number in children.items()}
+    codes = {
+        number: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for child, number in children.items()
+    }
     assert sorted(codes.values()) == [0] + 11 * [3]
     assert codes[int(path.read_text())] == 0
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_claim_of_a_killed_process_does_not_hold_others_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_claim_of_a_killed_process_does_not_hold_others_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("pipeline.files._CLAIM_S", 0.1)
     (tmp_path / ".plan.json.claim.partial").mkdir()
     (own := tmp_path / "own").write_text("x")
@@ -246,11 +269,18 @@ with files.published_folder(path, None) as partial:
 def test_processes_of_two_containers_with_one_number_do_not_share_temporary_names(tmp_path: Path):
     """Nor does one take the other's unfinished folder for that of a killed process."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", IN_CONTAINER]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     with ExitStack() as containers:
         said = []
         for name in ("one", "one", "two"):
-            process = containers.enter_context(subprocess.Popen([*command, str(tmp_path / name)], **pipes))
+            process = containers.enter_context(
+                subprocess.Popen([*command, str(tmp_path / name)], **pipes)
+            )
             containers.callback(process.kill)
             said.append([process.stdout.readline() for _ in range(2)])
             if not said[-1][0]:
@@ -261,4 +291,6 @@ def test_processes_of_two_containers_with_one_number_do_not_share_temporary_name
         assert len(list(tmp_path.glob(".one.*.partial"))) == 2
         with published_folder(tmp_path / "one", None):
             pass
-        assert len(list(tmp_path.glob(".one.*.partial"))) == 2, "this process knows nothing of theirs"
+        assert len(list(tmp_path.glob(".one.*.partial"))) == 2, (
+            "this process knows nothing of theirs"
+        )

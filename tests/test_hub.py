@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from pipeline.checks.door import begin, faults_of
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
-from pipeline.data.hub_datasets import dataset_files, downloaded_files
+from pipeline.data.sources.hub_datasets import dataset_files, downloaded_files
 from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import model_folder, source_of
 from pipeline.sizing.cluster import Cluster
@@ -54,18 +54,42 @@ def test_folders_and_other_paths_are_left_alone(cache, tmp_path, monkeypatch):
     assert model_folder(Path("org/stories")) == Path("org/stories")
     assert source_of(Path("org/stories")) is None
     # A missing folder beside it is nobody's model.
-    for path in map(Path, ("org/other", "stories", "/org/stories", "a/b/c", "../stories", "~/stories")):
+    for path in map(
+        Path, ("org/other", "stories", "/org/stories", "a/b/c", "../stories", "~/stories")
+    ):
         assert model_folder(path) == path
 
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_what_an_export_keeps_of_a_base_is_fetched(weights, cache, monkeypatch):
     asked: dict[str, list[str]] = {}
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **options: asked.update(options) or str(cache))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda *_, **options: asked.update(options) or str(cache),
+    )
     model_folder(Path("org/stories"), weights=weights)
-    described = ["config.json", "README.md", "tokenizer.model", "tokenizer.model.v3", "merges.txt", "qwen.tiktoken"]
-    terms = ["LICENSE", "LICENSE.txt", "Licence.md", "NOTICE", "USE_POLICY.md", "ACCEPTABLE_USE_POLICY.md"]
-    others = ["modeling_x.py", "pytorch_model.bin", "original/consolidated.safetensors", "consolidated.safetensors"]
+    described = [
+        "config.json",
+        "README.md",
+        "tokenizer.model",
+        "tokenizer.model.v3",
+        "merges.txt",
+        "qwen.tiktoken",
+    ]
+    terms = [
+        "LICENSE",
+        "LICENSE.txt",
+        "Licence.md",
+        "NOTICE",
+        "USE_POLICY.md",
+        "ACCEPTABLE_USE_POLICY.md",
+    ]
+    others = [
+        "modeling_x.py",
+        "pytorch_model.bin",
+        "original/consolidated.safetensors",
+        "consolidated.safetensors",
+    ]
     wanted = [*described, *terms, *(["model-00001-of-00002.safetensors"] if weights else [])]
     patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
     assert [*filter_repo_objects([*wanted, *others], **patterns)] == wanted
@@ -73,7 +97,9 @@ def test_what_an_export_keeps_of_a_base_is_fetched(weights, cache, monkeypatch):
 
 @pytest.mark.parametrize("name", ["org/other", "org/stories@v9", "org/stories@" + "f" * 40])
 def test_what_the_cache_lacks_is_refused_in_one_line(name, cache):
-    with pytest.raises(BaseModelError, match=f"{name}: no such folder here.*HF_HUB_OFFLINE") as fault:
+    with pytest.raises(
+        BaseModelError, match=f"{name}: no such folder here.*HF_HUB_OFFLINE"
+    ) as fault:
         model_folder(Path(name))
     assert "\n" not in str(fault.value)
 
@@ -90,7 +116,9 @@ def test_a_run_and_a_first_configuration_name_their_base_on_the_hub(cache, token
     with pytest.raises(BaseModelError, match="org/other: no such folder here"):
         begin(load_config(path), 1, "train")
     texts = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
-    config, text = propose("first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0, on_cpu=True))
+    config, text = propose(
+        "first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0, on_cpu=True)
+    )
     assert config.base == cache
     assert yaml.safe_load(text)["base"] == "org/stories@main"
 
@@ -172,6 +200,8 @@ def test_neither_a_folder_of_that_name_nor_its_code_is_taken(tmp_path, monkeypat
 
 
 def test_a_dry_run_downloads_nothing(dataset, tmp_path):
-    path = make_run(tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"])
+    path = make_run(
+        tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"]
+    )
     assert faults_of(Inputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

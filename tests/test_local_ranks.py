@@ -24,7 +24,9 @@ os.abort()
 """
 
 
-@pytest.mark.parametrize(("fault", "code"), [("sys.exit(2)", 2), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+@pytest.mark.parametrize(
+    ("fault", "code"), [("sys.exit(2)", 2), ("os.kill(os.getpid(), signal.SIGKILL)", 137)]
+)
 def test_aborts_after_a_rank_failed_are_its_consequence(tmp_path, caplog, monkeypatch, fault, code):
     monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
     monkeypatch.setenv("EXIT_GRACE_S", str(PATIENCE_S))

@@ -14,10 +14,14 @@ from pipeline.checkpoint.folder import publish
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.conversion.convert import EXPORT, Conversion, convert
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.preprocess import preprocess
-from pipeline.data.token_corpus import CORPUS
-from pipeline.data.vocabulary import VOCABULARY, learn_extension, write_extension
-from pipeline.data.workers import Workers, local_workers
+from pipeline.data.corpus.token_corpus import CORPUS
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.workers import Workers, local_workers
+from pipeline.data.tokenizer.extension.vocabulary import (
+    VOCABULARY,
+    learn_extension,
+    write_extension,
+)
 from pipeline.errors import OutputError, UserError
 from pipeline.expansion_folder import EXPANSION, write_expansion
 from pipeline.files import check_replaceable
@@ -58,7 +62,10 @@ KINDS = (EXPORT, EXPANSION, CHECKPOINT, GATE, VOCABULARY, CORPUS)
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_folder_is_of_a_kind_by_the_format_in_its_record_of_any_version(tmp_path, kind):
-    record, own = tmp_path / kind.record, {"format": kind.format.rpartition(" ")[0] + " 99", "more": 1}
+    record, own = (
+        tmp_path / kind.record,
+        {"format": kind.format.rpartition(" ")[0] + " 99", "more": 1},
+    )
 
     def refused() -> bool:
         before = contents(tmp_path)
@@ -92,7 +99,9 @@ def writers(tmp_path_factory) -> Iterator[dict[str, Writer]]:
     checkpoint = checkpoint_in(room / "saved")
     texts = write_jsonl(room / "texts.jsonl", documents(40))
     extension = learn_extension(STORIES, stories(30)[30:], stories(30)[:30], add=5, min_uses=2)
-    gate = Gate(1, "token", torch.zeros(64), torch.ones(64), torch.ones(64), bias=0.0, threshold=0.0)
+    gate = Gate(
+        1, "token", torch.zeros(64), torch.ones(64), torch.ones(64), bias=0.0, threshold=0.0
+    )
     architecture = room / "architecture.json"
     shutil.copy(STORIES / "config.json", architecture)
     exported = Conversion(checkpoint, STORIES, Path())
@@ -106,16 +115,26 @@ def writers(tmp_path_factory) -> Iterator[dict[str, Writer]]:
 
     with local_workers(1, preload="pipeline.rehearsal.corpus") as workers:
         yield {
-            "export": lambda path: convert(_into(exported, path, "stock"), probe_maker({"own": [str(texts)]})),
-            "trained expansion": lambda path: convert(_into(exported, path, "expansion"), probe_maker({})),
-            "expansion": lambda path: upscale(scale_settings("preserve"), open_base(STORIES), path, 0),
+            "export": lambda path: convert(
+                _into(exported, path, "stock"), probe_maker({"own": [str(texts)]})
+            ),
+            "trained expansion": lambda path: convert(
+                _into(exported, path, "expansion"), probe_maker({})
+            ),
+            "expansion": lambda path: upscale(
+                scale_settings("preserve"), open_base(STORIES), path, 0
+            ),
             "checkpoint": save_checkpoint,
             "gate": lambda path: write_gate(path, gate, RECORD),
             "vocabulary": lambda path: write_extension(extension, path, lambda _: None),
             "corpus": lambda path: preprocess(job(path, texts), workers),
             "sampled corpus": lambda path: sample(path, workers),
-            "biographies": lambda path: write_corpora(path, 40, pool_fraction=0.05, seed=0, vocab_size=400),
-            "base": lambda path: make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES), path),
+            "biographies": lambda path: write_corpora(
+                path, 40, pool_fraction=0.05, seed=0, vocab_size=400
+            ),
+            "base": lambda path: make_random_base(
+                RandomBase(architecture=architecture, tokenizer=STORIES), path
+            ),
             "new": lambda path: run_new(path),
         }
 
@@ -169,9 +188,17 @@ def test_a_writer_replaces_nothing_an_empty_folder_or_its_own_kind_alone(name, w
 def test_a_heldout_part_is_not_mixed_with_other_files(tmp_path):
     (tmp_path / "out.heldout").mkdir()
     (tmp_path / "out.heldout" / "thesis.txt").write_text("years of work")
-    with local_workers(1) as workers, pytest.raises(OutputError, match=r"out\.heldout: expected nothing here"):
+    with (
+        local_workers(1) as workers,
+        pytest.raises(OutputError, match=r"out\.heldout: expected nothing here"),
+    ):
         preprocess(
-            job(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", documents(9)), heldout_fraction=0.2), workers
+            job(
+                tmp_path / "out",
+                write_jsonl(tmp_path / "a.jsonl", documents(9)),
+                heldout_fraction=0.2,
+            ),
+            workers,
         )
     assert not (tmp_path / "out").exists()
 
@@ -179,7 +206,9 @@ def test_a_heldout_part_is_not_mixed_with_other_files(tmp_path):
 def test_overwrite_replaces_what_it_names(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old.txt").write_text("not needed any more")
-    with pytest.raises(OutputError, match="found another folder or file; move it away, or say --overwrite"):
+    with pytest.raises(
+        OutputError, match="found another folder or file; move it away, or say --overwrite"
+    ):
         write_expansion(tmp_path / "out", [], {}, overwrite=False)
     write_expansion(tmp_path / "out", [], {}, overwrite=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]

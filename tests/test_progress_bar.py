@@ -25,7 +25,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_log_has_a_plain_line_each_time(caplog):
-    with caplog.at_level(logging.INFO, "pipeline"), progress_bar("tokenizing", 4_000_000, "B") as bar:
+    with (
+        caplog.at_level(logging.INFO, "pipeline"),
+        progress_bar("tokenizing", 4_000_000, "B") as bar,
+    ):
         bar.update(1_000_000)
         bar.update(2_000_000)
     said = [record.getMessage() for record in caplog.records]
@@ -73,7 +76,11 @@ run(main)
 def test_a_bar_has_room_its_figures_are_whole_and_lines_have_their_own(columns, figures):
     with terminal([sys.executable, "-c", PROGRAM], os.environ, PROJECT, columns) as opened:
         assert opened.end() == 130
-    drawn = [piece for piece in re.split("[\r\n]", opened.written) if "/3000" in piece and " 0/3000" not in piece]
+    drawn = [
+        piece
+        for piece in re.split("[\r\n]", opened.written)
+        if "/3000" in piece and " 0/3000" not in piece
+    ]
     assert len(drawn) >= 5
     all_figures = ["loss 14.7394", "learning rate 1.11e-05", "179 tokens/s per rank", "MFU 41.0%"]
     for text in drawn:
@@ -83,6 +90,9 @@ def test_a_bar_has_room_its_figures_are_whole_and_lines_have_their_own(columns, 
         assert [figure for figure in all_figures if figure in text] == all_figures[:figures], text
         assert text.rstrip().endswith("]"), text
     lines = [line for line in opened.screen if line]
-    assert [line[9:] for line in lines[:2]] == ["[main] I a line of this process", "[main] W a line of another"]
+    assert [line[9:] for line in lines[:2]] == [
+        "[main] I a line of this process",
+        "[main] W a line of another",
+    ]
     assert lines[2].endswith("] a line of the script") and lines[2].startswith("[")
     assert lines[3:] == ["interrupted"]

@@ -56,7 +56,9 @@ def test_a_configuration_is_a_run_that_fits_its_intended_ranks(path):
 
 def test_the_8b_fits_on_eight_gpus_and_has_the_papers_proportions():
     config = load_config(ROOT / "configs" / "cpt_korean_llama3.1_8b.yaml")
-    estimator = open_estimator(config, Cluster(8), base_config=ROOT / "configs" / "bases" / "llama-3.1-8b.json")
+    estimator = open_estimator(
+        config, Cluster(8), base_config=ROOT / "configs" / "bases" / "llama-3.1-8b.json"
+    )
     assert estimator.estimate(estimator.own_choice).fits(Cluster(8))
     base, added = estimator.spec.widths, config.method.expansion
     for name in ("hidden_size", "intermediate_size", "num_attention_heads"):

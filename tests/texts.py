@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "examples" / "data"
 REVIEWS, REVIEWS_HELDOUT = (DATA / "ko" / f"reviews{part}.jsonl.zst" for part in ("", ".heldout"))
 STORIES, STORIES_HELDOUT = (DATA / "en" / f"stories{part}.jsonl.zst" for part in ("", ".heldout"))
 

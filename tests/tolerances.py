@@ -45,10 +45,17 @@ def assert_parity(found: Tensor, expected: Tensor, what: str = "logits") -> None
 
 
 def assert_near(
-    found: Tensor, expected: Tensor, bound: float, what: str = "result", *, scale: Tensor | None = None
+    found: Tensor,
+    expected: Tensor,
+    bound: float,
+    what: str = "result",
+    *,
+    scale: Tensor | None = None,
 ) -> None:
     """Each element of `found` is that of `expected`, up to `bound` times the largest of `scale` (None: `expected`)."""
     assert found.shape == expected.shape, f"{what}: {found.shape} instead of {expected.shape}"
     largest = float((expected if scale is None else scale).detach().abs().max())
     error = float((found - expected).detach().abs().max())
-    assert error <= bound * largest, f"{what}: off by {error:.1e}, expected at most {bound:.1e} of {largest:.1e}"
+    assert error <= bound * largest, (
+        f"{what}: off by {error:.1e}, expected at most {bound:.1e} of {largest:.1e}"
+    )

@@ -9,7 +9,9 @@ PATIENCE_S = 600.0
 """How long a test waits for an event. Nothing takes so long unless it is broken."""
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S, every_s: float = 0.2) -> bool:
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float = PATIENCE_S, every_s: float = 0.2
+) -> bool:
     """Polls `condition`; returns False if it does not hold after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -21,12 +21,12 @@ from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.output import HiddenStates
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.initialisers import initial_expansion
 
 SEED = 7
 
@@ -35,7 +35,9 @@ def scale_settings(variant: str, **changes: Any) -> ScaleMethod:
     """Settings that fit every model of `bases.CONFIGS`; `l_fp` is 1 if the variant needs it."""
     l_fp = {} if variant == "preserve" else {"l_fp": 1}
     widths = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}
-    return ScaleMethod.model_validate({"name": "scale", "variant": variant, "expansion": widths, **l_fp, **changes})
+    return ScaleMethod.model_validate(
+        {"name": "scale", "variant": variant, "expansion": widths, **l_fp, **changes}
+    )
 
 
 METHODS: dict[str, Method] = {
@@ -75,7 +77,10 @@ def widened(
 
 
 def started(
-    base: BaseFolder, settings: Method, tp: TensorParallel = SINGLE, precision: QuantizedPrecision | None = None
+    base: BaseFolder,
+    settings: Method,
+    tp: TensorParallel = SINGLE,
+    precision: QuantizedPrecision | None = None,
 ) -> Decoder:
     """`base` before the first step of any method but SCALE, which needs a folder."""
     method = method_for(settings, Path("unread"), SEED)
@@ -116,7 +121,11 @@ def balance_router(model: Decoder, tokens: Tensor) -> None:
 
 def soft_capped(spec: DecoderSpec, z: Tensor) -> Tensor:
     """Logits from the output projection's products."""
-    return z if spec.output_softcap is None else torch.tanh(z / spec.output_softcap) * spec.output_softcap
+    return (
+        z
+        if spec.output_softcap is None
+        else torch.tanh(z / spec.output_softcap) * spec.output_softcap
+    )
 
 
 def plain_logits(model: Decoder, hidden: HiddenStates) -> Tensor:
@@ -132,7 +141,10 @@ def plain_logits(model: Decoder, hidden: HiddenStates) -> Tensor:
         cosine = F.cosine_similarity(z_p[:, : len(out.base)], z[:, : len(out.base)])
         preserved = (cosine > out.threshold).unsqueeze(1)
         assert 0 < preserved.sum() < len(preserved), "the router sends all tokens one way"
-        z, x_up = torch.where(preserved, (z_p + z) / 2, z), torch.where(preserved, hidden.preserved_x_up, x_up)
+        z, x_up = (
+            torch.where(preserved, (z_p + z) / 2, z),
+            torch.where(preserved, hidden.preserved_x_up, x_up),
+        )
     return soft_capped(model.spec, z if x_up is None else z + F.linear(x_up, expansion))
 
 
@@ -147,8 +159,13 @@ def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
 def packed(*rows: Sequence[int]) -> tuple[Tensor, Documents]:
     """Positions [B, S], and documents: each row consists of documents of such lengths."""
     positions, ids = (
-        torch.stack([torch.cat([of_document(at, length) for at, length in enumerate(row)]) for row in rows])
-        for of_document in (lambda _, length: torch.arange(length), lambda at, length: torch.full((length,), at))
+        torch.stack(
+            [torch.cat([of_document(at, length) for at, length in enumerate(row)]) for row in rows]
+        )
+        for of_document in (
+            lambda _, length: torch.arange(length),
+            lambda at, length: torch.full((length,), at),
+        )
     )
     return positions, Documents.of(ids)
 
@@ -193,10 +210,13 @@ class Watched(TorchDispatchMode):
         super().__init__()
         self.look = look
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = operation(*args, **(kwargs or {}))
         taken, made = (
-            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in ((args, kwargs), result)
+            [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+            for tree in ((args, kwargs), result)
         )
         self.look(operation, taken, made)
         return result

@@ -16,8 +16,8 @@ import os
 
 from pipeline.command_line import add_run, positive, run_program
 from pipeline.config.run import load_config
-from pipeline.data.corpora import cleaned_folder, named_inputs
-from pipeline.data.units import named_files
+from pipeline.data.tokenize.corpora import cleaned_folder, named_inputs
+from pipeline.data.tokenize.units import named_files
 from pipeline.errors import MissingPackageError
 from pipeline.run_folder.attempts import stage_of
 
@@ -31,10 +31,16 @@ def main(options: argparse.Namespace) -> None:
         from pipeline.cleaning.clean import clean, estimate, examples, submit, table
         from pipeline.cleaning.stages import cleaning_jobs
     except ModuleNotFoundError as error:
-        raise MissingPackageError(f"clean: {error.name} is not installed; pip install 'scale-cpt[clean]'") from None
+        raise MissingPackageError(
+            f"clean: {error.name} is not installed; pip install 'scale-cpt[clean]'"
+        ) from None
     if options.show or options.dry_run:
         for job in cleaning_jobs(config.data):
-            shown = examples(job.output, options.show) if options.show else [estimate(job, options.workers)]
+            shown = (
+                examples(job.output, options.show)
+                if options.show
+                else [estimate(job, options.workers)]
+            )
             print("\n".join(shown))
         return
     with stage_of(config, "clean", alone=True):
@@ -57,10 +63,28 @@ def main(options: argparse.Namespace) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser)
-    add("--workers", type=positive, default=len(os.sched_getaffinity(0)), help="processes (default: the cores)")
-    add("--show", type=positive, metavar="N", help="only print the beginnings of N documents that each step dropped")
-    add("--dry-run", action="store_true", help="clean a sample of 1 %% only, and say what all will leave and take")
-    add("--slurm", metavar="PARTITION", help="submit the next corpus as job arrays; given again, finish it")
+    add(
+        "--workers",
+        type=positive,
+        default=len(os.sched_getaffinity(0)),
+        help="processes (default: the cores)",
+    )
+    add(
+        "--show",
+        type=positive,
+        metavar="N",
+        help="only print the beginnings of N documents that each step dropped",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="clean a sample of 1 %% only, and say what all will leave and take",
+    )
+    add(
+        "--slurm",
+        metavar="PARTITION",
+        help="submit the next corpus as job arrays; given again, finish it",
+    )
     add("--time", default="24:00:00", help="limit of a task of these (default: 24:00:00)")
 
 

@@ -22,9 +22,14 @@ _logger = log.get_logger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="the folder to make; an earlier combination is replaced")
     parser.add_argument(
-        "runs", metavar="NAME=RUN", nargs="+", help="an expansion's name, and its run's or export's folder"
+        "folder", type=Path, help="the folder to make; an earlier combination is replaced"
+    )
+    parser.add_argument(
+        "runs",
+        metavar="NAME=RUN",
+        nargs="+",
+        help="an expansion's name, and its run's or export's folder",
     )
 
 
@@ -37,7 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
         runs[name] = Path(path)
     _logger.info("combining %s into %s: loading the libraries", ", ".join(runs), arguments.folder)
     # Imported after the arguments are checked: a mistake in them is reported at once.
-    from pipeline.conversion.combine import combine
+    from pipeline.combination.combine import combine
 
     combine(arguments.folder, runs)
 

@@ -2,7 +2,7 @@ r"""Converts a checkpoint to a Hugging Face folder, and checks that it is the mo
 
     scale-cpt convert configs/demo.yaml
     scale-cpt convert configs/demo.yaml --format stock --without-gate --output exported
-    scale-cpt convert --checkpoint runs/demo/checkpoints/step_00000200 --base data/models/stories260K \
+    scale-cpt convert --checkpoint runs/demo/checkpoints/step_00000200 --base examples/data/models/stories260K \
         --output exported --format stock --dtype bf16
 
 With a run: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
@@ -34,12 +34,24 @@ logger = log.get_logger(__name__)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser, required=False)
-    parser.add_argument("--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000200")
-    parser.add_argument("--base", type=command_line.folder_or_hub, help="the folder of the model that was trained on")
-    parser.add_argument("--vocabulary", type=Path, help="the extended vocabulary's folder, if it has moved")
-    parser.add_argument("--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder such as runs/demo/checkpoints/step_00000200"
+    )
+    parser.add_argument(
+        "--base",
+        type=command_line.folder_or_hub,
+        help="the folder of the model that was trained on",
+    )
+    parser.add_argument(
+        "--vocabulary", type=Path, help="the extended vocabulary's folder, if it has moved"
+    )
+    parser.add_argument(
+        "--gate", type=Path, help="the folder of the checkpoint's gate, such as runs/demo/gate"
+    )
     parser.add_argument("--without-gate", action="store_true", help="leave the run's gate out")
-    parser.add_argument("--output", type=Path, help="the folder to make (default: <folder>/hf of the run)")
+    parser.add_argument(
+        "--output", type=Path, help="the folder to make (default: <folder>/hf of the run)"
+    )
     command_line.add_overwrite_option(parser)
     parser.add_argument("--format", choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
@@ -50,15 +62,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="serving",
         help="of a wider stock model in fp32: whether other tools are to train it (default: serving)",
     )
-    parser.add_argument("--text", type=Path, nargs="+", default=[], help="documents to verify on (JSONL, .txt, .zst …)")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="documents to verify on (JSONL, .txt, .zst …)",
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
     named = (arguments.checkpoint, arguments.base)
     if any((*named, arguments.gate)) if arguments.run else not all((*named, arguments.output)):
-        raise ConfigError("name a run, or --checkpoint with --base, --output and, for a gate, --gate")
+        raise ConfigError(
+            "name a run, or --checkpoint with --base, --output and, for a gate, --gate"
+        )
     if arguments.without_gate and not arguments.run:
-        raise ConfigError("--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate")
+        raise ConfigError(
+            "--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate"
+        )
     config = load_config(arguments.run, arguments.set) if arguments.run else None
     with stage_of(config, "convert", alone=True):
         _convert(config, arguments)
@@ -66,14 +88,22 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     # Imported after the arguments and the configuration are checked: a mistake in them is reported at once.
-    from pipeline.conversion.convert import TYPES, Conversion, convert, latest_conversion, run_sources
-    from pipeline.conversion.served_tokenizer import texts_of
+    from pipeline.conversion.convert import (
+        TYPES,
+        Conversion,
+        convert,
+        latest_conversion,
+        run_sources,
+    )
     from pipeline.conversion.verify import probe_maker
+    from pipeline.hf.served_tokenizer import texts_of
 
     if config is not None:
         conversion, (sources, keys) = latest_conversion(config), run_sources(config)
     else:
-        conversion = Conversion(arguments.checkpoint, arguments.base, arguments.output, gate=arguments.gate)
+        conversion = Conversion(
+            arguments.checkpoint, arguments.base, arguments.output, gate=arguments.gate
+        )
         sources, keys = {}, {}
     if arguments.text:
         sources, keys = {path.name: [str(path)] for path in arguments.text}, {}

@@ -44,9 +44,14 @@ def _tables() -> Iterator[str]:
     """A table of the keys outside of sections, then one for each section."""
     fields = RunConfig.model_fields
     yield _heading("Top level", "Settings of a run outside of its sections.")
-    yield from (_row(name, field) for name, field in fields.items() if not _sections(field.annotation))
+    yield from (
+        _row(name, field) for name, field in fields.items() if not _sections(field.annotation)
+    )
     for name, field in fields.items():
-        alternatives, required = _sections(field.annotation), " Required." if field.is_required() else ""
+        alternatives, required = (
+            _sections(field.annotation),
+            " Required." if field.is_required() else "",
+        )
         if len(alternatives) == 1:
             yield from _table(name, alternatives[0], required)
         elif alternatives:

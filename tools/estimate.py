@@ -22,15 +22,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     add_cluster_options(parser)
     parser.add_argument("--all", action="store_true", help="list every layout")
-    parser.add_argument("--base-config", type=Path, help="the base's config.json, if its folder is missing")
+    parser.add_argument(
+        "--base-config", type=Path, help="the base's config.json, if its folder is missing"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
         raise ConfigError("--gpus: give the number of GPUs")
-    from pipeline.sizing.estimate import open_estimator, report  # here, so that --help does not import torch
+    from pipeline.sizing.estimate import (
+        open_estimator,
+        report,
+    )  # here, so that --help does not import torch
 
-    config, cluster = load_config(arguments.run, arguments.set, base="described"), cluster_of(arguments)
+    config, cluster = (
+        load_config(arguments.run, arguments.set, base="described"),
+        cluster_of(arguments),
+    )
     estimator = open_estimator(config, cluster, base_config=arguments.base_config)
     text, recommended = report(estimator, every=arguments.all)
     print(text)

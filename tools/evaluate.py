@@ -1,6 +1,6 @@
 """Scores Hugging Face folders: perplexity on given texts, benchmarks, chats, or the final table of a run.
 
-    scale-cpt evaluate --model exported --data data/*/*.heldout.jsonl.zst
+    scale-cpt evaluate --model exported --data examples/data/*/*.heldout.jsonl.zst
     scale-cpt evaluate --model base exported --tasks kobest_copa arc_easy
     scale-cpt evaluate --model base exported --chats chats.jsonl
     scale-cpt evaluate configs/demo.yaml
@@ -22,8 +22,8 @@ from pipeline import log
 from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program
 from pipeline.config.data import CHAT_DATE
 from pipeline.config.run import load_config
-from pipeline.data.records import Keys, SpecialTokens
-from pipeline.data.units import good_documents
+from pipeline.data.sources.records import Keys, SpecialTokens
+from pipeline.data.tokenize.units import good_documents
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
 
@@ -35,7 +35,9 @@ def main(options: argparse.Namespace) -> None:
     if given in ({"run"}, {"run", "chats"}):
         config = load_config(options.run, options.set)
         with stage_of(config, "evaluate"):
-            _logger.info("evaluating %s: loading the libraries, then the base and the export", config.folder)
+            _logger.info(
+                "evaluating %s: loading the libraries, then the base and the export", config.folder
+            )
             from pipeline.evaluation.summary import summarise  # --help needs no torch
 
             print(
@@ -51,8 +53,10 @@ def main(options: argparse.Namespace) -> None:
     kinds = {"data": _scores_of_texts, "tasks": _benchmarks, "chats": _scores_of_chats}
     if "model" not in given or len(asked := given & kinds.keys()) != 1 or "run" in given:
         raise ConfigError("name a run, or --model with one of --data, --tasks and --chats")
-    _logger.info("evaluating %s: loading the libraries, then each model", ", ".join(map(str, options.model)))
-    from pipeline.conversion.hf_folder import check_hf_config
+    _logger.info(
+        "evaluating %s: loading the libraries, then each model", ", ".join(map(str, options.model))
+    )
+    from pipeline.hf.folder import check_hf_config
 
     for model in options.model:  # before the other models have been scored for hours
         check_hf_config(model, trust_remote_code=options.trust_remote_code)
@@ -74,14 +78,17 @@ def _scores_of_texts(options: argparse.Namespace) -> str:
 
 
 def _scores_of_chats(options: argparse.Namespace) -> str:
-    from pipeline.data.chats import ChatTemplate
+    from pipeline.data.tokenizer.chats import ChatTemplate
     from pipeline.evaluation.chats import chat_rows, read_chats, score_chats
     from pipeline.evaluation.table import table
 
     chats = read_chats(options.chats)
     for model in options.model:  # as above
         ChatTemplate(model)
-    settings = {name: getattr(options, name) for name in ("max_answer_tokens", "trust_remote_code", "chat_date")}
+    settings = {
+        name: getattr(options, name)
+        for name in ("max_answer_tokens", "trust_remote_code", "chat_date")
+    }
     scores = {str(model): score_chats(model, chats, **settings) for model in options.model}
     return _json(scores) if options.json else table(*chat_rows(scores))
 
@@ -89,11 +96,18 @@ def _scores_of_chats(options: argparse.Namespace) -> str:
 def _benchmarks(options: argparse.Namespace) -> str:
     from pipeline.evaluation.benchmarks import benchmark_model, comparison, load_tasks, task_results
 
-    tasks = load_tasks(options.tasks, include=options.include_path, few_shot=options.few_shot, limit=options.limit)
-    settings = {name: getattr(options, name) for name in ("batch_size", "prefix", "trust_remote_code", "chat_template")}
+    tasks = load_tasks(
+        options.tasks, include=options.include_path, few_shot=options.few_shot, limit=options.limit
+    )
+    settings = {
+        name: getattr(options, name)
+        for name in ("batch_size", "prefix", "trust_remote_code", "chat_template")
+    }
     framed, results = options.chat_template, {}
     for model in options.model:
-        results[str(model)] = task_results(benchmark_model(model, **settings), tasks, chat_template=framed)
+        results[str(model)] = task_results(
+            benchmark_model(model, **settings), tasks, chat_template=framed
+        )
     return _json(results) if options.json else comparison(results)
 
 
@@ -104,10 +118,21 @@ def _json(values: object) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser, required=False)
-    add("--model", type=folder_or_hub, nargs="+", default=[], help="Hugging Face folders, or models on the hub")
+    add(
+        "--model",
+        type=folder_or_hub,
+        nargs="+",
+        default=[],
+        help="Hugging Face folders, or models on the hub",
+    )
     add("--tasks", nargs="+", default=[], help="e.g. kobest_boolq kobest_copa arc_easy blimp")
     add("--data", nargs="+", default=[], help="texts: JSONL, .txt, Parquet")
-    add("--chats", nargs="+", default=[], help="chats with references: JSONL, the last of `messages` is the reference")
+    add(
+        "--chats",
+        nargs="+",
+        default=[],
+        help="chats with references: JSONL, the last of `messages` is the reference",
+    )
     add("--trust-remote-code", action="store_true", help="run the Python files in a model's folder")
     prefixes = "score a text after what documents follow in training (default), or after nothing"
     add("--prefix", choices=("document", "none"), default="document", help=prefixes)
@@ -121,16 +146,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompt-key", help="the field of a prompt before the text, which is read but not scored")
     add("--context", type=int, help="tokens in a window (default: the model's, at most 4096)")
-    add("--max-bytes", type=int, default=2**17, help="of each text, a sixteenth at most of a document (131072; 0: all)")
+    add(
+        "--max-bytes",
+        type=int,
+        default=2**17,
+        help="of each text, a sixteenth at most of a document (131072; 0: all)",
+    )
     add = parser.add_argument_group("benchmarks").add_argument
-    add("--include-path", type=Path, metavar="DIR", help="your own lm-eval tasks; RUNS the Python code that they name")
-    add("--few-shot", type=int, choices=range(65), metavar="N", help="solved examples before each question")
-    add("--limit", type=positive, help="ask only the first questions of each task, at most this many")
+    add(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="your own lm-eval tasks; RUNS the Python code that they name",
+    )
+    add(
+        "--few-shot",
+        type=int,
+        choices=range(65),
+        metavar="N",
+        help="solved examples before each question",
+    )
+    add(
+        "--limit",
+        type=positive,
+        help="ask only the first questions of each task, at most this many",
+    )
     add("--batch-size", type=positive, default=16, help="answers scored at a time (default 16)")
-    add("--chat-template", action="store_true", help="ask as a user does, framed by the tokenizer's chat template")
+    add(
+        "--chat-template",
+        action="store_true",
+        help="ask as a user does, framed by the tokenizer's chat template",
+    )
     add = parser.add_argument_group("chats").add_argument
     add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
-    add("--max-answer-tokens", type=positive, default=256, help="where an answer that does not end is cut (256)")
+    add(
+        "--max-answer-tokens",
+        type=positive,
+        default=256,
+        help="where an answer that does not end is cut (256)",
+    )
 
 
 if __name__ == "__main__":

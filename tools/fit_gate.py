@@ -36,7 +36,9 @@ def main(arguments: argparse.Namespace) -> None:
         record, is_new = fit_gate(config)
         write_run(config)  # a gate may be added to a finished run, and is exported with it
         print(as_text(record))
-        logger.info("%s %s", config.folder / GATE_FOLDER, "is written" if is_new else "is already fitted")
+        logger.info(
+            "%s %s", config.folder / GATE_FOLDER, "is written" if is_new else "is already fitted"
+        )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from pipeline.config.sources import CHECKPOINTS
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="its folder, or a run's for the newest")
-    parser.add_argument("--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved")
+    parser.add_argument(
+        "--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
 
 

@@ -20,7 +20,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     parser.add_argument("--stage", required=True, help="the stage that ended")
     parser.add_argument("--exit-code", type=int, required=True, help="its exit code")
-    parser.add_argument("--without-progress", type=int, default=3, help="restarts in a row with no newer checkpoint")
+    parser.add_argument(
+        "--without-progress", type=int, default=3, help="restarts in a row with no newer checkpoint"
+    )
     parser.add_argument("--most", type=int, default=100, help="restarts in all")
 
 

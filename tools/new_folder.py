@@ -24,8 +24,12 @@ def main(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
     with published_folder(folder, None) as unfinished:
         for name in SHIPPED:
-            shutil.copytree(shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__"))
-    print(f"made {folder} with {', '.join(SHIPPED)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml")
+            shutil.copytree(
+                shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+    print(
+        f"made {folder} with {', '.join(SHIPPED)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml"
+    )
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from pipeline.command_line import add_run, day, folder_or_hub, positive, run_pro
 from pipeline.config.data import CHAT_DATE, Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized
-from pipeline.data.preprocess import preprocess, remarks
-from pipeline.data.records import DocumentUnit, Normalization, Quoting, SpecialTokens
-from pipeline.data.units import TOKENS, named_files
-from pipeline.data.workers import local_workers, mpi_share
+from pipeline.data.sources.records import DocumentUnit, Normalization, Quoting, SpecialTokens
+from pipeline.data.tokenize.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized
+from pipeline.data.tokenize.job import preprocess, remarks
+from pipeline.data.tokenize.units import TOKENS, named_files
+from pipeline.data.tokenize.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
 from pipeline.run_folder.attempts import begin_run, stage_of
 
@@ -46,7 +46,9 @@ def main(options: argparse.Namespace) -> None:
             unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
             for job in jobs:
                 job = replace(job, unit_bytes=unit_bytes, reference_only=options.reference_only)
-                manifest = preprocess(job, workers, max_bad_fraction=options.max_bad_fraction, share=work)
+                manifest = preprocess(
+                    job, workers, max_bad_fraction=options.max_bad_fraction, share=work
+                )
                 rejected = sum(manifest.rejected.values())
                 made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {rejected:,} records rejected"
                 if is_first:
@@ -57,16 +59,25 @@ def _of_run(config: RunConfig) -> list[Job]:
     if not is_tokenized(config.data):  # every restart of a run passes this stage
         for name, corpus in config.data.corpora.items():
             if corpus.clean is not None and not cleaned_folder(config.data, name).is_dir():
-                raise DataError(f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first")
+                raise DataError(
+                    f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first"
+                )
         from pipeline.checks.door import begin  # loads torch
 
         # cpt_korean.sh knows how many ranks will train on the tokens.
-        begin(config, int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size), "tokenize")
+        begin(
+            config,
+            int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size),
+            "tokenize",
+        )
     return list(corpus_jobs(config.data, config.tokenizer))
 
 
 def _given(options: argparse.Namespace) -> Job:
-    inputs = [*options.input, *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported)]
+    inputs = [
+        *options.input,
+        *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported),
+    ]
     if not (inputs and options.tokenizer and options.output):
         raise ConfigError("name a run, or give --input or --import, with --tokenizer and --output")
     names = (
@@ -75,7 +86,13 @@ def _given(options: argparse.Namespace) -> Job:
     )  # fmt: skip
     given = {"input": inputs, **{name: getattr(options, name) for name in names}}
     corpus = checked(Corpus, given, source="the command line", listed_in="--help")
-    return Job(corpus, options.tokenizer, options.output, options.end_of_document, chat_date=options.chat_date)
+    return Job(
+        corpus,
+        options.tokenizer,
+        options.output,
+        options.end_of_document,
+        chat_date=options.chat_date,
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +107,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="instead of --input: PREFIX.bin and PREFIX.idx of Megatron-LM's preprocess_data, made with that tokenizer",
     )
-    add("--tokenizer", type=folder_or_hub, help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model")
+    add(
+        "--tokenizer",
+        type=folder_or_hub,
+        help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model",
+    )
     add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
-    add("--text-key", default="text", help="the key or column that holds the document (default: text)")
-    add("--messages-key", help="or that of a chat, of {role, content} or {from, value}: predicts the assistant's")
+    add(
+        "--text-key",
+        default="text",
+        help="the key or column that holds the document (default: text)",
+    )
+    add(
+        "--messages-key",
+        help="or that of a chat, of {role, content} or {from, value}: predicts the assistant's",
+    )
     add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
-    add("--encoding", help="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16")
-    add("--quoting", choices=get_args(Quoting), help="of CSV and TSV (default: standard for CSV, none for TSV)")
-    add("--normalize", choices=get_args(Normalization), help="bring texts to that form of Unicode (default: none)")
+    add(
+        "--encoding",
+        help="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16",
+    )
+    add(
+        "--quoting",
+        choices=get_args(Quoting),
+        help="of CSV and TSV (default: standard for CSV, none for TSV)",
+    )
+    add(
+        "--normalize",
+        choices=get_args(Normalization),
+        help="bring texts to that form of Unicode (default: none)",
+    )
     add(
         "--special-tokens",
         choices=get_args(SpecialTokens),
@@ -109,22 +148,66 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0.01,
         help="stop where the tokenizer cannot spell more of the text (default: 0.01)",
     )
-    add("--allow-damaged", action="store_true", help="read what precedes the damage of a truncated or damaged file")
-    add("--document", choices=get_args(DocumentUnit), default="line", help="a document in .txt files (default: line)")
-    add("--prompt-key", help="the key or column of a prompt before it, which is read but never predicted")
-    add("--heldout-fraction", type=float, default=0.0, help="of the documents, chosen by hash (default: 0)")
-    add("--end-of-document", metavar="TOKEN", help="the token after every document, if not the tokenizer's own eos")
-    add("--max-bad-fraction", type=float, default=0.01, help="stop when more records are bad (default: 0.01)")
+    add(
+        "--allow-damaged",
+        action="store_true",
+        help="read what precedes the damage of a truncated or damaged file",
+    )
+    add(
+        "--document",
+        choices=get_args(DocumentUnit),
+        default="line",
+        help="a document in .txt files (default: line)",
+    )
+    add(
+        "--prompt-key",
+        help="the key or column of a prompt before it, which is read but never predicted",
+    )
+    add(
+        "--heldout-fraction",
+        type=float,
+        default=0.0,
+        help="of the documents, chosen by hash (default: 0)",
+    )
+    add(
+        "--end-of-document",
+        metavar="TOKEN",
+        help="the token after every document, if not the tokenizer's own eos",
+    )
+    add(
+        "--max-bad-fraction",
+        type=float,
+        default=0.01,
+        help="stop when more records are bad (default: 0.01)",
+    )
     add(
         "--workers",
         type=positive,
         default=len(os.sched_getaffinity(0)),
         help="processes (default: this machine's cores)",
     )
-    add("--share", type=share, default=(0, 1), metavar="K/N", help="this is the K-th of N jobs, as in a Slurm array")
-    add("--reference-only", action="store_true", help="do not use gigatoken: encode with the reference library")
-    add("--mpi", action="store_true", help="this is a rank of an MPI job (srun, mpirun), and does its share")
-    add("--unit-mib", type=float, help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)")
+    add(
+        "--share",
+        type=share,
+        default=(0, 1),
+        metavar="K/N",
+        help="this is the K-th of N jobs, as in a Slurm array",
+    )
+    add(
+        "--reference-only",
+        action="store_true",
+        help="do not use gigatoken: encode with the reference library",
+    )
+    add(
+        "--mpi",
+        action="store_true",
+        help="this is a rank of an MPI job (srun, mpirun), and does its share",
+    )
+    add(
+        "--unit-mib",
+        type=float,
+        help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)",
+    )
 
 
 if __name__ == "__main__":

@@ -15,10 +15,18 @@ from pipeline import command_line
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of studies or runs")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default report.html)")
-    parser.add_argument("--title", default="What was learned, what was forgotten", help="the page's heading")
-    parser.add_argument("--svg", type=Path, metavar="FOLDER", help="also write the figures there, as SVG files")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="folders of studies or runs"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), help="the page (default report.html)"
+    )
+    parser.add_argument(
+        "--title", default="What was learned, what was forgotten", help="the page's heading"
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FOLDER", help="also write the figures there, as SVG files"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:

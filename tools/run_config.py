@@ -33,21 +33,52 @@ that is written (docs/data.md)."""
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
-    show = _command(commands, "show", "print every setting, with all that the file extends, and with --set", _SHOW)
+    show = _command(
+        commands,
+        "show",
+        "print every setting, with all that the file extends, and with --set",
+        _SHOW,
+    )
     command_line.add_run(show)
-    init = _command(commands, "init", "write a first configuration, with sizes that fit a base and texts", _INIT)
-    init.add_argument("--base", type=Path, required=True, help="the model that learns: a folder or org/name@revision")
-    init.add_argument(
-        "--new", nargs="+", required=True, metavar="FILE", help="texts to learn: files, patterns, hf://org/name"
+    init = _command(
+        commands, "init", "write a first configuration, with sizes that fit a base and texts", _INIT
     )
-    init.add_argument("--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows")
-    init.add_argument("--text-key", default="text", help="the key or column that holds the texts (default: text)")
-    init.add_argument("--old-text-key", help="that of the texts given as --old (default: as --text-key)")
-    init.add_argument("--vocabulary", type=Path, metavar="DIR", help="a tokenizer extended by `scale-cpt vocabulary`")
     init.add_argument(
-        "--without-gate", action="store_true", help="for an export that any server runs: narrower, rehearsed instead"
+        "--base",
+        type=Path,
+        required=True,
+        help="the model that learns: a folder or org/name@revision",
     )
-    init.add_argument("--output", type=Path, help="the YAML file to write (default: the base's name)")
+    init.add_argument(
+        "--new",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="texts to learn: files, patterns, hf://org/name",
+    )
+    init.add_argument(
+        "--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows"
+    )
+    init.add_argument(
+        "--text-key", default="text", help="the key or column that holds the texts (default: text)"
+    )
+    init.add_argument(
+        "--old-text-key", help="that of the texts given as --old (default: as --text-key)"
+    )
+    init.add_argument(
+        "--vocabulary",
+        type=Path,
+        metavar="DIR",
+        help="a tokenizer extended by `scale-cpt vocabulary`",
+    )
+    init.add_argument(
+        "--without-gate",
+        action="store_true",
+        help="for an export that any server runs: narrower, rehearsed instead",
+    )
+    init.add_argument(
+        "--output", type=Path, help="the YAML file to write (default: the base's name)"
+    )
     add_cluster_options(init)
 
 
@@ -61,7 +92,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _command(commands: _Commands, name: str, what: str, text: str) -> argparse.ArgumentParser:
     text = f"{what[0].upper()}{what[1:]}.\n\n{text}"
-    return commands.add_parser(name, help=what, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return commands.add_parser(
+        name, help=what, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def _write_first(arguments: argparse.Namespace) -> int:

@@ -19,26 +19,52 @@ logger = log.get_logger(__name__)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", type=Path, help="its YAML file, e.g. configs/studies/korean.yaml")
-    parser.add_argument("--data", type=Path, default="data", help="the folder of the texts (default: data)")
-    parser.add_argument("--jobs", type=command_line.positive, help="runs at a time (default: what the cores hold)")
-    parser.add_argument("--due", action="store_true", help="only list what can start now: name, configuration, stages")
-    parser.add_argument("--ended", nargs="*", default=[], help="with --due: tasks whose jobs are over: none may be due")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default="examples/data",
+        help="the folder of the texts (default: examples/data)",
+    )
+    parser.add_argument(
+        "--jobs", type=command_line.positive, help="runs at a time (default: what the cores hold)"
+    )
+    parser.add_argument(
+        "--due",
+        action="store_true",
+        help="only list what can start now: name, configuration, stages",
+    )
+    parser.add_argument(
+        "--ended",
+        nargs="*",
+        default=[],
+        help="with --due: tasks whose jobs are over: none may be due",
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from pipeline.studies.run_study import open_study, run_study  # after the options: --help does not wait for torch
+    from pipeline.studies.run_study import (
+        open_study,
+        run_study,
+    )  # after the options: --help does not wait for torch
     from pipeline.studies.summary import summarise
 
     runs = open_study(arguments.study, arguments.data)
     if arguments.due:
         for task in runs.pending_tasks(arguments.ended):
             task.run.write()
-            print(task.name, task.run.path, " ".join(task.stages), sep="\t")  # folders may have spaces in their names
+            print(
+                task.name, task.run.path, " ".join(task.stages), sep="\t"
+            )  # folders may have spaces in their names
         return
     run_study(runs, arguments.jobs or max(1, len(os.sched_getaffinity(0)) // runs.study.ranks))
     folder = runs.study.folder
     print(summarise(runs))
-    logger.info("wrote %s/summary.json; as a page: scale-cpt report %s --output %s/report.html", folder, folder, folder)
+    logger.info(
+        "wrote %s/summary.json; as a page: scale-cpt report %s --output %s/report.html",
+        folder,
+        folder,
+        folder,
+    )
 
 
 if __name__ == "__main__":

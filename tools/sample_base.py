@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> None:
         return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
     sampling = _sampling_of(options) if config is None else None
     _logger.info("sampling text that the base writes itself: loading the libraries, then the base")
-    from pipeline.data.workers import local_workers
+    from pipeline.data.tokenize.workers import local_workers
     from pipeline.rehearsal.corpus import default_workers, plan_of, sample_corpus, sampling_jobs
 
     with stage_of(config, "sample"):
@@ -49,7 +49,9 @@ def main(options: argparse.Namespace) -> None:
         with local_workers(count, preload="pipeline.rehearsal.corpus") as workers:
             for job, plan in zip(jobs, plans, strict=True):
                 manifest = sample_corpus(job, plan, workers, options.share)
-                print(f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote")
+                print(
+                    f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote"
+                )
 
 
 def _sampling_of(options: argparse.Namespace) -> Sampling:
@@ -77,21 +79,59 @@ def _given(options: argparse.Namespace, sampling: Sampling) -> SamplingJob:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser, required=False)
-    add("--workers", type=positive, help="processes, each with the base (default: one per GPU, or as many as fit)")
-    add("--batch-size", type=positive, help="documents at a time (default: what suits the base, at most 128)")
-    add("--share", type=share, default=(0, 1), metavar="K/N", help="this is the K-th of N jobs, as in a Slurm array")
+    add(
+        "--workers",
+        type=positive,
+        help="processes, each with the base (default: one per GPU, or as many as fit)",
+    )
+    add(
+        "--batch-size",
+        type=positive,
+        help="documents at a time (default: what suits the base, at most 128)",
+    )
+    add(
+        "--share",
+        type=share,
+        default=(0, 1),
+        metavar="K/N",
+        help="this is the K-th of N jobs, as in a Slurm array",
+    )
     add("--base", type=folder_or_hub, help="a Hugging Face folder")
     add("--output", type=Path, help="the corpus folder")
     add("--tokens", type=positive, help="how many are written, at least")
     add("--max-tokens", type=positive, help="of a document, its opening included")
     add("--temperature", type=float, default=1.0, help="default: 1, the base's own distribution")
-    add("--openings", nargs="+", default=[], metavar="FILE", help="documents whose beginnings the base continues")
-    add("--opening-tokens", type=positive, help="the beginning of each that is used (default: all of it)")
+    add(
+        "--openings",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="documents whose beginnings the base continues",
+    )
+    add(
+        "--opening-tokens",
+        type=positive,
+        help="the beginning of each that is used (default: all of it)",
+    )
     add("--text-key", default="text", help="the key or column that holds them (default: text)")
-    add("--chat-template", action="store_true", help="they are a user's messages, framed by the chat template")
+    add(
+        "--chat-template",
+        action="store_true",
+        help="they are a user's messages, framed by the chat template",
+    )
     add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
-    add("--thinking", action=argparse.BooleanOptionalAction, help="whether the base thinks before it answers")
-    add("--system-prompts", nargs="+", default=[], metavar="TEXT", help="one is drawn for each message")
+    add(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether the base thinks before it answers",
+    )
+    add(
+        "--system-prompts",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="one is drawn for each message",
+    )
     add("--seed", type=int, default=0, help="of the text (default: 0)")
 
 

@@ -1,9 +1,9 @@
 """Trains a tokenizer with byte fallback (SentencePiece: BPE or Unigram), and compares tokenizers on given texts.
 
     scale-cpt tokenizer --input 'corpus/*.jsonl.zst' --output korean.json --vocab-size 8000 \\
-        --compare data/models/stories260K --report-on korean=data/ko/reviews.heldout.jsonl.zst
+        --compare examples/data/models/stories260K --report-on korean=examples/data/ko/reviews.heldout.jsonl.zst
     scale-cpt tokenizer --convert base/tokenizer.model --output base/tokenizer.json \\
-        --report-on data/ko/*.heldout.jsonl.zst
+        --report-on examples/data/ko/*.heldout.jsonl.zst
 
 The name of the output decides: `.model` is SentencePiece's own file, `.json` the same tokenizer as a tokenizer.json.
 --convert writes the tokenizer.json of a model that exists, and counts the texts to report on whose ids are the same.
@@ -17,47 +17,98 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline.command_line import mebibytes, run_program
-from pipeline.data.sentencepiece_model import SUFFIX, ModelType, converted, read_model, train_model
-from pipeline.data.tokenizer import (
+from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenizer.load import (
     Tokenizer,
     agree,
     batches,
     fertility,
     load_tokenizer,
 )
-from pipeline.data.units import texts
+from pipeline.data.tokenizer.sentencepiece_model import (
+    SUFFIX,
+    ModelType,
+    converted,
+    read_model,
+    train_model,
+)
 from pipeline.errors import ConfigError, DataError, OutputError
 from pipeline.files import published_file, read_bytes, write_text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", nargs="+", default=[], metavar="FILE", help="the texts to learn from, as for scale-cpt tokenize")
-    add("--text-key", default="text", help="the key or column that holds the document (default: text)")
-    add("--output", type=Path, required=True, help="the .model (SentencePiece) or tokenizer.json to write")
+    add(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="the texts to learn from, as for scale-cpt tokenize",
+    )
+    add(
+        "--text-key",
+        default="text",
+        help="the key or column that holds the document (default: text)",
+    )
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        help="the .model (SentencePiece) or tokenizer.json to write",
+    )
     add(
         "--convert",
         type=Path,
         metavar="MODEL",
         help="write this SentencePiece model as a tokenizer.json",
     )
-    add("--model-type", choices=get_args(ModelType), default="bpe", help="how the tokenizer cuts (default: bpe)")
+    add(
+        "--model-type",
+        choices=get_args(ModelType),
+        default="bpe",
+        help="how the tokenizer cuts (default: bpe)",
+    )
     add("--vocab-size", type=int, default=32_000, help="pieces in all (default: 32000)")
-    add("--character-coverage", type=float, default=0.9999, help="of the text; rarer characters become bytes (0.9999)")
-    add("--max-mib", type=mebibytes, default="256", help="learn from so much text, equally much of each file (256)")
-    add("--compare", nargs="*", type=Path, default=[], metavar="TOKENIZER", help="other tokenizers for the table")
+    add(
+        "--character-coverage",
+        type=float,
+        default=0.9999,
+        help="of the text; rarer characters become bytes (0.9999)",
+    )
+    add(
+        "--max-mib",
+        type=mebibytes,
+        default="256",
+        help="learn from so much text, equally much of each file (256)",
+    )
+    add(
+        "--compare",
+        nargs="*",
+        type=Path,
+        default=[],
+        metavar="TOKENIZER",
+        help="other tokenizers for the table",
+    )
     add("--report-on", nargs="*", default=[], metavar="NAME=FILE", help="texts for the table")
 
 
 def main(options: argparse.Namespace) -> None:
     output: Path = options.output
     if output.suffix not in (SUFFIX, ".json"):
-        raise ConfigError(f"--output {output}: expected a name in .model (SentencePiece) or .json (tokenizer.json)")
+        raise ConfigError(
+            f"--output {output}: expected a name in .model (SentencePiece) or .json (tokenizer.json)"
+        )
     if (options.convert is None) == (not options.input):
-        raise ConfigError("give --input to train a tokenizer, or --convert for the tokenizer.json of a model")
+        raise ConfigError(
+            "give --input to train a tokenizer, or --convert for the tokenizer.json of a model"
+        )
     if options.convert is not None and output.suffix != ".json":
-        raise ConfigError(f"--output {output}: --convert writes a tokenizer.json; give a name in .json")
-    reports = dict(report.split("=", 1) if "=" in report else (report, report) for report in options.report_on)
+        raise ConfigError(
+            f"--output {output}: --convert writes a tokenizer.json; give a name in .json"
+        )
+    reports = dict(
+        report.split("=", 1) if "=" in report else (report, report) for report in options.report_on
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     if options.convert is not None:
         _convert(options.convert, output)
@@ -73,7 +124,9 @@ def main(options: argparse.Namespace) -> None:
         tokenizer = written if path == output else load_tokenizer(path)
         for name, file in reports.items():
             found = fertility(tokenizer, texts([file], text_key=options.text_key))
-            print(f"{str(path)[-40:]:40} {name:12} {found.tokens_per_character:17.4f} {found.tokens_per_byte:12.4f}")
+            print(
+                f"{str(path)[-40:]:40} {name:12} {found.tokens_per_character:17.4f} {found.tokens_per_byte:12.4f}"
+            )
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -88,7 +141,9 @@ def _train(options: argparse.Namespace) -> None:
         with published_file(options.output) as file:
             file.write(content)
     else:
-        write_text(options.output, converted(read_model(options.output, content)).to_str(pretty=True))
+        write_text(
+            options.output, converted(read_model(options.output, content)).to_str(pretty=True)
+        )
 
 
 def _convert(source: Path, output: Path) -> None:
@@ -98,11 +153,15 @@ def _convert(source: Path, output: Path) -> None:
     model = read_model(source, read_bytes(source, DataError))
     content = converted(model, start).to_str(pretty=True)
     if output.exists() and output.read_text(encoding="utf-8") != content:
-        raise OutputError(f"{output}: exists, and holds another tokenizer; remove it, or choose another --output")
+        raise OutputError(
+            f"{output}: exists, and holds another tokenizer; remove it, or choose another --output"
+        )
     write_text(output, content)
 
 
-def _compare_ids(model: Tokenizer, written: Tokenizer, reports: Mapping[str, str], text_key: str) -> None:
+def _compare_ids(
+    model: Tokenizer, written: Tokenizer, reports: Mapping[str, str], text_key: str
+) -> None:
     """Prints how many texts have the same ids by both, and the beginning of one that has not."""
     for name, file in reports.items():
         count = same = 0

@@ -39,7 +39,9 @@ def _upscale(config: RunConfig) -> None:
     if not isinstance(config.method, ScaleMethod):
         logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
-    if newest_checkpoint_step(config.folder) and _seems_made_for(config):  # every restart of a run passes here
+    if newest_checkpoint_step(config.folder) and _seems_made_for(
+        config
+    ):  # every restart of a run passes here
         logger.info("%s is there already, and training has begun", output)
         return
     # Imported after the configuration is checked: a mistake in it is reported at once.
@@ -52,9 +54,11 @@ def _upscale(config: RunConfig) -> None:
         expansion.check_files()
         logger.info("%s is there already", output)
         return
-    from pipeline.conversion.parity import check_against_transformers  # half of all imports
+    from pipeline.checks.parity import check_against_transformers  # half of all imports
 
-    plan_expansion(config.method, base.spec.widths, base.spec.num_layers)  # its faults come before slow checks
+    plan_expansion(
+        config.method, base.spec.widths, base.spec.num_layers
+    )  # its faults come before slow checks
     check_against_transformers(base)
     upscale(config.method, base, output, config.seed)
     logger.info("wrote the initial expansion to %s", output)

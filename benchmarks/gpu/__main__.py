@@ -41,7 +41,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "fp8": ("fp8", "check_fp8_products"),
     "deepspeed": ("runs", "check_deepspeed"),
     "memory": ("memory", "check_memory"),
-    **{f"step-{shape}": ("runs", "check_steps", shape) for shape in ("1b-8192", "1b-4096", "8b-4096")},
+    **{
+        f"step-{shape}": ("runs", "check_steps", shape)
+        for shape in ("1b-8192", "1b-4096", "8b-4096")
+    },
     "run": ("runs", "check_run"),
     "watchdog": ("ranks", "check_watchdog"),
     "demo": ("runs", "check_demo"),
@@ -57,20 +60,33 @@ _GRACE_S = 10.0
 def rows_of(part: str, setting: Setting) -> Iterator[Row]:
     """Runs a part in this process; what the others need is not imported."""
     module, function, *arguments = PARTS[part]
-    rows: Iterator[Row] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(setting, *arguments)
+    rows: Iterator[Row] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(
+        setting, *arguments
+    )
     return rows
 
 
 def run_part(part: str, setting: Setting, seconds: float) -> list[Row]:
     """The rows of a part, in a process of its own; one more if it fails or has to be ended."""
     device, folder = setting.device_type, setting.folder
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--part-seconds", str(seconds)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--part",
+        part,
+        "--part-seconds",
+        str(seconds),
+    ]
     command += ["--output", str(folder), *(["--cpu"] if device == "cpu" else [])]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": device}
     if device == "cpu":
         # Threads would only wait for one another, and DeepSpeed would import the compiler in every process.
-        environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0" if part.startswith("step-") else "1"}
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "0" if part.startswith("step-") else "1",
+        }
     log = folder / f"{part}.log"
     _rows_file(setting, part).unlink(missing_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -85,11 +101,18 @@ def run_part(part: str, setting: Setting, seconds: float) -> list[Row]:
         _end(process)
     rows = []
     with contextlib.suppress(FileNotFoundError):
-        rows = [Row(**json.loads(line)) for line in _rows_file(setting, part).read_text(encoding="utf-8").splitlines()]
+        rows = [
+            Row(**json.loads(line))
+            for line in _rows_file(setting, part).read_text(encoding="utf-8").splitlines()
+        ]
     if code == -1:
         rows.append(Row("ends in time", False, f"ended after {seconds:.0f} s; see {log}"))
     elif code:
-        last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
+        last = [
+            line
+            for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if line.strip()
+        ][-1:]
         rows.append(Row("ends well", False, f"exit code {code}: {''.join(last)[:400]}; see {log}"))
     return rows
 
@@ -125,16 +148,26 @@ def _rows_file(setting: Setting, part: str) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [*PARTS, "quick"]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of: {', '.join(names)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="PART", help=f"of: {', '.join(names)}"
+    )
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU with tiny shapes")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder; default runs/gpu")
-    parser.add_argument("--part-seconds", type=float, help="a part's time limit; default 180, in a rehearsal 600")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/gpu"), help="a folder; default runs/gpu"
+    )
+    parser.add_argument(
+        "--part-seconds", type=float, help="a part's time limit; default 180, in a rehearsal 600"
+    )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in this process
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
-        raise ConfigError("no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU")
+        raise ConfigError(
+            "no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU"
+        )
     limit = arguments.part_seconds or (600.0 if arguments.cpu else 180.0)
     setting = Setting("cpu" if arguments.cpu else "cuda", arguments.output.resolve(), limit)
     setting.folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +176,9 @@ def main() -> int:
             with _rows_file(setting, arguments.part).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row._asdict()) + "\n")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part's processes end too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that the part's processes end too
     name = "cpu" if arguments.cpu else torch.cuda.get_device_name()
     about = {"device": name, "machine": platform.platform(), "python": platform.python_version()}
     for package in _PACKAGES:
@@ -163,7 +198,9 @@ def main() -> int:
         write_json(setting.folder / "results.json", values)
     passed, failed = (sum(row["passed"] is outcome for row in rows) for outcome in (True, False))
     done = f"{len(seconds)} parts {'rehearsed' if arguments.cpu else 'run'}"
-    print(f"{done}: {passed} checks passed, {failed} failed; wrote {setting.folder / 'results.json'}")
+    print(
+        f"{done}: {passed} checks passed, {failed} failed; wrote {setting.folder / 'results.json'}"
+    )
     return 1 if failed else 0
 
 

@@ -38,44 +38,68 @@ def check_parity(setting: Setting) -> Iterator[Row]:
     """The base as transformers runs it; at step 0 no method differs from the base; then its stream stays exact."""
     from transformers import AutoModelForCausalLM
 
-    tokens = torch.randint(512, (2, 96), generator=torch.Generator().manual_seed(0)).to(setting.device)
-    reference = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).to(setting.device)
+    tokens = torch.randint(512, (2, 96), generator=torch.Generator().manual_seed(0)).to(
+        setting.device
+    )
+    reference = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).to(
+        setting.device
+    )
     theirs = reference(tokens).logits
     cases = product(((torch.float32, 1e-3), (torch.bfloat16, 0.5)), get_args(BasePrecision))
     for (dtype, tolerance), precision in cases:
-        name = str(dtype).removeprefix("torch.") + ("" if precision == "bf16" else f", base in {precision}")
-        plain_method = FullFineTuning(name="fft") if precision == "bf16" else Lora(name="lora", rank=4)
+        name = str(dtype).removeprefix("torch.") + (
+            "" if precision == "bf16" else f", base in {precision}"
+        )
+        plain_method = (
+            FullFineTuning(name="fft") if precision == "bf16" else Lora(name="lora", rank=4)
+        )
         plain = started(plain_method, setting, dtype, base_precision=precision)
         base_logits = plain.logits(tokens)
         difference = float((base_logits - theirs).abs().max())
         what = f"{name}: logits of the base, against transformers in fp32"
-        yield Row(what, difference < tolerance if precision == "bf16" else None, f"off by {difference:.2g}")
+        yield Row(
+            what,
+            difference < tolerance if precision == "bf16" else None,
+            f"off by {difference:.2g}",
+        )
         for variant, method in small_methods().items():
             if precision != "bf16" and variant != "adapt":
                 continue  # one variant shows what the form of the base changes
             model = started(method, setting, dtype, base_precision=precision)
             difference = float((model.logits(tokens) - base_logits).abs().max())
-            yield Row(f"{name}, {variant}: logits at step 0 less the base's", difference == 0, str(difference))
+            yield Row(
+                f"{name}, {variant}: logits at step 0 less the base's",
+                difference == 0,
+                str(difference),
+            )
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(0.1 * torch.randn_like(parameter))
             yield _preservation(f"{name}, {variant}", model, plain, tokens)
             documents = Documents.of(torch.arange(96).div(40, rounding_mode="floor").expand(2, -1))
             packed = documents.moved(lambda tensor: tensor.to(setting.device))
-            yield _preservation(f"{name}, {variant}, packed documents", model, plain, tokens, packed)
+            yield _preservation(
+                f"{name}, {variant}, packed documents", model, plain, tokens, packed
+            )
     yield from _preservation_at_size(setting)
 
 
-def _preservation(name: str, model: Decoder, base: Decoder, tokens: Tensor, documents: Documents | None = None) -> Row:
+def _preservation(
+    name: str, model: Decoder, base: Decoder, tokens: Tensor, documents: Documents | None = None
+) -> Row:
     """Whether a trained model keeps the base's stream and logits, bit for bit."""
     batch = (tokens, None, documents)
     expected = base.hidden_states(*batch).x, base.logits(*batch)
     kept = model.hidden_states(*batch, path="preserved").x, model.logits(*batch, path="base")
     moved = float((model.logits(*batch) - expected[1]).abs().max())
     exact = all(torch.equal(own, wanted) for own, wanted in zip(kept, expected, strict=True))
-    largest = max(float((own - wanted).abs().max()) for own, wanted in zip(kept, expected, strict=True))
+    largest = max(
+        float((own - wanted).abs().max()) for own, wanted in zip(kept, expected, strict=True)
+    )
     found = f"{'bit-equal' if exact else f'off by {largest:.2g}'} (what was added moves the logits by {moved:.2g})"
-    return Row(f"{name}: the base's stream and logits in a trained model", exact and moved > 0, found)
+    return Row(
+        f"{name}: the base's stream and logits in a trained model", exact and moved > 0, found
+    )
 
 
 def _preservation_at_size(setting: Setting) -> Iterator[Row]:
@@ -96,7 +120,9 @@ def _preservation_at_size(setting: Setting) -> Iterator[Row]:
         for name, parameter in plain.named_parameters():
             parameter.copy_(own[name])
         base = "" if precision == "bf16" else f", base in {precision}"
-        yield _preservation(f"{str(dtype).removeprefix('torch.')}, adapt of {spec_name}{base}", model, plain, tokens)
+        yield _preservation(
+            f"{str(dtype).removeprefix('torch.')}, adapt of {spec_name}{base}", model, plain, tokens
+        )
     yield _product_in_fp8(setting)
 
 
@@ -110,7 +136,10 @@ def _product_in_fp8(setting: Setting) -> Row:
     quantization.write(stored, torch.randn(512, 1024, device=setting.device))
     x = torch.randn(64, 1024, device=setting.device, dtype=torch.bfloat16)
     expected = F.linear(rounded(x.cpu(), "fp8"), quantization.decode(stored, torch.float32).cpu())
-    error = float((product_in_fp8(x, stored, quantization, None).float().cpu() - expected).norm() / expected.norm())
+    error = float(
+        (product_in_fp8(x, stored, quantization, None).float().cpu() - expected).norm()
+        / expected.norm()
+    )
     return Row(what, error < 1e-2, f"off by {error:.1e}")
 
 
@@ -118,7 +147,12 @@ def _product_in_fp8(setting: Setting) -> Row:
 
 
 def literal_attention(
-    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, window: int | None = None, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids: Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention as in a textbook, one head at a time; shapes as in `Attend`, ids: [B, S]."""
     visible = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
@@ -136,22 +170,44 @@ def literal_attention(
 def check_attention(setting: Setting) -> Iterator[Row]:
     """Every kernel that the device may take, forward and gradient, against a literal one in fp64."""
     length = 300 if setting.on_gpu else 48
-    layouts = {"one document": (length,), "ragged": (5, length // 2, length - length // 2 - 5), "single": (1,) * length}
+    layouts = {
+        "one document": (length,),
+        "ragged": (5, length // 2, length - length // 2 - 5),
+        "single": (1,) * length,
+    }
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
         grouped = (6, 2, 128)
-        cases = ((4, 4, 64, None, None), (*grouped, None, None), (*grouped, 16, None), (*grouped, 16, 2.0))
+        cases = (
+            (4, 4, 64, None, None),
+            (*grouped, None, None),
+            (*grouped, 16, None),
+            (*grouped, 16, 2.0),
+        )
         for query_heads, key_heads, head_dim, window, softcap in cases:
             for layout, lengths in layouts.items():
-                ids = torch.cat([torch.full((own,), at) for at, own in enumerate(lengths)]).expand(2, -1)
+                ids = torch.cat([torch.full((own,), at) for at, own in enumerate(lengths)]).expand(
+                    2, -1
+                )
                 documents = Documents.of(ids).moved(lambda tensor: tensor.to(setting.device))
-                chosen = partial(attention_kernel, device=setting.device, dtype=dtype, head_dim=head_dim)
+                chosen = partial(
+                    attention_kernel, device=setting.device, dtype=dtype, head_dim=head_dim
+                )
                 kernels: list[Attend] = [chosen(documents, window=window, softcap=softcap)]
                 if setting.on_gpu:
-                    kernels.append(MaskedAttention(document_mask(documents.ids, dtype, window), softcap=softcap))
+                    kernels.append(
+                        MaskedAttention(
+                            document_mask(documents.ids, dtype, window), softcap=softcap
+                        )
+                    )
                 if layout == "one document" and window is None:
                     kernels += [CausalAttention(), chosen(None)]
-                shapes = [(2, length, heads, head_dim) for heads in (query_heads, key_heads, key_heads)]
-                heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
+                shapes = [
+                    (2, length, heads, head_dim) for heads in (query_heads, key_heads, key_heads)
+                ]
+                heads = [
+                    torch.randn(shape, device=setting.device).to(dtype).requires_grad_()
+                    for shape in shapes
+                ]
                 weights = torch.randn(shapes[0], device=setting.device)
                 exact = [own.detach().double().requires_grad_() for own in heads]
                 query, key, value = exact
@@ -167,7 +223,11 @@ def check_attention(setting: Setting) -> Iterator[Row]:
                     what = f"{name}, {str(dtype).removeprefix('torch.')}, {query_heads}/{key_heads} heads of {head_dim}"
                     what += "" if window is None else f", window {window}"
                     what += "" if softcap is None else ", soft-capped"
-                    yield Row(f"{what}, {layout}: results and gradients", error < tolerance, f"{error:.1e}")
+                    yield Row(
+                        f"{what}, {layout}: results and gradients",
+                        error < tolerance,
+                        f"{error:.1e}",
+                    )
     yield from _memory_of_rows(setting)
 
 
@@ -180,10 +240,14 @@ def _memory_of_rows(setting: Setting) -> Iterator[Row]:
     length = 8192 if setting.on_gpu else 64
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 128), (torch.bfloat16, 320)):
         shapes = [(1, length, heads, head_dim) for heads in (4, 1, 1)]
-        heads = [torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes]
+        heads = [
+            torch.randn(shape, device=setting.device).to(dtype).requires_grad_() for shape in shapes
+        ]
         peak, scores = Peak(setting.device), 4 * length**2 * dtype.itemsize / 2**30
         attention_kernel(None, setting.device, dtype, head_dim)(*heads).sum().backward()
         what = f"{str(dtype).removeprefix('torch.')}, grouped heads of {head_dim}: rows without scores of all pairs"
         taken = peak.gib()
-        found = "seen on a GPU only" if taken is None else f"{taken:.3f} GiB; scores: {scores:.3f} GiB"
+        found = (
+            "seen on a GPU only" if taken is None else f"{taken:.3f} GiB; scores: {scores:.3f} GiB"
+        )
         yield Row(what, None if taken is None else taken < scores, found)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.setting import Row, Setting
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 
 _ROTARY = {
     "frequencies": [1.0, 0.1, 0.01, 0.001],
@@ -40,7 +40,12 @@ print("found", json.dumps(list(answer.outputs[0].token_ids)))
 def check_exports(setting: Setting) -> Iterator[Row]:
     """A tied, routed model with a scaled embedding and frequencies that depend on the text's length."""
     config = ScaleConfig(
-        rotary=[_ROTARY], layer_rotary=[0, 0], embedding_scale=8.0, tie_word_embeddings=True, routed=True, l_fp=1
+        rotary=[_ROTARY],
+        layer_rotary=[0, 0],
+        embedding_scale=8.0,
+        tie_word_embeddings=True,
+        routed=True,
+        l_fp=1,
     )
     model = ScaleForCausalLM(config).to(setting.device).eval()
     tokens = torch.randint(config.vocab_size, (1, 24), device=setting.device)
@@ -51,7 +56,11 @@ def check_exports(setting: Setting) -> Iterator[Row]:
         with torch.cuda.graph(graph):
             captured = model(tokens, use_cache=False).logits
         graph.replay()
-    found = "seen on a GPU only" if captured is None else f"off by {float((captured - expected).abs().max()):.1e}"
+    found = (
+        "seen on a GPU only"
+        if captured is None
+        else f"off by {float((captured - expected).abs().max()):.1e}"
+    )
     yield Row(what, None if captured is None else torch.equal(captured, expected), found)
     what = "the same with its weights on the host, a tied output among them"
     if find_spec("accelerate") is None:
@@ -72,16 +81,29 @@ def _check_vllm(setting: Setting) -> Row:
         return Row(what, None, "vLLM is not installed" if setting.on_gpu else "seen on a GPU only")
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3}
     added = {"expansion_num_attention_heads": 2, "expansion_num_key_value_heads": 1}
-    rotary = {**_ROTARY, "frequencies": [0.5**n for n in range(32)], "long_frequencies": None, "context": None}
+    rotary = {
+        **_ROTARY,
+        "frequencies": [0.5**n for n in range(32)],
+        "long_frequencies": None,
+        "context": None,
+    }
     config = ScaleConfig(
-        **sizes, **added, rotary=[rotary], layer_rotary=[0, 0], tie_word_embeddings=True, l_fp=1, gate_layer=1
+        **sizes,
+        **added,
+        rotary=[rotary],
+        layer_rotary=[0, 0],
+        tie_word_embeddings=True,
+        l_fp=1,
+        gate_layer=1,
     )
     model = ScaleForCausalLM(config).to(setting.device, torch.bfloat16).eval()
     model.token_gate.float()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     tokens = torch.randint(config.vocab_size, (1, 24), device=setting.device)
-    expected = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = model.generate(
+        tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         serving = Path(__file__).parents[2] / "serving"
@@ -92,6 +114,10 @@ def _check_vllm(setting: Setting) -> Row:
             text=True,
             check=False,
         )
-    found = [json.loads(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")]
+    found = [
+        json.loads(line.removeprefix("found "))
+        for line in done.stdout.splitlines()
+        if line.startswith("found ")
+    ]
     said = f"found {found[0]}" if found else done.stderr.strip().rpartition("\n")[2][:200]
     return Row(what, found == [expected[0, 24:].tolist()], said)

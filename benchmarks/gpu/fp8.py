@@ -39,8 +39,14 @@ def check_fp8_products(setting: Setting) -> Iterator[Row]:
             seconds = {way: _seconds(product) for way, product in ways.items()}
             plain = seconds["bf16"]
             teraflops = 2 * _TOKENS * rows * columns / plain / 1e12
-            ratios = ", ".join(f"{way} {plain / own:.2f}" for way, own in seconds.items() if way != "bf16")
-            yield Row(f"{name}, {direction}: speed over bf16", None, f"bf16 {teraflops:.0f} TFLOP/s; {ratios}")
+            ratios = ", ".join(
+                f"{way} {plain / own:.2f}" for way, own in seconds.items() if way != "bf16"
+            )
+            yield Row(
+                f"{name}, {direction}: speed over bf16",
+                None,
+                f"bf16 {teraflops:.0f} TFLOP/s; {ratios}",
+            )
 
 
 def _by_rows(weight: Tensor) -> tuple[Quantization, Tensor]:
@@ -68,7 +74,12 @@ def _forwards(x: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
     def by_tensor() -> Tensor:
         x_scale = x.abs().amax().float() / _LARGEST
         return torch._scaled_mm(
-            (x / x_scale).to(FP8), codes.t(), x_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True
+            (x / x_scale).to(FP8),
+            codes.t(),
+            x_scale,
+            scale,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
         )
 
     return {
@@ -94,7 +105,12 @@ def _backwards(gradient: Tensor, weight: Tensor) -> dict[str, Callable[[], Tenso
         own_scale = gradient.abs().amax().float() / largest
         codes_of_gradient = (gradient / own_scale).to(own_type)
         return torch._scaled_mm(
-            codes_of_gradient, matrix, own_scale, scale, out_dtype=torch.bfloat16, use_fast_accum=False
+            codes_of_gradient,
+            matrix,
+            own_scale,
+            scale,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,
         )
 
     def e5m2() -> Tensor:

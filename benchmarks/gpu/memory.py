@@ -36,13 +36,24 @@ def check_memory(setting: Setting) -> Iterator[Row]:
             setting,
             "memory",
             method=our_method(method, spec, 3).model_dump(mode="json", exclude_none=True),
-            data={"folder": "unread", "sequence_length": length, "corpora": {"text": {"input": ["unread"]}}},
-            schedule={"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1e-4},
+            data={
+                "folder": "unread",
+                "sequence_length": length,
+                "corpora": {"text": {"input": ["unread"]}},
+            },
+            schedule={
+                "steps": 1,
+                "global_batch_size": 1,
+                "micro_batch_size": 1,
+                "learning_rate": 1e-4,
+            },
             activation_checkpointing=checkpointing,
             base_precision=precision,
         )
         config = load_config(path)
-        costs = measure_micro_batch(config, spec, 1, config.activation_checkpointing, torch.bfloat16)
+        costs = measure_micro_batch(
+            config, spec, 1, config.activation_checkpointing, torch.bfloat16
+        )
         estimated = (costs.activation_bytes + costs.loss_bytes + costs.temporary_bytes) / _GIB
         with default_dtype(torch.bfloat16), setting.device:
             model = build_model(config, spec, SINGLE)
@@ -52,8 +63,13 @@ def check_memory(setting: Setting) -> Iterator[Row]:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
         tokens = torch.randint(spec.vocab_size, (1, length))
-        documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(setting.device))
-        tokens, positions = tokens.to(setting.device), torch.arange(length, device=setting.device).unsqueeze(0)
+        documents = Documents.of(torch.zeros_like(tokens)).moved(
+            lambda tensor: tensor.to(setting.device)
+        )
+        tokens, positions = (
+            tokens.to(setting.device),
+            torch.arange(length, device=setting.device).unsqueeze(0),
+        )
         for _ in range(2):  # the first also sets up libraries
             peak = Peak(setting.device)
             model(tokens, tokens, positions, documents).total.backward()

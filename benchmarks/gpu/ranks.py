@@ -59,9 +59,13 @@ def check_two_ranks(setting: Setting) -> Row:
         for process in ranks:
             process.join()
     expected = _loss_and_norm(setting, SINGLE)
-    error = max(abs(own / wanted - 1) for pair in found for own, wanted in zip(pair, expected, strict=True))
+    error = max(
+        abs(own / wanted - 1) for pair in found for own, wanted in zip(pair, expected, strict=True)
+    )
     return Row(
-        "two ranks on one device, through gloo: loss and gradient norm of tp 2", error < 1e-4, f"off by {error:.1e}"
+        "two ranks on one device, through gloo: loss and gradient norm of tp 2",
+        error < 1e-4,
+        f"off by {error:.1e}",
     )
 
 
@@ -74,10 +78,16 @@ def _one_of_two(rank: int, port: int, setting: Setting, results: list[Connection
 def _loss_and_norm(setting: Setting, tp: TensorParallel) -> tuple[float, float]:
     """Of a batch in fp32. The base's norms are whole on every rank: their gradients are left out."""
     model = started(FullFineTuning(name="fft"), setting, torch.float32, tp)
-    tokens = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0)).to(setting.device)
+    tokens = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0)).to(
+        setting.device
+    )
     loss = model(tokens, tokens).total
     loss.backward()
-    squares = [own.grad.double().square().sum() for own in model.parameters() if own.grad is not None and own.dim() > 1]
+    squares = [
+        own.grad.double().square().sum()
+        for own in model.parameters()
+        if own.grad is not None and own.dim() > 1
+    ]
     total = torch.stack(squares).sum().cpu()
     if tp.size > 1:
         dist.all_reduce(total)
@@ -95,7 +105,8 @@ def check_watchdog(setting: Setting) -> Iterator[Row]:
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     with ExitStack() as ports:
         started = {
-            what: _start_watched(what, ports.enter_context(reserved_port()), backend, setting) for what in _SIGNALS
+            what: _start_watched(what, ports.enter_context(reserved_port()), backend, setting)
+            for what in _SIGNALS
         }
         for what, (folder, first, second) in started.items():
             disturbed = _appears(folder / "disturbed", first, _PATIENCE_S[setting.device_type])
@@ -107,16 +118,25 @@ def check_watchdog(setting: Setting) -> Iterator[Row]:
                 process.join()
             lines = (folder / "0.log").read_text(encoding="utf-8").splitlines()
             error = next((line for line in lines if " E " in line), "no error line")
-            named = disturbed and "rank 1" in error and "was lost" in error and first.exitcode == LOST_RANK
+            named = (
+                disturbed
+                and "rank 1" in error
+                and "was lost" in error
+                and first.exitcode == LOST_RANK
+            )
             found = f"ended after {seconds:.1f} s with {first.exitcode}: {error}"
             yield Row(f"{backend}, a rank is {what}: the other names it and ends", named, found)
 
 
-def _start_watched(what: str, port: int, backend: str, setting: Setting) -> tuple[Path, BaseProcess, BaseProcess]:
+def _start_watched(
+    what: str, port: int, backend: str, setting: Setting
+) -> tuple[Path, BaseProcess, BaseProcess]:
     folder = setting.folder / "watchdog" / what
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    first, second = _two(setting, _watched, port, setting.device_type, backend, folder, _SIGNALS[what])
+    first, second = _two(
+        setting, _watched, port, setting.device_type, backend, folder, _SIGNALS[what]
+    )
     return folder, first, second
 
 
@@ -127,7 +147,9 @@ def _appears(path: Path, process: BaseProcess, patience_s: float) -> bool:
     return path.exists()
 
 
-def _watched(rank: int, port: int, device_type: str, backend: str, folder: Path, number: signal.Signals) -> None:
+def _watched(
+    rank: int, port: int, device_type: str, backend: str, folder: Path, number: signal.Signals
+) -> None:
     """Steps under a watchdog; in the data phase of one of them rank 1 gets the signal."""
     descriptor = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 2)
@@ -145,7 +167,12 @@ def _watched(rank: int, port: int, device_type: str, backend: str, folder: Path,
         timeout=timedelta(seconds=2 * _PATIENCE_S[device_type]),
     )
     phases = Phases(device)
-    limits = Limits(beat_every_s=0.5, dead_after_s=_DEAD_AFTER_S[device_type], hung_after_s=300, slow_after_s=300)
+    limits = Limits(
+        beat_every_s=0.5,
+        dead_after_s=_DEAD_AFTER_S[device_type],
+        hung_after_s=300,
+        slow_after_s=300,
+    )
     with Watchdog(limits, phases, folder / "stacks"):
         for step in range(1000):
             with phases("data"):

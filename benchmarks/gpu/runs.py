@@ -24,9 +24,9 @@ from benchmarks.results import BASES, ROOT, STORIES
 from pipeline.config.method import ScaleMethod
 from pipeline.config.reading import read_yaml
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.corpora import corpus_jobs
-from pipeline.data.preprocess import preprocess
-from pipeline.data.workers import local_workers
+from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.workers import local_workers
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.files import write_text
 from pipeline.methods.scale import upscale
@@ -41,23 +41,42 @@ from pipeline.studies.study import RandomBase
 _GIB = 2**30
 _MEMORY_TOLERANCE, _MOST_IDLE = 0.1, 0.05
 _LAST_TURN_S, _TO_REPORT_S = 40.0, 5.0
-_OF_A_LAUNCHER = ("SLURM_", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "EXPECTED_WORLD_SIZE")
+_OF_A_LAUNCHER = (
+    "SLURM_",
+    "OMPI_",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "EXPECTED_WORLD_SIZE",
+)
 """Variables that begin like this would make these runs ranks of an allocation."""
-KOREAN, ENGLISH = "data/ko/reviews.{}jsonl.zst", "data/en/stories.{}jsonl.zst"
+KOREAN, ENGLISH = "examples/data/ko/reviews.{}jsonl.zst", "examples/data/en/stories.{}jsonl.zst"
 NO_DEEPSPEED = "skipped: deepspeed is not installed"
 
 
-def run(command: list[str], setting: Setting, *, timeout: float | None = None, **variables: str) -> str:
+def run(
+    command: list[str], setting: Setting, *, timeout: float | None = None, **variables: str
+) -> str:
     """Runs a command of the project, and returns its messages.
 
     Raises:
         RuntimeError: it failed; with its error.
         subprocess.TimeoutExpired: it took longer than `timeout` seconds.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(_OF_A_LAUNCHER)
+    }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": setting.device_type, **variables}
-    done = subprocess.run(command, cwd=ROOT, env={**inherited, **own}, capture_output=True, text=True, timeout=timeout)
+    own = {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": setting.device_type,
+        **variables,
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env={**inherited, **own}, capture_output=True, text=True, timeout=timeout
+    )
     if done.returncode:
         output = done.stderr + done.stdout
         print(output, file=sys.stderr)  # into the log of this part
@@ -82,8 +101,17 @@ def write_config(setting: Setting, name: str, **changes: Any) -> Path:  # noqa: 
         "folder": str(setting.folder / name),
         "base": str(STORIES),
         "method": small_methods()["adapt"].model_dump(mode="json", exclude_none=True),
-        "data": {"folder": str(setting.folder / "tokens"), "sequence_length": 64, "corpora": corpora},
-        "schedule": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2, "learning_rate": 2e-3},
+        "data": {
+            "folder": str(setting.folder / "tokens"),
+            "sequence_length": 64,
+            "corpora": corpora,
+        },
+        "schedule": {
+            "steps": 4,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "learning_rate": 2e-3,
+        },
         "validation": {"every_steps": 4, "max_sequences": 4},
         "checkpoints": {"every_steps": 2},
         "preflight": {"enabled": False},
@@ -142,7 +170,9 @@ def _step0(name: str, folder: Path) -> tuple[Row, dict[str, Any]]:
     """Whether a run began with the base's logits; and its training.json."""
     trained: dict[str, Any] = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     difference = trained["step0_max_abs_logit_difference"]
-    return Row(f"{name}: logits at step 0 less the base's", difference == 0, str(difference)), trained
+    return Row(
+        f"{name}: logits at step 0 less the base's", difference == 0, str(difference)
+    ), trained
 
 
 def check_run(setting: Setting) -> Iterator[Row]:
@@ -155,9 +185,13 @@ def check_run(setting: Setting) -> Iterator[Row]:
     if setting.on_gpu:
         steps, length, traced, texts = 50, 8192, [40, 44], [KOREAN.format("")]
         base = setting.folder / "base"
-        make_random_base(RandomBase(architecture=BASES / "llama-3.2-1b.json", tokenizer=STORIES), base)
+        make_random_base(
+            RandomBase(architecture=BASES / "llama-3.2-1b.json", tokenizer=STORIES), base
+        )
         changes["base"] = str(base)
-        changes["method"] = read_yaml(ROOT / "configs" / "cpt_korean_llama3.2_1b.yaml")["method"] | {
+        changes["method"] = read_yaml(ROOT / "configs" / "cpt_korean_llama3.2_1b.yaml")[
+            "method"
+        ] | {
             "initialisers": {"base_to_expansion": "random"}  # quicker than its decompositions
         }
     config_path = write_config(
@@ -165,11 +199,18 @@ def check_run(setting: Setting) -> Iterator[Row]:
         "run",
         **changes,
         data={
-            "folder": str(setting.folder / f"tokens-{setting.device_type}"),  # a rehearsal's are others
+            "folder": str(
+                setting.folder / f"tokens-{setting.device_type}"
+            ),  # a rehearsal's are others
             "sequence_length": length,
             "corpora": {"ko": {"input": texts, "heldout_input": [KOREAN.format("heldout.")]}},
         },
-        schedule={"steps": steps, "global_batch_size": 2, "micro_batch_size": 2, "learning_rate": 1e-4},
+        schedule={
+            "steps": steps,
+            "global_batch_size": 2,
+            "micro_batch_size": 2,
+            "learning_rate": 1e-4,
+        },
         validation={"every_steps": steps // 2, "max_sequences": 4},
         checkpoints={"every_steps": steps // 2, "asynchronous": True},
         profile={"steps": traced},
@@ -181,16 +222,27 @@ def check_run(setting: Setting) -> Iterator[Row]:
     passed = next((line for line in messages if "preflight: passed" in line), "no such line")
     yield Row("preflight", "preflight: passed" in passed, passed)
     lines = read_metrics(config.folder / METRICS)
-    rates = [line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line]
+    rates = [
+        line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line
+    ]
     rate = statistics.median(rates[len(rates) // 5 :])
     yield Row(f"{steps} steps under ZeRO-1: tokens/s of the median step", None, f"{rate:,.0f}")
     if setting.on_gpu and (steps_file := _steps_file(setting, "1b-8192")).exists():
         rows = json.loads(steps_file.read_text(encoding="utf-8"))["rows"]
-        bare = next((row.get("tokens_per_second") for row in rows if row["variant"] == "adapt"), None)
-        yield Row("the same over the bare step of the benchmark", None, f"{rate / bare:.2f}" if bare else "not known")
+        bare = next(
+            (row.get("tokens_per_second") for row in rows if row["variant"] == "adapt"), None
+        )
+        yield Row(
+            "the same over the bare step of the benchmark",
+            None,
+            f"{rate / bare:.2f}" if bare else "not known",
+        )
     yield from check_trace(config.folder, setting)
     estimator = Estimator(
-        config, read_spec(config.base), load_deepspeed_config(config.deepspeed, Layout(1, 1)), Cluster(gpus=1)
+        config,
+        read_spec(config.base),
+        load_deepspeed_config(config.deepspeed, Layout(1, 1)),
+        Cluster(gpus=1),
     )
     estimated = estimator.memory(estimator.own_choice)[0].total / _GIB
     measured = max((line.get("memory_peak_allocated_gib", 0.0) for line in lines), default=0.0)
@@ -202,11 +254,19 @@ def check_trace(run_folder: Path, setting: Setting) -> Iterator[Row]:
     from pipeline.observers.performance import PROFILE  # it needs deepspeed, as the run did
 
     (path,) = (run_folder / PROFILE).iterdir()
-    events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event["ph"] == "X"]
+    events = [
+        event
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        if event["ph"] == "X"
+    ]
 
     def intervals(matches: Callable[[dict[str, Any]], object]) -> list[tuple[float, float]]:
         # On a GPU a span of the program appears a second time, as what the device did in it.
-        own = [event for event in events if event.get("cat") != "gpu_user_annotation" and matches(event)]
+        own = [
+            event
+            for event in events
+            if event.get("cat") != "gpu_user_annotation" and matches(event)
+        ]
         return [(event["ts"], event["ts"] + event["dur"]) for event in own]
 
     steps = intervals(lambda event: re.fullmatch(r"ProfilerStep#\d+", event["name"]))
@@ -216,9 +276,15 @@ def check_trace(run_folder: Path, setting: Setting) -> Iterator[Row]:
     found = f"{idle:.1%} of {(window[1] - window[0]) / 1e3:,.1f} ms"
     found += "" if setting.on_gpu else ", between operators of the CPU: says nothing about a GPU"
     passed = idle < _MOST_IDLE if setting.judges_speed else None
-    yield Row(f"time between kernels in {len(steps)} step(s) of the run (goal: below 5 %)", passed, found)
+    yield Row(
+        f"time between kernels in {len(steps)} step(s) of the run (goal: below 5 %)", passed, found
+    )
     fused = sum(event["name"] == "aten::_fused_adamw_" for event in events)
-    yield Row("the optimizer of the run is torch's fused AdamW", fused > 0, f"{fused} calls in {len(steps)} step(s)")
+    yield Row(
+        "the optimizer of the run is torch's fused AdamW",
+        fused > 0,
+        f"{fused} calls in {len(steps)} step(s)",
+    )
 
 
 def idle_share(busy: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
@@ -261,9 +327,17 @@ def check_demo(setting: Setting) -> Iterator[Row]:
     run(["bash", "slurm/cpt_korean.sh", str(config)], setting, NPROC="1", CONFIG=str(config))
     row, trained = _step0("the demo", folder)
     yield row
-    scores = {name: f"{figures['perplexity']:.3g}" for name, figures in trained["validation"].items()}
-    exports = sorted(path.parent.name for path in folder.rglob("config.json") if path.parent != folder)
-    yield Row("the demo: trained, converted and evaluated", bool(exports), f"perplexities {scores}, exports {exports}")
+    scores = {
+        name: f"{figures['perplexity']:.3g}" for name, figures in trained["validation"].items()
+    }
+    exports = sorted(
+        path.parent.name for path in folder.rglob("config.json") if path.parent != folder
+    )
+    yield Row(
+        "the demo: trained, converted and evaluated",
+        bool(exports),
+        f"perplexities {scores}, exports {exports}",
+    )
 
 
 def _steps_file(setting: Setting, shape: str) -> Path:
@@ -273,16 +347,31 @@ def _steps_file(setting: Setting, shape: str) -> Path:
 def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
     """The speed and memory of every variant of the benchmark of training steps."""
     output = _steps_file(setting, shape)
-    options = ["--shape", shape, "--seconds", str(max(1.0, setting.seconds - _LAST_TURN_S)), "--json", str(output)]
+    options = [
+        "--shape",
+        shape,
+        "--seconds",
+        str(max(1.0, setting.seconds - _LAST_TURN_S)),
+        "--json",
+        str(output),
+    ]
     if not setting.on_gpu:
         options += ["--cpu", "--tiny", "--rounds", "1", "--steps", "1", "--threads", "1"]
         if shape != ON_A_GPU[0]:  # every variant is tried once
             options += ["--variant", "fft", "preserve"]
     output.unlink(missing_ok=True)
     try:
-        run([sys.executable, "-m", "benchmarks.gpu_step", *options], setting, timeout=setting.seconds - _TO_REPORT_S)
+        run(
+            [sys.executable, "-m", "benchmarks.gpu_step", *options],
+            setting,
+            timeout=setting.seconds - _TO_REPORT_S,
+        )
     except subprocess.TimeoutExpired:
-        yield Row(f"{shape}: the last turn ends in time", False, "ended; the rows below are what it had found")
+        yield Row(
+            f"{shape}: the last turn ends in time",
+            False,
+            "ended; the rows below are what it had found",
+        )
     for row in json.loads(output.read_text(encoding="utf-8"))["rows"] if output.exists() else ():
         found = row["outcome"]
         if found == "measured":

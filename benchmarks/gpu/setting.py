@@ -61,7 +61,9 @@ def small_methods() -> dict[str, ScaleMethod]:
     widths = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4}
     lowest = {"preserve": None, "adapt": 3, "route": 3}
     return {
-        variant: ScaleMethod.model_validate({"name": "scale", "expansion": widths, "variant": variant, "l_fp": l_fp})
+        variant: ScaleMethod.model_validate(
+            {"name": "scale", "expansion": widths, "variant": variant, "l_fp": l_fp}
+        )
         for variant, l_fp in lowest.items()
     }
 

@@ -28,8 +28,15 @@ _WORDS = {0.0: "constant", 1.0: "linear", 2.0: "square"}
 def draw(found: Mapping[str, Sequence[Row]]) -> Drawing:
     """A line for each cost with a goal in the tables of all subjects, and a circle at its slope."""
     tables = [table for of in found.values() for table in of]
-    costs = [(table, name) for table in tables for name in table["goals"] if table["slopes"][name] is not None]
-    drawing = Drawing(_WIDTH, _LINE * (len(costs) + 2), "slopes", "How costs grow", "The exponent of each cost")
+    costs = [
+        (table, name)
+        for table in tables
+        for name in table["goals"]
+        if table["slopes"][name] is not None
+    ]
+    drawing = Drawing(
+        _WIDTH, _LINE * (len(costs) + 2), "slopes", "How costs grow", "The exponent of each cost"
+    )
     x = Axis(-0.5, 2.5, _LEFT, _WIDTH - 20, lambda tick: _WORDS[tick], tuple(_WORDS))
     Chart(drawing, x, Axis(0, 1, _LINE * len(costs), 0, str))
     for number, (table, name) in enumerate(costs):
@@ -42,9 +49,17 @@ def draw(found: Mapping[str, Sequence[Row]]) -> Drawing:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--only", nargs="*", choices=SUBJECTS, default=SUBJECTS, help="some subjects, or none")
-    parser.add_argument("--smallest", action="store_true", help="sizes that take seconds, to see that everything runs")
-    parser.add_argument("--picture", type=Path, help="also draw the slopes of all tables in --json, as SVG")
+    parser.add_argument(
+        "--only", nargs="*", choices=SUBJECTS, default=SUBJECTS, help="some subjects, or none"
+    )
+    parser.add_argument(
+        "--smallest",
+        action="store_true",
+        help="sizes that take seconds, to see that everything runs",
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="also draw the slopes of all tables in --json, as SVG"
+    )
     options = parser.parse_args()
     found = read_object(options.json, UserError) if options.json and options.json.exists() else {}
     for subject in options.only:

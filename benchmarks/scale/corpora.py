@@ -25,21 +25,30 @@ import orjson
 from benchmarks.results import STORIES, Row
 from benchmarks.scale.growth import in_own_process, measured, report
 from pipeline.config.data import Corpus, Data
-from pipeline.data import preprocess as preprocessing
-from pipeline.data.corpora import Job
-from pipeline.data.jobs import STATE, Outcome, Plan, UnitPart, check_finished, manifest_of
-from pipeline.data.preprocess import File, FileRecord, plan_of, preprocess, split_units, tokenize_unit
-from pipeline.data.samples import TrainingSamples
-from pipeline.data.token_corpus import MANIFEST, InputFile, TokenCorpus, TokenizerRecord
-from pipeline.data.token_shards import shard_file, token_dtype, writing_shard
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.workers import Workers
+from pipeline.data.corpus.indexed_dataset import shard_file, token_dtype, writing_shard
+from pipeline.data.corpus.token_corpus import MANIFEST, InputFile, TokenCorpus, TokenizerRecord
+from pipeline.data.dataset.samples import TrainingSamples
+from pipeline.data.tokenize import job as preprocessing
+from pipeline.data.tokenize.corpora import Job
+from pipeline.data.tokenize.job import (
+    File,
+    FileRecord,
+    plan_of,
+    preprocess,
+    split_units,
+    tokenize_unit,
+)
+from pipeline.data.tokenize.queue import STATE, Outcome, Plan, UnitPart, check_finished, manifest_of
+from pipeline.data.tokenize.workers import Workers
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.files import file_hash, json_hash, write_record
 
 GOALS: dict[str, float] = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
 GOALS |= {"resume_cpu_s": 60, "state_files_a_file": 2, "plan_cpu_s": 60}
 SEQUENCE, RANKS, JOBS, UNIT_BYTES = 8192, 1024, 64, 2**26
-_TOKENIZER = TokenizerRecord(fingerprint="", vocab_size=128_256, document_start=[], document_end=[0], backend="")
+_TOKENIZER = TokenizerRecord(
+    fingerprint="", vocab_size=128_256, document_start=[], document_end=[0], backend=""
+)
 
 
 def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
@@ -54,7 +63,10 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
     parts = {f"{number:05d}-000000": part for number in range(shards)}
     for name, end in product(parts, part.files):
         (folder / f"{name}{end}").symlink_to(f"all{end}")
-    inputs = [InputFile(path=f"/texts/{name}.jsonl.zst", bytes=4 * tokens, sha256=f"{name:>064}") for name in parts]
+    inputs = [
+        InputFile(path=f"/texts/{name}.jsonl.zst", bytes=4 * tokens, sha256=f"{name:>064}")
+        for name in parts
+    ]
     plan = Plan(tokenizer=_TOKENIZER, text_key="text", inputs=[], unit_size=1)
     manifest_of(plan, "train", parts, inputs).save(folder)
 
@@ -62,7 +74,9 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
 def read(folder: Path) -> Row:
     """What a rank does until its first batches, then `inspect-data`, and a rank's share of the preflight."""
     row: Row = {"manifest_mib": round((folder / "corpus" / MANIFEST).stat().st_size / 2**20, 4)}
-    data = Data.model_validate({"folder": folder, "sequence_length": SEQUENCE, "corpora": {"corpus": {"input": ["-"]}}})
+    data = Data.model_validate(
+        {"folder": folder, "sequence_length": SEQUENCE, "corpora": {"corpus": {"input": ["-"]}}}
+    )
     with measured(row, "open_"):
         samples = TrainingSamples(data, seed=1, tokenizer_fingerprint=None)
     corpus = TokenCorpus(folder / "corpus")
@@ -101,10 +115,14 @@ def make_state(folder: Path, files: int) -> None:
     for number in range(files):
         name = f"{number:05d}-000000"
         unit = replace(done.units[0], name=name, path=str(texts / f"{number:06d}.txt"))
-        ranges = FileRecord(unit=f"{number:05d}.ranges", plan=plan, sha256=done.sha256, units=[unit])
+        ranges = FileRecord(
+            unit=f"{number:05d}.ranges", plan=plan, sha256=done.sha256, units=[unit]
+        )
         write_unsynced(state / f"{ranges.unit}.json", ranges)
         if number % 100:
-            write_unsynced(state / f"{name}.json", record.model_copy(update={"unit": name, "plan": plan}))
+            write_unsynced(
+                state / f"{name}.json", record.model_copy(update={"unit": name, "plan": plan})
+            )
             for end in record.train.files:
                 shard_file(job.output / name, end).symlink_to(shard_file(shard, end))
 
@@ -118,12 +136,20 @@ def write_unsynced(path: Path, record: Outcome) -> None:
 def resume(folder: Path) -> Row:
     """What one of an array's jobs does until it begins with what is left."""
     row, listed = Row(), list[object]()
-    sys.addaudithook(lambda event, of: listed.append(of) if event in ("os.listdir", "os.scandir") else None)
+    sys.addaudithook(
+        lambda event, of: listed.append(of) if event in ("os.listdir", "os.scandir") else None
+    )
     ending = patch.object(preprocessing, "tokenize_unit", lambda *_: sys.exit())
     with measured(row, "resume_"), ending, contextlib.suppress(SystemExit):
-        preprocess(job_of(str(folder / "texts" / "*.txt"), folder / "tokens"), Workers(None), share=(5, JOBS))
+        preprocess(
+            job_of(str(folder / "texts" / "*.txt"), folder / "tokens"),
+            Workers(None),
+            share=(5, JOBS),
+        )
     row["listed_folders"] = len(listed)
-    held, files = (sum(1 for _ in place.iterdir()) for place in (folder / "tokens" / STATE, folder / "texts"))
+    held, files = (
+        sum(1 for _ in place.iterdir()) for place in (folder / "tokens" / STATE, folder / "texts")
+    )
     return row | {"state_files_a_file": round(held / files, 2)}
 
 
@@ -132,7 +158,9 @@ def plan(path: Path, size: int) -> Row:
     with path.open("wb") as file:
         file.truncate(size)
     with measured(row := Row(), "plan_"):
-        record = split_units(job_of(str(path), path).keys, UNIT_BYTES, File("00000.ranges", size, str(path)))
+        record = split_units(
+            job_of(str(path), path).keys, UNIT_BYTES, File("00000.ranges", size, str(path))
+        )
     return row | {"units": len(record.units)}
 
 
@@ -152,7 +180,13 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     title = f"Tokenization: files, 99 % of them done, one of {JOBS} jobs resumed"
     yield report(title, "files", counts, resumed, GOALS)
     sizes, large = (2**20, 2**21) if smallest else (2**38, 2**39, 2**40), scratch / "large.txt"
-    yield report("Tokenization: one file, planned", "bytes", sizes, partial(in_own_process, plan, large), GOALS)
+    yield report(
+        "Tokenization: one file, planned",
+        "bytes",
+        sizes,
+        partial(in_own_process, plan, large),
+        GOALS,
+    )
     tokens, documents = (100_000, 1_000) if smallest else (10_000_000, 10_000)
     title = f"Corpora: shards of {tokens:,} tokens in {documents:,} documents"
     yield report(title, "shards", counts, lambda shards: opened(shards, documents), GOALS)

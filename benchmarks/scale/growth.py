@@ -64,13 +64,33 @@ def slope(rows: Sequence[Row], name: str) -> float | None:
     return round(math.log(after / before) / math.log(rows[-1][size] / rows[0][size]), 2)
 
 
-def report(title: str, size: str, values: Iterable[int], row_of: Callable[[int], Row], goals: dict[str, float]) -> Row:
+def report(
+    title: str,
+    size: str,
+    values: Iterable[int],
+    row_of: Callable[[int], Row],
+    goals: dict[str, float],
+) -> Row:
     """Prints what `row_of` measures at each of the `values` of a size, with slopes and goals; returns the table."""
     rows = [{size: value, **row_of(value)} for value in values]
     slopes = {name: slope(rows, name) for name in rows[0]}
     lines = []
     for name, found in list(rows[-1].items())[1:]:
-        goal = f"{'met' if found <= goals[name] else 'MISSED'}: {goals[name]:,}" if name in goals else ""
-        lines.append([name, *(f"{row[name]:,.4g}" for row in rows), cell(slopes[name], ".2f"), goal])
-    print(f"\n{title}\n{table([size, *(f'{row[size]:,}' for row in rows), 'slope', 'goal'], lines)}", flush=True)
-    return {"title": title, "rows": rows, "slopes": slopes, "goals": {k: goals[k] for k in goals if k in rows[0]}}
+        goal = (
+            f"{'met' if found <= goals[name] else 'MISSED'}: {goals[name]:,}"
+            if name in goals
+            else ""
+        )
+        lines.append(
+            [name, *(f"{row[name]:,.4g}" for row in rows), cell(slopes[name], ".2f"), goal]
+        )
+    print(
+        f"\n{title}\n{table([size, *(f'{row[size]:,}' for row in rows), 'slope', 'goal'], lines)}",
+        flush=True,
+    )
+    return {
+        "title": title,
+        "rows": rows,
+        "slopes": slopes,
+        "goals": {k: goals[k] for k in goals if k in rows[0]},
+    }

@@ -30,9 +30,9 @@ from pipeline.checks import allocation
 from pipeline.checks.door import begin
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.data.corpora import corpus_jobs
-from pipeline.data.preprocess import preprocess
-from pipeline.data.workers import Workers
+from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.workers import Workers
 from pipeline.methods.scale import upscale
 from pipeline.model import base_folder
 from pipeline.model.base_folder import SINGLE_FILE
@@ -46,7 +46,9 @@ from pipeline.training import trainer
 from tests.sizing.real_runs import COLLECTIVES, payloads, simulated_steps
 
 _PARTS = ("inputs", "preflight", "base")
-GOALS: dict[str, float] = {f"{part}_{rank}_cpu_s": 10 for part in _PARTS for rank in ("rank0", "other")}
+GOALS: dict[str, float] = {
+    f"{part}_{rank}_cpu_s": 10 for part in _PARTS for rank in ("rank0", "other")
+}
 RANKS_PER_NODE = 8
 TERMS = ("weights", "gradients", "optimizer", "forward", "rest", "peak")
 GOALS |= {f"{term}_error": 0.05 for term in TERMS}
@@ -55,11 +57,18 @@ GOALS |= {"small_files_a_rank": 2, "messages_error": 0.0, "gathers_error": 0.15}
 
 def make_run(folder: Path) -> RunConfig:
     """A small run, with its corpora and initial expansion."""
-    (folder / "text.txt").write_text("".join(f"There were {number} cats.\n" for number in range(20_000)))
+    (folder / "text.txt").write_text(
+        "".join(f"There were {number} cats.\n" for number in range(20_000))
+    )
     config = adapt_run(folder, STORIES, zero=1, sequences=512)
     for job in corpus_jobs(config.data, config.tokenizer):
         preprocess(job, Workers(None))
-    upscale(ScaleMethod.model_validate(config.method), open_base(config.base), config.upscaled_folder, config.seed)
+    upscale(
+        ScaleMethod.model_validate(config.method),
+        open_base(config.base),
+        config.upscaled_folder,
+        config.seed,
+    )
     return config
 
 
@@ -87,7 +96,9 @@ def start(config: RunConfig, ranks: int) -> Row:
             assert not check(allocated).faults
         times.append(time.thread_time())
         trainer.hash_base(inputs)
-        inputs.method.load(methods.build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE)
+        inputs.method.load(
+            methods.build_model(config, inputs.base.spec, SINGLE), inputs.base, SINGLE
+        )
         return [*times, time.thread_time()]
 
     def all_gather(found: list[object], own: object, group: object = None) -> None:
@@ -101,8 +112,14 @@ def start(config: RunConfig, ranks: int) -> Row:
     with ThreadPoolExecutor(ranks) as pool:
         seconds = np.diff(list(pool.map(rank_main, range(ranks)))).T.tolist()
     for part, (first, *others) in zip(_PARTS, seconds, strict=True):
-        row |= {f"{part}_rank0_cpu_s": round(first, 3), f"{part}_other_cpu_s": round(sum(others) / len(others), 3)}
-    weights, tokens = opened[SINGLE_FILE], sum(opened[name] for name in opened if name.endswith((".bin", ".idx")))
+        row |= {
+            f"{part}_rank0_cpu_s": round(first, 3),
+            f"{part}_other_cpu_s": round(sum(others) / len(others), 3),
+        }
+    weights, tokens = (
+        opened[SINGLE_FILE],
+        sum(opened[name] for name in opened if name.endswith((".bin", ".idx"))),
+    )
     row["base_opened_a_node"] = round(weights * RANKS_PER_NODE / ranks)
     return row | {"small_files_a_rank": round((opened.total() - weights - tokens) / ranks, 2)}
 
@@ -117,7 +134,10 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
     found = simulated_steps(config, gpus)
     held, memory = Counter(found["held"]), estimate.memory
     held["rest"] = held["peak"] - sum(held[term] for term in TERMS[:4])
-    expected = vars(memory) | {"forward": memory.activations + memory.gathered, "peak": memory.total}
+    expected = vars(memory) | {
+        "forward": memory.activations + memory.gathered,
+        "peak": memory.total,
+    }
     expected["rest"] = memory.loss + memory.temporary
     row: Row = {}
     for term in TERMS:
@@ -128,7 +148,10 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
     row["sent_gib"] = round(sent.total() / 2**30, 3)
     for traffic in estimate.traffic:
         name = "gathers_error" if traffic.purpose == GATHER else "messages_error"
-        error = abs(traffic.payload_bytes / sent.pop((COLLECTIVES[traffic.collective], traffic.group_size)) - 1)
+        error = abs(
+            traffic.payload_bytes / sent.pop((COLLECTIVES[traffic.collective], traffic.group_size))
+            - 1
+        )
         row[name] = max(round(error, 4), row.get(name, 0.0))
     assert not sent, "the estimate has them all"
     return row
@@ -136,11 +159,16 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     """A table over the number of ranks, and one over the layers of each of two bases, at two stages of ZeRO."""
-    counts, ranks = (2, 4) if smallest else (8, 32, 128), partial(in_own_process, start, make_run(scratch))
+    counts, ranks = (
+        (2, 4) if smallest else (8, 32, 128),
+        partial(in_own_process, start, make_run(scratch)),
+    )
     yield report(f"Start-up: ranks on nodes of {RANKS_PER_NODE}", "ranks", counts, ranks, GOALS)
     large = [("llama-3.1-8b", (8, 32), 2, 8, 1024), ("llama-3.1-70b", (5, 10), 3, 8, 128)]
     small = [("llama-1m", (2, 4), zero, 2, 8) for zero in (2, 3)]
     for base, layers, zero, tp_size, gpus in small if smallest else large:
-        title = f"A step: {base} under ZeRO-{zero}, tp {tp_size}, {gpus:,} GPUs, against the estimate"
+        title = (
+            f"A step: {base} under ZeRO-{zero}, tp {tp_size}, {gpus:,} GPUs, against the estimate"
+        )
         row = partial(in_own_process, compare, scratch, base, zero, tp_size, gpus)
         yield report(title, "layers", layers, row, GOALS)

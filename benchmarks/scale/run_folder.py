@@ -36,11 +36,20 @@ from pipeline.studies.report.page import page
 from pipeline.studies.results import read_runs
 from pipeline.training.observer import StepEvent
 
-GOALS: dict[str, float] = {"index_cpu_s": 60, "restore_files": 8, "restore_peak_mib": 1024, "convert_peak_mib": 8192}
+GOALS: dict[str, float] = {
+    "index_cpu_s": 60,
+    "restore_files": 8,
+    "restore_peak_mib": 1024,
+    "convert_peak_mib": 8192,
+}
 GOALS |= {"remove_s": 5, "status_cpu_s": 1, "report_cpu_s": 30, "report_peak_mib": 1000}
 GOALS |= {"resume_cpu_s": 1, "resume_peak_mib": 100}
 _FIGURES = {f"norm/{number:02d}": 1.23456789 for number in range(21)}
-_SCORES = {f"{name}/{corpus}": 1.23456789 for name in ("perplexity", "bits_per_byte") for corpus in ("ko", "en")}
+_SCORES = {
+    f"{name}/{corpus}": 1.23456789
+    for name in ("perplexity", "bits_per_byte")
+    for corpus in ("ko", "en")
+}
 
 
 def model(base: str) -> Decoder:
@@ -50,7 +59,9 @@ def model(base: str) -> Decoder:
         return build_model(config, read_spec(config.base), SINGLE)
 
 
-def partition(sizes: dict[str, int], zero: int, rank: int, ranks: int) -> Iterator[tuple[str, Span]]:
+def partition(
+    sizes: dict[str, int], zero: int, rank: int, ranks: int
+) -> Iterator[tuple[str, Span]]:
     """What `rank` holds of each parameter: ZeRO-3 cuts each over all ranks, ZeRO-2 all of them as one."""
     total, before = sum(sizes.values()), 0
     for name, size in sizes.items():
@@ -69,9 +80,17 @@ def make_checkpoint(folder: Path, base: str, zero: int, ranks: int) -> None:
         spans, end = dict(partition(sizes, zero, rank, ranks)), 0
         for (name, (first, last)), kind in product(spans.items(), get_args(Kind)):
             span = [end, end := end + 4 * (last - first)]
-            header[f"{name}/{kind}"] = {"dtype": "F32", "shape": [last - first], "data_offsets": span}
+            header[f"{name}/{kind}"] = {
+                "dtype": "F32",
+                "shape": [last - first],
+                "data_offsets": span,
+            }
         header["adam_step"] = {"dtype": "F32", "shape": [], "data_offsets": [end, end + 4]}
-        layout = {"tp_rank": 0, "tp_size": 1, "first": {name: first for name, (first, _) in spans.items()}}
+        layout = {
+            "tp_rank": 0,
+            "tp_size": 1,
+            "first": {name: first for name, (first, _) in spans.items()},
+        }
         header["__metadata__"] = {"layout": json.dumps(layout)}
         text = json.dumps(header).encode()
         with rank_file(folder, rank).open("wb") as file:
@@ -89,7 +108,9 @@ def read_checkpoint(folder: Path, base: str, zero: int, ranks: int) -> Row:
     row["broadcast_mib"] = round(len(pickle.dumps(index)) / 2**20, 2)
     with measured(row, "restore_"):
         reader = CheckpointReader(index, structure)
-        for (name, span), kind in product(partition(sizes, zero, ranks // 2, ranks), get_args(Kind)):
+        for (name, span), kind in product(
+            partition(sizes, zero, ranks // 2, ranks), get_args(Kind)
+        ):
             reader.read_span(name, kind, 0, 1, span)
     del reader
     with measured(row, "convert_"):
@@ -112,8 +133,16 @@ def remove(folder: Path) -> Row:
 def make_metrics(folder: Path, steps: int) -> None:
     """A run folder with a line for each step."""
     folder.mkdir(parents=True)
-    common = {"loss": 2.345678, "learning_rate": 3e-4, "tokens_per_second_per_gpu": 12345.6, **_FIGURES}
-    line, scores = json.dumps(common)[1:], json.dumps({**common, **_SCORES, "forgetting/en": 0.01})[1:]
+    common = {
+        "loss": 2.345678,
+        "learning_rate": 3e-4,
+        "tokens_per_second_per_gpu": 12345.6,
+        **_FIGURES,
+    }
+    line, scores = (
+        json.dumps(common)[1:],
+        json.dumps({**common, **_SCORES, "forgetting/en": 0.01})[1:],
+    )
     every = max(1, steps // 1000)
     with (folder / METRICS).open("w", encoding="ascii") as file:
         for step in range(steps + 1):
@@ -139,14 +168,20 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
 
     def saved(base: str, zero: int, ranks: int) -> Row:
         make_checkpoint(folder := scratch / "step_00000001", base, zero, ranks)
-        return in_own_process(read_checkpoint, folder, base, zero, ranks // 2) | in_own_process(remove, folder)
+        return in_own_process(read_checkpoint, folder, base, zero, ranks // 2) | in_own_process(
+            remove, folder
+        )
 
     def logged(steps: int) -> Row:
         make_metrics(folder := scratch / str(steps), steps)
         return in_own_process(read_metrics, folder, steps)
 
     counts = (2, 4) if smallest else (256, 512, 1024)
-    for base, zero in [("llama-1m", 2), ("llama-1m", 3)] if smallest else [("llama-3.1-8b", 2), ("llama-3.1-70b", 3)]:
+    for base, zero in (
+        [("llama-1m", 2), ("llama-1m", 3)]
+        if smallest
+        else [("llama-3.1-8b", 2), ("llama-3.1-70b", 3)]
+    ):
         title = f"Checkpoints: {base} under ZeRO-{zero}, resumed at half the ranks"
         yield report(title, "ranks", counts, partial(saved, base, zero), GOALS)
     counts = (1_000, 2_000, 4_000) if smallest else (250_000, 500_000, 1_000_000)

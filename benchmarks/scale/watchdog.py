@@ -25,14 +25,22 @@ from pipeline.config.run import Watchdog as Limits
 from pipeline.health import watchdog
 from pipeline.health.liveness import Phases, RankReport, Verdict
 
-GOALS: dict[str, float] = {"core_fraction": 0.02, "killed_named_s": 2, "silent_named_s": 10}  # after `dead_after_s`
+GOALS: dict[str, float] = {
+    "core_fraction": 0.02,
+    "killed_named_s": 2,
+    "silent_named_s": 10,
+}  # after `dead_after_s`
 _TOKEN = "benchmark"
-_REPORT = RankReport("node0001", 1234, "backward", 0.7, 98765, "backward (tensor.py:581)", waiting=True)
+_REPORT = RankReport(
+    "node0001", 1234, "backward", 0.7, 98765, "backward (tensor.py:581)", waiting=True
+)
 
 
 def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:  # noqa: ANN401
     """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one is gone."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))  # a usual limit
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )  # a usual limit
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     listener, row = watchdog._listener(), Row()
 
@@ -87,7 +95,17 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
     def row(ranks: int) -> Row:
         costs, killed = asyncio.run(watched(ranks, seconds, limits, killed=True))
         _, silent = asyncio.run(watched(ranks, 1, limits, killed=False))
-        return {**costs, "killed_named_s": killed, "silent_named_s": round(silent - limits.dead_after_s, 2)}
+        return {
+            **costs,
+            "killed_named_s": killed,
+            "silent_named_s": round(silent - limits.dead_after_s, 2),
+        }
 
     counts = (4, 8) if smallest else (1024, 4096)
-    yield report("Watchdog: rank 0 of so many ranks, 100 heartbeats a second or more", "ranks", counts, row, GOALS)
+    yield report(
+        "Watchdog: rank 0 of so many ranks, 100 heartbeats a second or more",
+        "ranks",
+        counts,
+        row,
+        GOALS,
+    )

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from pipeline.checkpoint.manifest import CHECKPOINT, MANIFEST_FILE
 from pipeline.errors import CheckpointError, OutputError
-from pipeline.files import check_replaceable, holds, in_threads, rename_aside, replace_directory, sync, write_text
+from pipeline.files import (
+    check_replaceable,
+    holds,
+    in_threads,
+    rename_aside,
+    replace_directory,
+    sync,
+    write_text,
+)
 from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_checkpoint, step_in
 
 DAMAGED = ".damaged"
@@ -106,14 +114,20 @@ def superseded(
         return []
     far_enough = [step for step in steps if step <= steps[-1] - rollback_steps]
     oldest = min(steps[-keep_last:][0], far_enough[-1] if far_enough else steps[0])
-    return [step for step in steps if step < oldest and (keep_every_steps is None or step % keep_every_steps != 0)]
+    return [
+        step
+        for step in steps
+        if step < oldest and (keep_every_steps is None or step % keep_every_steps != 0)
+    ]
 
 
 def discard(checkpoint: Path) -> None:
     """Removes a checkpoint, and nothing else. It is renamed first: a kill cannot leave half of it under its name."""
     if holds(CHECKPOINT, checkpoint):
         aside = rename_aside(checkpoint)
-        with contextlib.suppress(OSError):  # a file for each rank, on a file system that may be slow
+        with contextlib.suppress(
+            OSError
+        ):  # a file for each rank, on a file system that may be slow
             deque(in_threads(os.unlink, aside.iterdir()), maxlen=0)
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -28,9 +28,19 @@ from pipeline.parallel.topology import Layout
 MANIFEST_FILE = "manifest.json"
 FORMAT: Literal["scale-cpt checkpoint 3"] = "scale-cpt checkpoint 3"
 CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
-_USE_ANOTHER = "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
+_USE_ANOTHER = (
+    "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
+)
 SAME_MODEL = ("method", "base_precision")
-SAME_OVER_A_RUN = (*SAME_MODEL, "expansion", "optimizer", "global_batch_size", "seed", "tokenizer_fingerprint", "data")
+SAME_OVER_A_RUN = (
+    *SAME_MODEL,
+    "expansion",
+    "optimizer",
+    "global_batch_size",
+    "seed",
+    "tokenizer_fingerprint",
+    "data",
+)
 _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"openings"}}
 PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
@@ -137,7 +147,11 @@ class FileRecord(_Record):
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": version("deepspeed"),
+    }
 
 
 class Manifest(_Record):
@@ -233,7 +247,9 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
     raise DamagedCheckpointError(f"{path}: missing, or not what was written; {_USE_ANOTHER}")
 
 
-def check_same_run(manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN) -> None:
+def check_same_run(
+    manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN
+) -> None:
     """Checks that a run can resume from a checkpoint: that `names` of it and the base are the same.
 
     With its `data` go the corpora. Otherwise raises CheckpointError. The layout may differ. Settings that did not exist

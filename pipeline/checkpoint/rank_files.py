@@ -71,7 +71,11 @@ def write_rank_file(path: Path, state: RankState) -> None:
     end = 0
     for name, tensor in tensors.items():
         offsets = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": offsets,
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -110,7 +114,9 @@ def read_index(folder: Path) -> Index:
     """Reads the headers of all files of a checkpoint. Raises CheckpointError if one is damaged, or there is none."""
     files = sorted(folder.glob("rank_*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint")
+        raise CheckpointError(
+            f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint"
+        )
     found: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
     with _faults_of(files[0]), safe_open(files[0], "pt") as first_file:
         adam_step = first_file.get_tensor(_STEP)
@@ -166,7 +172,9 @@ class CheckpointReader:
         shard = local_shape(shape, partition, self.tp_size)
         # A parameter that is not split is whole on every rank: rank 0's is read.
         ranks = range(self.tp_size if partition.dim is not None else 1)
-        shards = [self._read(name, kind, tp_rank, (0, prod(shard))).view(shard) for tp_rank in ranks]
+        shards = [
+            self._read(name, kind, tp_rank, (0, prod(shard))).view(shard) for tp_rank in ranks
+        ]
         return merge(shards, partition, shape[partition.dim or 0])
 
     def read_span(self, name: str, kind: Kind, tp_rank: int, tp_size: int, span: Span) -> Tensor:
@@ -181,14 +189,18 @@ class CheckpointReader:
 
     def _trained(self, name: str) -> nn.Parameter:
         if (name, 0) not in self._index.parts:
-            raise CheckpointError(f"{self.folder}: does not hold {name}; it was trained with another method or base")
+            raise CheckpointError(
+                f"{self.folder}: does not hold {name}; it was trained with another method or base"
+            )
         return self._parameters[name]
 
     def _read(self, name: str, kind: Kind, tp_rank: int, span: Span) -> Tensor:
         values = np.empty(span[1] - span[0], np.float32)
         parts, at = self._index.parts.get((name, tp_rank), np.zeros((0, 4), np.int64)), span[0]
         with _faults_of(self.folder):
-            for first, length, number, place in parts[np.searchsorted(parts[:, 0], at, "right") - 1 :].tolist():
+            for first, length, number, place in parts[
+                np.searchsorted(parts[:, 0], at, "right") - 1 :
+            ].tolist():
                 end = min(span[1], first + length)
                 if not first <= at < end:
                     break

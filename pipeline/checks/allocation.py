@@ -16,9 +16,9 @@ import torch.distributed as dist
 from pipeline.checks.devices import Fault, Finding
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
-from pipeline.data.corpora import heldout_folder, train_folder
-from pipeline.data.token_corpus import MANIFEST, SAMPLED_BYTES
-from pipeline.data.tokenizer import tokenizer_file
+from pipeline.data.corpus.token_corpus import MANIFEST, SAMPLED_BYTES
+from pipeline.data.tokenize.corpora import heldout_folder, train_folder
+from pipeline.data.tokenizer.load import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text
@@ -55,10 +55,14 @@ class Allocation:
 
     def estimator(self) -> Estimator:
         """The estimate of the run's own layout."""
-        from pipeline.sizing.estimate import Estimator  # its imports take seconds, and every stage reads this module
+        from pipeline.sizing.estimate import (
+            Estimator,
+        )  # its imports take seconds, and every stage reads this module
 
         cluster = Cluster(len(self.nodes), gpus_per_node=self.ranks_here)
-        return Estimator(self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster)
+        return Estimator(
+            self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster
+        )
 
 
 # --- Memory: what the estimate needs, and what devices and hosts have ------------------------------------------------
@@ -87,16 +91,22 @@ def check_memory(run: Allocation) -> Finding:
         return Room(int(free), int(total * USABLE_FRACTION), host)
 
     device_bytes, host_bytes = broadcast_from_rank0(needed)
-    return judge_memory(device_bytes, host_bytes, all_gathered(run_on_all_ranks(available)), run.nodes)
+    return judge_memory(
+        device_bytes, host_bytes, all_gathered(run_on_all_ranks(available)), run.nodes
+    )
 
 
-def judge_memory(device_bytes: int, host_bytes: int, rooms: Sequence[Room], nodes: Sequence[str]) -> Finding:
+def judge_memory(
+    device_bytes: int, host_bytes: int, rooms: Sequence[Room], nodes: Sequence[str]
+) -> Finding:
     """Judges `rooms`, by rank, for a rank that needs so much on its GPU and of its host."""
     faults, on_gpu, on_host = [], _gib(device_bytes), _gib(host_bytes)
     usable, small = min((room.usable, node) for room, node in zip(rooms, nodes, strict=True))
     host, tight = min((room.host, node) for room, node in zip(rooms, nodes, strict=True))
     if device_bytes > usable:
-        found = f"a rank needs {on_gpu} of the {_gib(usable)} GiB that are usable on a GPU of {small}"
+        found = (
+            f"a rank needs {on_gpu} of the {_gib(usable)} GiB that are usable on a GPU of {small}"
+        )
         faults.append(Fault(f"{found}; scale-cpt estimate recommends a layout that fits"))
     else:
         faults += [
@@ -119,7 +129,9 @@ def judge_memory(device_bytes: int, host_bytes: int, rooms: Sequence[Room], node
 
 def host_memory() -> int:
     """Bytes that this node's processes may still take: Linux's MemAvailable, within the job's control groups (v2)."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    lines = (
+        line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    )
     bounds = [next(int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")]
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         if line.startswith("0::"):
@@ -151,25 +163,37 @@ def check_disk(run: Allocation) -> Finding:
     refusals = all_gathered(_why_not_written(probe) if run.is_first_on_node else None)
     names = all_gathered(probe.name)
     writer_of = {names[rank]: nodes[rank] for rank in run.first_ranks if refusals[rank] is None}
-    unseen = all_gathered(run_on_all_ranks(lambda: _unseen(folder, [*writer_of]) if run.is_first_on_node else []))
+    unseen = all_gathered(
+        run_on_all_ranks(lambda: _unseen(folder, [*writer_of]) if run.is_first_on_node else [])
+    )
     with contextlib.suppress(OSError):  # it was not written
         probe.unlink()
 
     def measure() -> tuple[int, int, int]:
-        return checkpoints_bytes(run.inputs.config, run.estimator().parameters), held_bytes(folder), free_bytes(folder)
+        return (
+            checkpoints_bytes(run.inputs.config, run.estimator().parameters),
+            held_bytes(folder),
+            free_bytes(folder),
+        )
 
     needed, held, free = broadcast_from_rank0(measure)
     more = max(0, needed - held)
     faults = []
     for node, refusal, missing in zip(nodes, refusals, unseen, strict=True):
         if refusal is not None:
-            faults.append(Fault(f"{folder}: {node} cannot write there: {refusal}", passing=held > 0))
+            faults.append(
+                Fault(f"{folder}: {node} cannot write there: {refusal}", passing=held > 0)
+            )
         if missing:
             found = f"{node} does not see what {', '.join(writer_of[name] for name in missing)} wrote there"
-            faults.append(Fault(f"{folder}: {found}; set folder to a file system that all nodes share"))
+            faults.append(
+                Fault(f"{folder}: {found}; set folder to a file system that all nodes share")
+            )
     if free < more and not faults:
         faults.append(Fault(str(no_room(folder, more, free)), passing=held > 0))
-    return Finding(f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more / 1e9:.3g} GB more", faults)
+    return Finding(
+        f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more / 1e9:.3g} GB more", faults
+    )
 
 
 def _why_not_written(probe: Path) -> str | None:
@@ -184,7 +208,9 @@ def _why_not_written(probe: Path) -> str | None:
 def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
     """Those of `names` that are still missing after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
-    while (missing := [name for name in names if not (folder / name).exists()]) and time.monotonic() < deadline:
+    while (
+        missing := [name for name in names if not (folder / name).exists()]
+    ) and time.monotonic() < deadline:
         time.sleep(0.2)
     return missing
 
@@ -200,7 +226,9 @@ BLOCKS = 512
 
 def check_same_files(run: Allocation) -> Finding:
     """Compares the hashes of every node's files with the first node's."""
-    seen = all_gathered(run_on_all_ranks(lambda: _hashes(run.inputs) if run.is_first_on_node else {}))
+    seen = all_gathered(
+        run_on_all_ranks(lambda: _hashes(run.inputs) if run.is_first_on_node else {})
+    )
     advice = "every node must read the same file: copy it there again, or use a file system that all nodes share"
     faults = [
         Fault(f"{name}: differs between {run.nodes[rank]} and {run.nodes[0]}; {advice}")
@@ -209,7 +237,10 @@ def check_same_files(run: Allocation) -> Finding:
         if seen[rank].get(name) != seen[0].get(name)
     ]
     result = "differ between nodes" if faults else f"are the same on {len(run.first_ranks)} node(s)"
-    return Finding(f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}", faults)
+    return Finding(
+        f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}",
+        faults,
+    )
 
 
 def _hashes(inputs: Inputs) -> dict[str, str]:
@@ -239,6 +270,10 @@ def check_corpora(run: Allocation) -> Finding:
         return found
 
     seen = all_gathered(run_on_all_ranks(damaged))
-    faults = [Fault(f"{fault} (seen on {nodes[rank]})") for rank, own in enumerate(seen) for fault in own]
+    faults = [
+        Fault(f"{fault} (seen on {nodes[rank]})") for rank, own in enumerate(seen) for fault in own
+    ]
     result = "are damaged" if faults else "are those that were written"
-    return Finding(f"corpora: sizes, indexes and {SAMPLED_BYTES // 2**20} MiB of tokens {result}", faults)
+    return Finding(
+        f"corpora: sizes, indexes and {SAMPLED_BYTES // 2**20} MiB of tokens {result}", faults
+    )

@@ -61,7 +61,11 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
     pair = torch.tensor([[1, 1], [1, -1]], dtype=dtype, device=device)
     hadamard = reduce(torch.kron, [pair] * (size.bit_length() - 1))
     scales = (1 + torch.arange(size, device=device) % _SCALES).to(dtype)
-    left, right, expected = scales[:, None] * hadamard, hadamard * (scales / size), torch.diag(scales * scales)
+    left, right, expected = (
+        scales[:, None] * hadamard,
+        hadamard * (scales / size),
+        torch.diag(scales * scales),
+    )
     seconds, differing = [], 0
     try:
         for _ in range(1 + REPEATS):
@@ -84,8 +88,12 @@ def judge_products(
     """Judges the products of all ranks; one that takes longer than the others by `slow_factor` is a fault."""
     faults, slowness = [], []
     for rank, product in enumerate(products):
-        others = [one.seconds for other, one in enumerate(products) if one.wrong is None and other != rank]
-        slowness.append(product.seconds / statistics.median(others) if others and product.wrong is None else 1.0)
+        others = [
+            one.seconds for other, one in enumerate(products) if one.wrong is None and other != rank
+        ]
+        slowness.append(
+            product.seconds / statistics.median(others) if others and product.wrong is None else 1.0
+        )
         if product.wrong is not None:
             text = f"rank {rank} on {nodes[rank]}: a matrix product {product.wrong}; its processor is broken"
             faults.append(Fault(text, nodes[rank], passing=True))
@@ -97,7 +105,11 @@ def judge_products(
             faults.append(Fault(f"rank {rank} on {node}: {found}, {limit}", node, passing=True))
     worst = by_speed[-1]
     speed = 2 * SIZE[device_type] ** 3 / max(products[worst].seconds, 1e-9) / 1e12
-    verdict = "not right on every rank" if any(product.wrong for product in products) else "right on every rank"
+    verdict = (
+        "not right on every rank"
+        if any(product.wrong for product in products)
+        else "right on every rank"
+    )
     where = f"rank {worst} on {nodes[worst]}: {speed:.3g} TFLOP/s, {slowness[worst]:.2f} times the others' time"
     return Finding(f"matrix products {verdict}; the slowest, {where}", faults)
 
@@ -120,7 +132,9 @@ class Link(NamedTuple):
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Sums a known tensor over `group` several times; each of its ranks must call it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    pattern = torch.arange(MESSAGE_BYTES[device.type] // 4, dtype=torch.int32, device=device) % _DISTINCT
+    pattern = (
+        torch.arange(MESSAGE_BYTES[device.type] // 4, dtype=torch.int32, device=device) % _DISTINCT
+    )
     expected = pattern * (size * (size + 1) // 2)
     wrong, seconds = None, []
     try:
@@ -135,11 +149,17 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     except RuntimeError as error:  # raised by gloo and NCCL where a connection fails
         return Link(f"failed ({str(error).splitlines()[0]})", 0.0)
     sent_bytes = 2 * (size - 1) / size * MESSAGE_BYTES[device.type]
-    return Link(wrong, sent_bytes / statistics.median(seconds[1:]) / 1e9)  # the first opens the connections
+    return Link(
+        wrong, sent_bytes / statistics.median(seconds[1:]) / 1e9
+    )  # the first opens the connections
 
 
 def judge_all_reduce(
-    kind: str, links: Sequence[Link], groups: Sequence[Sequence[int]], nodes: Sequence[str], min_gb_per_s: float
+    kind: str,
+    links: Sequence[Link],
+    groups: Sequence[Sequence[int]],
+    nodes: Sequence[str],
+    min_gb_per_s: float,
 ) -> Finding:
     """Judges the links of all ranks, whose `groups` of a `kind` were measured at the same time, as training does."""
 
@@ -151,17 +171,23 @@ def judge_all_reduce(
 
     faults = []
     for group in groups:
-        where = f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(nodes_of(group))})"
+        where = (
+            f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(nodes_of(group))})"
+        )
         if wrong := [rank for rank in group if links[rank].wrong is not None]:
             on = _join([f"{rank} ({nodes[rank]})" for rank in wrong])
             text = f"{links[wrong[0]].wrong} on rank(s) {on}; exclude the nodes of the group one after the other"
             faults.append(Fault(f"{where}: {text}", passing=True))
         elif speed_of(group) < min_gb_per_s:
             text = f"{speed_of(group):.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
-            advice = "check the network between these nodes, and NETWORK_INTERFACE in slurm/site.env"
+            advice = (
+                "check the network between these nodes, and NETWORK_INTERFACE in slurm/site.env"
+            )
             faults.append(Fault(f"{where}: {text}; {advice}", passing=True))
     slow = min(groups, key=speed_of)
-    reach = "within a node" if all(len(nodes_of(group)) == 1 for group in groups) else "across nodes"
+    reach = (
+        "within a node" if all(len(nodes_of(group)) == 1 for group in groups) else "across nodes"
+    )
     measured = f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed_of(slow):.3g} GB/s"
     return Finding(f"{measured} (the slowest group: ranks {_join(slow)})", faults)
 

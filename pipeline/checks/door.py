@@ -15,20 +15,38 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from pipeline import log
-from pipeline.checks.allocation import Allocation, check_corpora, check_disk, check_memory, check_same_files
-from pipeline.checks.devices import Finding, judge_all_reduce, judge_products, measure_all_reduce, measure_product
+from pipeline.checks.allocation import (
+    Allocation,
+    check_corpora,
+    check_disk,
+    check_memory,
+    check_same_files,
+)
+from pipeline.checks.devices import (
+    Finding,
+    judge_all_reduce,
+    judge_products,
+    measure_all_reduce,
+    measure_product,
+)
 from pipeline.checks.inputs import Inputs, Stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion.formats import why_not
-from pipeline.conversion.hf_folder import base_config
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
-from pipeline.conversion.served_tokenizer import check_future_export
-from pipeline.data import preprocess
-from pipeline.data.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
-from pipeline.data.jobs import finished
-from pipeline.data.units import input_files, is_here
-from pipeline.errors import PASSING_FAULT, ConfigError, MissingPackageError, PreflightError, UserError
+from pipeline.data.tokenize import job as preprocess
+from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
+from pipeline.data.tokenize.queue import finished
+from pipeline.data.tokenize.units import input_files, is_here
+from pipeline.errors import (
+    PASSING_FAULT,
+    ConfigError,
+    MissingPackageError,
+    PreflightError,
+    UserError,
+)
+from pipeline.hf.folder import base_config
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.served_tokenizer import check_future_export
 from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
@@ -63,7 +81,9 @@ def _sampling(run: Inputs) -> None:
         if corpus.sample is not None:
             # A sequence length beyond the context is a fault of its own.
             longest = min(run.config.data.sequence_length, run.spec.max_position_embeddings)
-            check_sampling(corpus.sample, corpus.sample.max_tokens or longest, run.tokenizer, run.spec)
+            check_sampling(
+                corpus.sample, corpus.sample.max_tokens or longest, run.tokenizer, run.spec
+            )
 
 
 def _corpora(run: Inputs) -> None:
@@ -76,14 +96,22 @@ def _corpora(run: Inputs) -> None:
 def _texts(run: Inputs) -> list[UserError]:
     if (tokenizer := run.get("tokenizer")) is None:
         return _faults_of_each(input_files, filter(is_here, named_inputs(run.config.data)))
-    jobs = (job for job in corpus_jobs(run.config.data, run.config.tokenizer) if is_here(job.corpus.input))
-    return _faults_of_each(lambda job: finished(job.output, preprocess.plan_of(job, tokenizer)), jobs)
+    jobs = (
+        job
+        for job in corpus_jobs(run.config.data, run.config.tokenizer)
+        if is_here(job.corpus.input)
+    )
+    return _faults_of_each(
+        lambda job: finished(job.output, preprocess.plan_of(job, tokenizer)), jobs
+    )
 
 
 def _sampled(run: Inputs) -> list[UserError]:
     if run.get("base") is None or run.get("tokenizer") is None:
         return []
-    return _faults_of_each(lambda job: finished(job.output, plan_of(job)), sampling_jobs(run.config))
+    return _faults_of_each(
+        lambda job: finished(job.output, plan_of(job)), sampling_jobs(run.config)
+    )
 
 
 def _exported_tokenizer(run: Inputs) -> None:
@@ -111,7 +139,9 @@ def _expansion(run: Inputs) -> None:
 def _resume(run: Inputs) -> object:
     if run.stage == "train":
         return run.starts_at_base  # which reads the expansion where no attempt has finished
-    return run.config.folder.is_dir() and run.get("fitting_spec") and run.get("base") and run.finished
+    return (
+        run.config.folder.is_dir() and run.get("fitting_spec") and run.get("base") and run.finished
+    )
 
 
 def _links(run: Allocation, kind: Literal["tensor-parallel", "data-parallel"]) -> Finding:
@@ -125,12 +155,16 @@ def _links(run: Allocation, kind: Literal["tensor-parallel", "data-parallel"]) -
     limit = run.inputs.config.preflight.min_gb_per_s
     if limit is None:
         limit = _MIN_GB_PER_S[run.device.type]
-    return judge_all_reduce(kind, all_gathered(measure_all_reduce(group, run.device)), groups, run.nodes, limit)
+    return judge_all_reduce(
+        kind, all_gathered(measure_all_reduce(group, run.device)), groups, run.nodes, limit
+    )
 
 
 def _products(run: Allocation) -> Finding:
     products = all_gathered(measure_product(run.inputs.deepspeed_config.dtype, run.device))
-    return judge_products(products, run.nodes, run.device.type, run.inputs.config.preflight.slow_factor)
+    return judge_products(
+        products, run.nodes, run.device.type, run.inputs.config.preflight.slow_factor
+    )
 
 
 class Check(NamedTuple):
@@ -152,7 +186,9 @@ CHECKS = (
     Check("config", ("tokenize", "train"), lambda run: check_trackers(run.config)),
     Check("config", ("tokenize",), lambda run: check_heldout(run.config)),
     Check("files", ("tokenize", "train"), lambda run: run.base),
-    Check("files", ("tokenize", "train"), lambda run: run.base.file_of),  # the header of every weight file
+    Check(
+        "files", ("tokenize", "train"), lambda run: run.base.file_of
+    ),  # the header of every weight file
     Check("files", ("tokenize", "train"), lambda run: run.fitting_spec),
     Check("files", ("tokenize", "train"), lambda run: check_vocabulary(run.tokenizer, run.spec)),
     Check("files", ("tokenize",), _sampling),
@@ -187,7 +223,9 @@ def begin(config: RunConfig, world_size: int, stage: Stage) -> Inputs:
 
 def faults_of(run: Inputs) -> list[UserError]:
     """The faults that all checks find that need no ranks, each once."""
-    found = _faults_of_each(lambda check: check.run(run), (check for check in CHECKS if check.needs != "ranks"))
+    found = _faults_of_each(
+        lambda check: check.run(run), (check for check in CHECKS if check.needs != "ranks")
+    )
     return list({str(fault): fault for fault in found}.values())
 
 
@@ -231,6 +269,10 @@ def refuse_faults(findings: list[Finding]) -> None:
     if not faults:
         return
     nodes = sorted({fault.node for fault in faults if fault.node is not None})
-    exclude = f"; to exclude the broken nodes from the job: --exclude={','.join(nodes)}" if nodes else ""
-    text = f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{exclude}"
+    exclude = (
+        f"; to exclude the broken nodes from the job: --exclude={','.join(nodes)}" if nodes else ""
+    )
+    text = (
+        f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{exclude}"
+    )
     raise PreflightError(text, PASSING_FAULT if all(fault.passing for fault in faults) else None)

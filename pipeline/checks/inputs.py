@@ -11,15 +11,27 @@ import torch
 
 from pipeline import log
 from pipeline.checkpoint.folder import candidates
-from pipeline.checkpoint.manifest import SAME_MODEL, SAME_OVER_A_RUN, check_same_run, describe_run, load_manifest
+from pipeline.checkpoint.manifest import (
+    SAME_MODEL,
+    SAME_OVER_A_RUN,
+    check_same_run,
+    describe_run,
+    load_manifest,
+)
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import run_texts
-from pipeline.data.samples import HeldoutSamples, TrainingSamples, load_heldout
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.vocabulary import read_vocabulary
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.dataset.samples import HeldoutSamples, TrainingSamples, load_heldout
+from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of
-from pipeline.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, UserError
+from pipeline.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    DataError,
+    UserError,
+)
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.vocabulary import extended_spec, with_new_rows
@@ -64,7 +76,11 @@ class Inputs:
     """
 
     def __init__(
-        self, config: RunConfig, world_size: int, base_config: Path | None = None, stage: Stage | None = None
+        self,
+        config: RunConfig,
+        world_size: int,
+        base_config: Path | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.config, self.stage = config, stage
         self._world_size, self._base_config = world_size, base_config
@@ -133,9 +149,16 @@ class Inputs:
     def samples(self) -> Samples:
         """The token corpora, which last to the end of the run; with a tokenizer that cannot be opened, of any."""
         config, fingerprint = self.config, self.get("tokenizer_fingerprint")
-        sampled = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder).base_tokenizer
+        sampled = (
+            None
+            if config.vocabulary is None
+            else read_vocabulary(config.vocabulary.folder).base_tokenizer
+        )
         training = TrainingSamples(
-            config.data, seed=config.seed, tokenizer_fingerprint=fingerprint, sampled_fingerprint=sampled
+            config.data,
+            seed=config.seed,
+            tokenizer_fingerprint=fingerprint,
+            sampled_fingerprint=sampled,
         )
         needed = config.schedule.steps * config.schedule.global_batch_size
         if training.total is not None and training.total < needed:
@@ -161,13 +184,21 @@ class Inputs:
                 continue  # resuming reports it, and takes the one before
             with torch.device("meta"):
                 model = build_model(config, self.base.spec, SINGLE)
-            finished = is_trained(config.folder) and manifest.position.step >= config.schedule.steps  # none were added
-            samples = None if finished else self.get("samples")  # a finished run needs its corpora no more
+            finished = (
+                is_trained(config.folder) and manifest.position.step >= config.schedule.steps
+            )  # none were added
+            samples = (
+                None if finished else self.get("samples")
+            )  # a finished run needs its corpora no more
             contents = None if samples is None else samples.contents
             run = describe_run(config, self.base, model, self.tokenizer_fingerprint, contents)
             check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
             if finished:
-                _logger.info("%s is trained to step %d: nothing to train", config.folder, manifest.position.step)
+                _logger.info(
+                    "%s is trained to step %d: nothing to train",
+                    config.folder,
+                    manifest.position.step,
+                )
             return finished
         check_no_checkpoint_is_lost(config)
         return False
@@ -175,7 +206,9 @@ class Inputs:
     @cached_property
     def starts_at_base(self) -> bool:
         """Whether the model's logits must equal the base's before the first step."""
-        return self.finished or self.method.expansion is None or not self.method.expansion.is_trained
+        return (
+            self.finished or self.method.expansion is None or not self.method.expansion.is_trained
+        )
 
 
 def check_no_checkpoint_is_lost(config: RunConfig) -> None:
@@ -214,5 +247,9 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
         )
     with torch.device("meta"):
         build_model(
-            config, spec, imagined_ranks(parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel)
+            config,
+            spec,
+            imagined_ranks(
+                parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
+            ),
         )

@@ -16,16 +16,21 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.formats import describe_formats, why_not
-from pipeline.conversion.served_tokenizer import warn_of_base
-from pipeline.data.corpora import corpus_jobs, is_tokenized, train_folder, unfinished_corpora
-from pipeline.data.disk_space import corpus_bytes
-from pipeline.data.token_corpus import MANIFEST as CORPUS_MANIFEST
-from pipeline.data.token_corpus import load_manifest
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import is_here
+from pipeline.data.corpus.token_corpus import MANIFEST as CORPUS_MANIFEST
+from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.tokenize.corpora import (
+    corpus_jobs,
+    is_tokenized,
+    train_folder,
+    unfinished_corpora,
+)
+from pipeline.data.tokenize.disk_space import corpus_bytes
+from pipeline.data.tokenize.units import is_here
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
+from pipeline.hf.served_tokenizer import warn_of_base
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster, cluster_of
 from pipeline.sizing.estimate import Estimate, Estimator
@@ -50,8 +55,13 @@ class Plan:
         rows = [*self.rows, *(("yet to make", text) for text in self.to_make)]
         rows += [("errors", text) for text in self.faults or ["none found"]]
         width, names = max(len(name) for name, _ in self.rows), [name for name, _ in rows]
-        shown = ("" if name == before else name for before, name in zip(["", *names], names, strict=False))
-        return "\n".join(f"{name:<{width}}  {text}" for name, (_, text) in zip(shown, rows, strict=True))
+        shown = (
+            "" if name == before else name
+            for before, name in zip(["", *names], names, strict=False)
+        )
+        return "\n".join(
+            f"{name:<{width}}  {text}" for name, (_, text) in zip(shown, rows, strict=True)
+        )
 
 
 def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> Plan:
@@ -62,7 +72,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     run = Inputs(config, cluster.gpus, base_config)
     faults = faults_of(run)
     spec, deepspeed, estimate = run.get("fitting_spec"), run.get("deepspeed_config"), None
-    ranks = f"{cluster.gpus} {'CPU processes' if cluster.on_cpu else 'GPUs'} on {cluster.nodes} node(s)"
+    ranks = (
+        f"{cluster.gpus} {'CPU processes' if cluster.on_cpu else 'GPUs'} on {cluster.nodes} node(s)"
+    )
     rows = [("run", f"{config.name}, in {config.folder}")]
     if spec is None or deepspeed is None:
         rows.append(("layout", ranks))
@@ -89,23 +101,36 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     return Plan(rows, list(_to_make(config)), [str(fault) for fault in faults])
 
 
-def _memory(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> Iterator[tuple[str, str]]:
+def _memory(
+    estimate: Estimate, cluster: Cluster, faults: list[UserError]
+) -> Iterator[tuple[str, str]]:
     """The memory of a rank; that it does not fit is a fault."""
     needed, usable = estimate.memory.total / GIB, cluster.usable_bytes / GIB
-    parts = ", ".join(f"{kind} {count / GIB:.2f}" for kind, count in asdict(estimate.memory).items())
+    parts = ", ".join(
+        f"{kind} {count / GIB:.2f}" for kind, count in asdict(estimate.memory).items()
+    )
     yield "memory a rank", f"{needed:.2f} of {usable:.0f} usable GiB: {parts}"
     if estimate.fits(cluster) and not estimate.is_safe(cluster):
-        yield "memory a rank", f"tight: the estimate may be wrong by {MEMORY_ERROR:.0%}; see scale-cpt estimate"
+        yield (
+            "memory a rank",
+            f"tight: the estimate may be wrong by {MEMORY_ERROR:.0%}; see scale-cpt estimate",
+        )
     if estimate.host_bytes:
         yield "memory a rank", f"{estimate.host_bytes / GIB:.2f} GiB in its host's memory"
     if not estimate.fits(cluster):
         needs = f"a rank needs {needed:.1f} GiB of the usable {usable:.0f}"
-        faults.append(LayoutError(f"memory: {needs}; scale-cpt estimate recommends a layout that fits"))
+        faults.append(
+            LayoutError(f"memory: {needs}; scale-cpt estimate recommends a layout that fits")
+        )
 
 
 def _checkpoints(estimator: Estimator, faults: list[UserError]) -> Iterator[tuple[str, str]]:
     """Number and size of the checkpoints, and the space for the most that exist at once; its lack is a fault."""
-    config, parameters, folder = estimator.config, estimator.parameters, estimator.config.checkpoint_folder
+    config, parameters, folder = (
+        estimator.config,
+        estimator.parameters,
+        estimator.config.checkpoint_folder,
+    )
     needed = max(0, checkpoints_bytes(config, parameters) - held_bytes(folder))
     size, free = checkpoint_bytes(parameters) / 1e9, free_bytes(folder)
     number = f"{_times(config, config.checkpoints.every_steps):,} of {size:.3g} GB each"
@@ -122,9 +147,15 @@ def _disk_space(estimator: Estimator, faults: list[UserError]) -> Iterator[tuple
     """
     config, parameters = estimator.config, estimator.parameters
     folder, itemsize = config.folder, estimator.deepspeed.dtype.itemsize
-    known = {"checkpoints": max(0, checkpoints_bytes(config, parameters) - held_bytes(config.checkpoint_folder))}
+    known = {
+        "checkpoints": max(
+            0, checkpoints_bytes(config, parameters) - held_bytes(config.checkpoint_folder)
+        )
+    }
     if isinstance(config.method, ScaleMethod) and config.upscaled is None:
-        known["expansion"] = max(0, parameters.expansion * _UPSCALED_BYTES - held_bytes(config.upscaled_folder))
+        known["expansion"] = max(
+            0, parameters.expansion * _UPSCALED_BYTES - held_bytes(config.upscaled_folder)
+        )
     # In the base's type, which is that of training on GPUs.
     known["export"] = max(0, parameters.total * itemsize - held_bytes(folder / HF_FOLDER))
     tokens = _tokens_bytes(config)
@@ -169,13 +200,20 @@ def _tokens_bytes(config: RunConfig) -> int | None:
 
 def _device_of(folder: Path) -> int:
     """The file system of a folder, which need not exist."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
     return existing.stat().st_dev
 
 
-def _steps(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Iterator[tuple[str, str]]:
+def _steps(
+    config: RunConfig, estimate: Estimate | None, cluster: Cluster
+) -> Iterator[tuple[str, str]]:
     """The batch, the number of steps, and how long they take."""
-    steps, a_step = config.schedule.steps, config.schedule.global_batch_size * config.data.sequence_length
+    steps, a_step = (
+        config.schedule.steps,
+        config.schedule.global_batch_size * config.data.sequence_length,
+    )
     micro = estimate.micro_batches if estimate else None
     batches = "1 micro-batch" if micro == 1 else f"{micro or '?'} micro-batches"
     yield "batch", f"{a_step:,} tokens a step, {batches} a rank"
@@ -203,7 +241,10 @@ def _corpora(run: Inputs) -> Iterator[tuple[str, str]]:
             text += f", {epochs[name]:.3g} epochs" if epochs.get(name) else ", not read"
         yield f"corpus {name}", f"{corpus.role}, {text}"
     heldout = samples.heldout if samples else {}
-    counts = [f"{min(len(own), config.validation.max_sequences)} of {name}" for name, own in heldout.items()]
+    counts = [
+        f"{min(len(own), config.validation.max_sequences)} of {name}"
+        for name, own in heldout.items()
+    ]
     text = f", sequences: {', '.join(counts)}" if counts else ""
     yield "validation", f"{1 + _times(config, config.validation.every_steps):,} times{text}"
 
@@ -217,7 +258,10 @@ def _tokenizer(run: Inputs) -> Iterator[tuple[str, str]]:
         warning = warn_of_base(base, load_tokenizer(base), run.compared_texts)
     except UserError as fault:
         warning = str(fault)
-    yield "tokenizer", warning or "the base's AutoTokenizer has the same ids on all texts that were compared"
+    yield (
+        "tokenizer",
+        warning or "the base's AutoTokenizer has the same ids on all texts that were compared",
+    )
 
 
 def _times(config: RunConfig, every_steps: int) -> int:
@@ -227,7 +271,11 @@ def _times(config: RunConfig, every_steps: int) -> int:
 
 def _stages(config: RunConfig) -> Iterator[str]:
     sampled = any(corpus.sample is not None for corpus in config.data.corpora.values())
-    wanted = {"sample": sampled, "upscale": isinstance(config.method, ScaleMethod), "gate": config.gate is not None}
+    wanted = {
+        "sample": sampled,
+        "upscale": isinstance(config.method, ScaleMethod),
+        "gate": config.gate is not None,
+    }
     stages = ("tokenize", "sample", "upscale", "train", "gate", "convert", "evaluate")
     return (stage for stage in stages if wanted.get(stage, True))
 
@@ -245,6 +293,8 @@ def _to_make(config: RunConfig) -> Iterator[str]:
 
 def dry_run(arguments: argparse.Namespace) -> int:
     """Prints the plan of `arguments.run` on the cluster of `arguments`. Returns 1 if the run could not start."""
-    plan = make_plan(load_config(arguments.run, arguments.set), cluster_of(arguments), arguments.base_config)
+    plan = make_plan(
+        load_config(arguments.run, arguments.set), cluster_of(arguments), arguments.base_config
+    )
     sys.stdout.write(f"{plan}\n")
     return 1 if plan.faults else 0

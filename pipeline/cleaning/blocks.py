@@ -25,10 +25,10 @@ from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from pipeline.cleaning.text import mended, whole_text, without_boilerplate_lines, without_personal
-from pipeline.data.readers import text_records
-from pipeline.data.records import Keys, Rejected
-from pipeline.data.text_streams import open_stream, text_length
-from pipeline.data.units import Unit, unit_records
+from pipeline.data.sources.readers import text_records
+from pipeline.data.sources.records import Keys, Rejected
+from pipeline.data.sources.streams import open_stream, text_length
+from pipeline.data.tokenize.units import Unit, unit_records
 from pipeline.errors import DataError, MissingPackageError, faults_of_library
 
 _SHORT = "short"
@@ -76,7 +76,9 @@ class Shard(JsonlReader):
         return self.read_files_shard([name] if self.data_folder.isfile(name) else [])
 
 
-def in_language(model: str, labels: Sequence[str], least: float, exclusion_writer: DiskWriter) -> LanguageFilter:
+def in_language(
+    model: str, labels: Sequence[str], least: float, exclusion_writer: DiskWriter
+) -> LanguageFilter:
     """Keeps documents of whose language, one of `labels`, a model of fastText is that sure."""
     try:
         return LanguageFilter([*labels], least, exclusion_writer, model)
@@ -130,7 +132,11 @@ class PlainFolder(DataFolder):
         found = super().list_files(subdirectory, recursive, None, include_directories)
         if glob_pattern is None:
             return list(found)
-        return [file for file in found if fnmatch(file.rpartition("/")[2], glob_pattern.rpartition("/")[2])]
+        return [
+            file
+            for file in found
+            if fnmatch(file.rpartition("/")[2], glob_pattern.rpartition("/")[2])
+        ]
 
 
 class Signatures(MinhashDedupSignature):
@@ -150,9 +156,13 @@ class Contamination(NGramsDecontFilter):
         found = super().filter(doc)
         words: list[str] | None = None
         for length in self._short_lengths if found is True else ():
-            words = words or self.tokenizer.word_tokenize(simplify_text(doc.text, self.config.norm_config))
+            words = words or self.tokenizer.word_tokenize(
+                simplify_text(doc.text, self.config.norm_config)
+            )
             for words_in_a_row in map(" ".join, ngrams(words, length)):
-                if self._index_hashes.get(self.hash_func(words_in_a_row), "").startswith(f"{_SHORT}{length}-"):
+                if self._index_hashes.get(self.hash_func(words_in_a_row), "").startswith(
+                    f"{_SHORT}{length}-"
+                ):
                     doc.metadata["contaminated_ngram"] = words_in_a_row
                     return False, "contaminated"
         return found
@@ -160,7 +170,11 @@ class Contamination(NGramsDecontFilter):
     @property
     def _short_lengths(self) -> list[int]:
         """How many words the short questions have."""
-        names = {name.partition("-")[0] for name in self._index_hashes.values() if name.startswith(_SHORT)}
+        names = {
+            name.partition("-")[0]
+            for name in self._index_hashes.values()
+            if name.startswith(_SHORT)
+        }
         return sorted(int(name.removeprefix(_SHORT)) for name in names)
 
 
@@ -172,7 +186,9 @@ def benchmark_lines(files: Sequence[Path], *_: object) -> Iterator[Document]:
     for file in files:
         for line in text_records(open_stream(file), "text", 0, text_length(file)[0], Keys()):
             if not isinstance(line, Rejected):
-                with faults_of_library(f"{file}: a benchmark is JSONL, found {line.text[:60]!r}", DataError):
+                with faults_of_library(
+                    f"{file}: a benchmark is JSONL, found {line.text[:60]!r}", DataError
+                ):
                     value = orjson.loads(line.text)
                 strings = list(_strings_in(value))
                 whole = [one for one in strings if one.rstrip().endswith("?")]
@@ -189,18 +205,26 @@ def _strings_in(value: object) -> Iterator[str]:
             yield from _strings_in(one)
 
 
-def index_words(within: NGramsDecontFilter, source: str, data: Iterable[Document], rank: int, _: int) -> None:
+def index_words(
+    within: NGramsDecontFilter, source: str, data: Iterable[Document], rank: int, _: int
+) -> None:
     """Adds documents to the index of a filter; datatrove's own block for this reads tasks of lighteval alone."""
     config, split, found = within.config, within.tokenizer.word_tokenize, set[int]()
     short: dict[int, set[int]] = {}
     for doc in data:
         words = split(simplify_text(doc.text, config.norm_config))
-        found.update(within.hash_func(" ".join(words_in_a_row)) for words_in_a_row in ngrams(words, config.n_grams))
+        found.update(
+            within.hash_func(" ".join(words_in_a_row))
+            for words_in_a_row in ngrams(words, config.n_grams)
+        )
         for whole in doc.metadata.get("whole", ()):
             words = split(simplify_text(whole, config.norm_config))
             if config.n_grams // 2 <= len(words) < config.n_grams:
                 short.setdefault(len(words), set()).add(within.hash_func(" ".join(words)))
-    named = {source: found, **{f"{_SHORT}{length}-{source}": hashes for length, hashes in short.items()}}
+    named = {
+        source: found,
+        **{f"{_SHORT}{length}-{source}": hashes for length, hashes in short.items()},
+    }
     for name, hashes in named.items():
         with within.index_folder.open(f"{name}-{rank:05d}.index.hashes", "wb") as file:
             file.write(np.array(sorted(hashes), dtype=config.hash_config.np_descr).tobytes())

@@ -26,14 +26,20 @@ from pydantic import BaseModel
 
 from pipeline import log
 from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
-from pipeline.data.corpora import text_keys_of
-from pipeline.data.jobs import warn_of_repeats
-from pipeline.data.text_streams import likely_encoding
-from pipeline.data.token_shards import FileContent, check_file, content_of
-from pipeline.data.units import input_files, named_files, sampled_documents
-from pipeline.data.workers import local_workers
+from pipeline.data.corpus.indexed_dataset import FileContent, check_file, content_of
+from pipeline.data.sources.streams import likely_encoding
+from pipeline.data.tokenize.corpora import text_keys_of
+from pipeline.data.tokenize.queue import warn_of_repeats
+from pipeline.data.tokenize.units import input_files, named_files, sampled_documents
+from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line, printable
-from pipeline.files import FolderKind, check_replaceable, read_record, replace_directory, write_record
+from pipeline.files import (
+    FolderKind,
+    check_replaceable,
+    read_record,
+    replace_directory,
+    write_record,
+)
 
 _FORMAT: Literal["scale-cpt cleaned text 1"] = "scale-cpt cleaned text 1"
 _CLEANED = FolderKind("cleaned text", "manifest.json", _FORMAT)
@@ -82,7 +88,10 @@ class _Recording(PipelineExecutor):
     def mark_rank_as_completed(self, rank: int) -> None:
         logs = Path(self.logging_dir.path)
         work, stage = logs.parents[1], logs.name
-        patterns = [f"logs/{stage}/stats/{rank:05d}.json", *(pattern.format(rank=rank) for pattern in self.patterns)]
+        patterns = [
+            f"logs/{stage}/stats/{rank:05d}.json",
+            *(pattern.format(rank=rank) for pattern in self.patterns),
+        ]
         written = sorted(path for pattern in patterns for path in work.glob(pattern))
         files = {str(path.relative_to(work)): content_of(path) for path in written}
         path = _record_of(work, stage, rank)
@@ -108,7 +117,9 @@ class _Arrays(_Recording, SlurmPipelineExecutor):
 
     def get_launch_file_contents(self, sbatch_args: dict[str, str], run_script: str) -> str:
         program = self.logging_dir.resolve_paths("executor.pik")
-        script: str = super().get_launch_file_contents(sbatch_args, run_script.replace(program, shlex.quote(program)))
+        script: str = super().get_launch_file_contents(
+            sbatch_args, run_script.replace(program, shlex.quote(program))
+        )
         return script
 
     def launch_merge_stats(self) -> None:
@@ -130,7 +141,9 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
             advice = "set them back, or remove the folder to clean again"
             raise DataError(f"{begun.parent}: was made with other settings or inputs; {advice}")
         if begun.parent == job.output:
-            shutil.rmtree(job.work, ignore_errors=True)  # left by a program that was killed at its end
+            shutil.rmtree(
+                job.work, ignore_errors=True
+            )  # left by a program that was killed at its end
             return read_record(begun, CleanedText, DataError)
     job.work.mkdir(parents=True, exist_ok=True)
     write_record(job.work / _PLAN, plan)
@@ -150,7 +163,9 @@ def table(steps: Mapping[str, Mapping[str, int]]) -> str:
     lines = [f"{'step':<16}{'documents':>12}{'dropped':>12}{'changed':>12}  reasons"]
     for name, found in steps.items():
         counts = "".join(f"{found.get(key, 0):>12,}" for key in ("total", "dropped", "changed"))
-        reasons = Counter({key[8:]: count for key, count in found.items() if key.startswith("dropped_")})
+        reasons = Counter(
+            {key[8:]: count for key, count in found.items() if key.startswith("dropped_")}
+        )
         most = ", ".join(f"{reason} {count:,}" for reason, count in reasons.most_common(3))
         lines.append(f"{name:<16}{counts}  {most}".rstrip())
     return "\n".join(lines)
@@ -178,11 +193,19 @@ def estimate(job: CleaningJob, workers: int) -> str:
     given, sizes = job.corpus, input_files(job.corpus.input)
     encoding = given.encoding or likely_encoding(next(iter(sizes)))
     keys = text_keys_of(given)._replace(encoding=encoding)
-    documents, scale = sampled_documents(given.input, keys, max(sum(sizes.values()) // 100, _LEAST_SAMPLE))
+    documents, scale = sampled_documents(
+        given.input, keys, max(sum(sizes.values()) // 100, _LEAST_SAMPLE)
+    )
     with tempfile.TemporaryDirectory() as folder:
-        sample, output, began = Path(folder, "sample.jsonl"), Path(folder, "cleaned"), time.monotonic()
+        sample, output, began = (
+            Path(folder, "sample.jsonl"),
+            Path(folder, "cleaned"),
+            time.monotonic(),
+        )
         sample.write_bytes(b"".join(orjson.dumps({"text": one.text}) + b"\n" for one in documents))
-        corpus = given.model_copy(update={"input": [str(sample)], "text_key": "text", "encoding": None})
+        corpus = given.model_copy(
+            update={"input": [str(sample)], "text_key": "text", "encoding": None}
+        )
         cleaned = clean(replace(job, corpus=corpus, output=output, others=()), workers)
         mib = sum(file.stat().st_size for file in output.rglob("*.zst")) * scale / 2**20
     seconds = (time.monotonic() - began) * scale
@@ -205,7 +228,9 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
             partition,
             job_name=f"clean-{stage.name}",
             qos="",
-            sbatch_args={"kill-on-invalid-dep": "yes"},  # after a fault, so that `clean` can do what is left
+            sbatch_args={
+                "kill-on-invalid-dep": "yes"
+            },  # after a fault, so that `clean` can do what is left
             depends=last,
             logging_dir=str(job.work.absolute() / "logs" / stage.name),
         )
@@ -218,7 +243,11 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
 
 def _plan_of(job: CleaningJob) -> Plan:
     settings = job.corpus.model_dump(mode="json", include=_SETTINGS)
-    files = [file for corpus in (job.corpus, *job.heldout, *job.others) for file in input_files(corpus.input)]
+    files = [
+        file
+        for corpus in (job.corpus, *job.heldout, *job.others)
+        for file in input_files(corpus.input)
+    ]
     files += named_files(settings["clean"]["benchmarks"])
     for name in ("quoting", "normalize"):  # text that an earlier version cleaned has none of them
         if settings[name] is None:
@@ -245,7 +274,9 @@ def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
             progress.update(not fault)
             faults += filter(None, [fault])
     if faults:
-        raise DataError(f"{job.output}: {'; '.join(faults[:3])}; {logs} says more; start again to continue")
+        raise DataError(
+            f"{job.output}: {'; '.join(faults[:3])}; {logs} says more; start again to continue"
+        )
 
 
 def _reopen_changed(job: CleaningJob, stage: str, workers: int) -> None:

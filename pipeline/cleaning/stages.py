@@ -23,7 +23,12 @@ from datatrove.data import Document
 from datatrove.pipeline.decont import NGramsDecontConfig
 from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter
 from datatrove.pipeline.dedup.minhash import MinhashBuildIndex, MinhashConfig
-from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter, LambdaFilter
+from datatrove.pipeline.filters import (
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+    LambdaFilter,
+)
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import TextNormConfig
@@ -44,14 +49,23 @@ from pipeline.cleaning.blocks import (
     without_personal_data,
 )
 from pipeline.config.data import Corpus, Data
-from pipeline.data.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
-from pipeline.data.records import Keys
-from pipeline.data.text_streams import likely_encoding
-from pipeline.data.units import Unit, default_unit_bytes, input_files, named_files, split_file
+from pipeline.data.sources.records import Keys
+from pipeline.data.sources.streams import likely_encoding
+from pipeline.data.tokenize.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
+from pipeline.data.tokenize.units import (
+    Unit,
+    default_unit_bytes,
+    input_files,
+    named_files,
+    split_file,
+)
 
 DROPPED = "dropped"
 """What each step dropped, in a folder of cleaned text."""
-_OF_EACH, _OF_ALL = ("language", "language_model", "repetition", "quality", "lines"), ("duplicates", "contamination")
+_OF_EACH, _OF_ALL = (
+    ("language", "language_model", "repetition", "quality", "lines"),
+    ("duplicates", "contamination"),
+)
 """Steps that drop documents: by what is in each, and by what is in all."""
 _MOST_TASKS = 512
 _EXCERPT = 600
@@ -93,11 +107,18 @@ class CleaningJob:
 
 def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
     """The cleaning of the corpora of a run, of each when those before it are done."""
-    heldout = [heldout_source(data, name) for name, corpus in data.corpora.items() if corpus.heldout_input]
+    heldout = [
+        heldout_source(data, name) for name, corpus in data.corpora.items() if corpus.heldout_input
+    ]
     before: list[str] = []
     for name, corpus in data.corpora.items():
         if corpus.clean is not None:
-            yield CleaningJob(corpus, cleaned_folder(data, name), heldout, [source_of(data, one) for one in before])
+            yield CleaningJob(
+                corpus,
+                cleaned_folder(data, name),
+                heldout,
+                [source_of(data, one) for one in before],
+            )
             before.append(name)
 
 
@@ -130,7 +151,9 @@ def _excerpt(_: JsonlWriter, doc: Document) -> dict[str, object]:
     return {"text": doc.text[:_EXCERPT], "id": doc.id, "reason": reason}
 
 
-def _writer(folder: Path, adapter: Callable[[JsonlWriter, Document], dict[str, object]] = _document) -> JsonlWriter:
+def _writer(
+    folder: Path, adapter: Callable[[JsonlWriter, Document], dict[str, object]] = _document
+) -> JsonlWriter:
     return JsonlWriter(str(folder), "${rank}.jsonl.zst", compression="zstd", adapter=adapter)
 
 
@@ -138,15 +161,25 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     """The stages of a job; the counts of a block are kept under the name of its step."""
     settings, work = job.corpus.clean, job.work
     assert settings is not None  # it is to be cleaned
-    rules: dict[str, Any] = yaml.safe_load(Path(__file__).with_name(f"{settings.language}.yaml").read_text())
+    rules: dict[str, Any] = yaml.safe_load(
+        Path(__file__).with_name(f"{settings.language}.yaml").read_text()
+    )
     rules["quality"]["min_doc_words"] = settings.min_words or rules["quality"]["min_doc_words"]
-    least = rules["min_script_share"] if settings.min_script_share is None else settings.min_script_share
+    least = (
+        rules["min_script_share"]
+        if settings.min_script_share is None
+        else settings.min_script_share
+    )
     units, benchmarks = units_of([job.corpus]), named_files(settings.benchmarks)
     tasks, heldout = min(len(units), _MOST_TASKS), units_of(job.heldout)
     folders = ("signatures", "references", "index", "pairs", "copies")
     signatures, references, index, pairs, copies = (str(work / name) for name in folders)
 
-    model = {"model": settings.language_model, "labels": rules["labels"], "least": settings.min_language_score}
+    model = {
+        "model": settings.language_model,
+        "labels": rules["labels"],
+        "least": settings.min_language_score,
+    }
 
     def step(name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
         if name in settings.skip:
@@ -156,7 +189,12 @@ def stages_of(job: CleaningJob) -> list[Stage]:
         return [made]
 
     def dropping(name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
-        return step(name, block, exclusion_writer=_writer(work / "output" / DROPPED / name, _excerpt), **arguments)
+        return step(
+            name,
+            block,
+            exclusion_writer=_writer(work / "output" / DROPPED / name, _excerpt),
+            **arguments,
+        )
 
     def others(name: str, of: list[tuple[Unit, Keys]], block: object, file: str) -> Stage:
         return Stage(name, min(len(of), _MOST_TASKS), [Records(of), mend(), block], [file])
@@ -167,7 +205,11 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     first = [
         *step("records", Records, units=units),
         *step("mend", mend),
-        *dropping("language", LambdaFilter, filter_function=partial(is_written_in, re.compile(rules["script"]), least)),
+        *dropping(
+            "language",
+            LambdaFilter,
+            filter_function=partial(is_written_in, re.compile(rules["script"]), least),
+        ),
         *(dropping("language_model", in_language, **model) if settings.language_model else []),
         *step("boilerplate", without_boilerplate),
         *dropping("repetition", GopherRepetitionFilter, language=_WORDS, **rules["repetition"]),
@@ -187,19 +229,36 @@ def stages_of(job: CleaningJob) -> list[Stage]:
             stages.append(others("reference", known, signing, "references/*/{rank:05d}.*"))
             indexing = MinhashBuildIndex(references, index, "known", _MINHASH)
             stages.append(Stage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
-        found = MinhashDedupBuckets(signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False)
+        found = MinhashDedupBuckets(
+            signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False
+        )
         stages.append(Stage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
-        stages.append(Stage("cluster", 1, [MinhashDedupCluster(PlainFolder(pairs), copies, _MINHASH)], ["copies/*"]))
+        stages.append(
+            Stage(
+                "cluster",
+                1,
+                [MinhashDedupCluster(PlainFolder(pairs), copies, _MINHASH)],
+                ["copies/*"],
+            )
+        )
         last += dropping("duplicates", MinhashDedupFilter, input_folder=copies)
     if "contamination" not in settings.skip and (benchmarks or heldout):
         in_a_row = settings.shared_words or rules["shared_words"]
         config = NGramsDecontConfig(in_a_row, norm_config=_PLAIN, hash_config=_SHA1)
-        words = {"index_folder": PlainFolder(str(work / "words")), "config": config, "language": _WORDS}
+        words = {
+            "index_folder": PlainFolder(str(work / "words")),
+            "config": config,
+            "language": _WORDS,
+        }
         add = partial(index_words, Contamination(**words))
         lines = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
         stages.append(Stage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"]))
         if heldout:
-            stages.append(others("words_heldout", heldout, partial(add, "heldout"), "words/heldout-{rank:05d}.*"))
+            stages.append(
+                others(
+                    "words_heldout", heldout, partial(add, "heldout"), "words/heldout-{rank:05d}.*"
+                )
+            )
         last += dropping("contamination", Contamination, **words)
     last += step("written", _writer, folder=work / "output")
     return [*stages, Stage("write", tasks, last, [*dropped(_OF_ALL), "output/{rank:05d}.*"])]

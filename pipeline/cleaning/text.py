@@ -111,7 +111,9 @@ _REGISTRATION = re.compile(rf"{_NOT_BEHIND}{_BIRTH}(?:\s?-\s?)?[1-8]\d{{6}}{_NOT
 _PHONE = re.compile(rf"{_NOT_BEHIND}(?:{_MOBILE}|{_LANDLINE}){_NOT_BEFORE}")
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _ADDRESS = re.compile(rf"{_NOT_BEHIND}(?<![\w.])(?:{_BYTE}\.){{3}}{_BYTE}(?![\d-]|\.\d)", re.ASCII)
-_NUMBERED = re.compile(r"(?i)(?:\bv(?:er(?:sion)?)?\.?|버전|판|제|릴리스|release|clause|section|§|조)\s*$")
+_NUMBERED = re.compile(
+    r"(?i)(?:\bv(?:er(?:sion)?)?\.?|버전|판|제|릴리스|release|clause|section|§|조)\s*$"
+)
 _NUMBERED_BEHIND = re.compile(r"\s?(?:조|항|절|호|장|버전|판|version)")
 _LOCAL = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*"
 _LABEL = r"[A-Za-z0-9가-힣](?:[A-Za-z0-9가-힣-]*[A-Za-z0-9가-힣])?"
@@ -130,7 +132,10 @@ def without_personal(text: str) -> str:
 
 
 def _replaced(
-    text: str, pattern: re.Pattern[str], replacement: str, is_meant: Callable[[re.Match[str]], bool] | None = None
+    text: str,
+    pattern: re.Pattern[str],
+    replacement: str,
+    is_meant: Callable[[re.Match[str]], bool] | None = None,
 ) -> str:
     """The text with the replacement for what the pattern finds, however its digits and signs are spelled."""
     pieces = []

@@ -12,7 +12,15 @@ from pipeline.config.reading import Fraction, PositiveFloat, PositiveInt, Sectio
 
 Role = Literal["new", "replay", "rehearsal"]
 CleaningStep = Literal[
-    "mend", "language", "boilerplate", "repetition", "quality", "lines", "personal_data", "duplicates", "contamination"
+    "mend",
+    "language",
+    "boilerplate",
+    "repetition",
+    "quality",
+    "lines",
+    "personal_data",
+    "duplicates",
+    "contamination",
 ]
 
 
@@ -49,7 +57,9 @@ class Sampling(Section):
         if self.chat_template and not self.openings:
             raise ValueError("chat_template frames messages; name files of them as openings")
         if self.chat_template and self.opening_tokens is not None:
-            raise ValueError("give chat_template or opening_tokens, not both: a message is used as a whole")
+            raise ValueError(
+                "give chat_template or opening_tokens, not both: a message is used as a whole"
+            )
         return self
 
 
@@ -144,17 +154,25 @@ class Corpus(Section):
             if not self.input:
                 raise ValueError("input: name at least one file")
         elif self.sample is None or self.input or self.heldout_input or self.heldout_fraction:
-            raise ValueError("role rehearsal: give sample, and neither input nor a held-out part; the base writes it")
+            raise ValueError(
+                "role rehearsal: give sample, and neither input nor a held-out part; the base writes it"
+            )
         elif self.prompt_key is not None:
-            raise ValueError("prompt_key does not apply to role rehearsal; name the field of the openings as text_key")
-        elif self.messages_key is not None and (not self.sample.openings or self.sample.opening_tokens is not None):
+            raise ValueError(
+                "prompt_key does not apply to role rehearsal; name the field of the openings as text_key"
+            )
+        elif self.messages_key is not None and (
+            not self.sample.openings or self.sample.opening_tokens is not None
+        ):
             raise ValueError(
                 "messages_key: chats are used whole; name files of them as openings, without opening_tokens"
             )
         if self.clean is not None and (self.prompt_key or self.messages_key or self.sample):
             raise ValueError("clean is for documents, without prompt_key, messages_key and sample")
         if self.messages_key is not None and self.prompt_key is not None:
-            raise ValueError("give prompt_key or messages_key, not both: a chat has prompts of its own")
+            raise ValueError(
+                "give prompt_key or messages_key, not both: a chat has prompts of its own"
+            )
         if self.epochs is not None and self.token_budget is not None:
             raise ValueError("give epochs or token_budget, not both")
         if self.heldout_input and self.heldout_fraction:
@@ -199,14 +217,19 @@ class Data(Section):
         if self.replay_fraction > 0 and "replay" not in roles:
             raise ValueError("replay_fraction is above 0 but no corpus has the role replay")
         if sum(self.fractions.values()) >= 1:
-            raise ValueError("replay_fraction and rehearsal_fraction leave no sample of the role new")
+            raise ValueError(
+                "replay_fraction and rehearsal_fraction leave no sample of the role new"
+            )
         return self
 
     @property
     def fractions(self) -> dict[Role, float]:
         """The share of the samples of each role except new."""
         roles = {corpus.role for corpus in self.corpora.values()}
-        wanted: dict[Role, float] = {"replay": self.replay_fraction, "rehearsal": self.rehearsal_fraction}
+        wanted: dict[Role, float] = {
+            "replay": self.replay_fraction,
+            "rehearsal": self.rehearsal_fraction,
+        }
         return {role: fraction for role, fraction in wanted.items() if role in roles}
 
     @property

@@ -57,7 +57,9 @@ class ScaleMethod(Section):
                 "l_fp does not apply to variant preserve, where every layer is a preservation layer; remove it"
             )
         if self.variant != "preserve" and self.l_fp is None:
-            raise ValueError(f"variant {self.variant} needs l_fp, the number of lower layers without W12")
+            raise ValueError(
+                f"variant {self.variant} needs l_fp, the number of lower layers without W12"
+            )
         return self
 
     @property
@@ -105,7 +107,9 @@ class LlamaPro(Section):
     """how many blocks are copied; divides the base's layers"""
 
 
-Method = Annotated[Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")]
+Method = Annotated[
+    Union[ScaleMethod, FullFineTuning, Freeze, Lora, LlamaPro], Field(discriminator="name")
+]
 
 
 _TITLES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama_pro": "LLaMA Pro"}

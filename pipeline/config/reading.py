@@ -17,14 +17,18 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Texts = Annotated[
+    list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 """A list, or one text in its place."""
 
 
 class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True
+    )
 
 
 S = TypeVar("S", bound=Section)
@@ -34,7 +38,11 @@ class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that is given twice, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        keys = [
+            key.value
+            for key, _ in node.value
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<"
+        ]
         if repeated := [key for key in keys if keys.count(key) > 1]:
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {repeated[0]} is given twice in one section", node.start_mark
@@ -47,7 +55,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, ConfigError, "name a YAML file")
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}; give a run's YAML file") from None
+        raise ConfigError(
+            f"{path}: cannot read this configuration: {error.strerror}; give a run's YAML file"
+        ) from None
     values = parse_yaml(text, f"{path}: not a YAML file")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(values).__name__}")
@@ -72,7 +82,9 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(f"{_dotted(fault['loc'])}: {_plain(kind, fault)}" for fault in error.errors())
+        faults = "; ".join(
+            f"{_dotted(fault['loc'])}: {_plain(kind, fault)}" for fault in error.errors()
+        )
         raise ConfigError(
             f"{source}: {error.error_count()} fault(s): {faults}; {listed_in} lists every setting"
         ) from None
@@ -107,9 +119,13 @@ def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
     if fault["type"] == "extra_forbidden":
         key, schema = str(fault["loc"][-1]), kind.model_json_schema()
         known = {
-            name for section in (schema, *schema.get("$defs", {}).values()) for name in section.get("properties", {})
+            name
+            for section in (schema, *schema.get("$defs", {}).values())
+            for name in section.get("properties", {})
         }
-        return "unknown key" + ("" if key in known else nearest(key, known))  # it may be one of another section
+        return "unknown key" + (
+            "" if key in known else nearest(key, known)
+        )  # it may be one of another section
     if fault["type"] == "missing":
         return "missing"
     message = str(fault["msg"]).removeprefix("Value error, ")

@@ -73,7 +73,9 @@ class Profile(Section):
     @model_validator(mode="after")
     def _ends_after_it_begins(self) -> Profile:
         if self.steps is not None and self.steps[0] > self.steps[1]:
-            raise ValueError(f"steps: the last, {self.steps[1]}, is before the first, {self.steps[0]}")
+            raise ValueError(
+                f"steps: the last, {self.steps[1]}, is before the first, {self.steps[0]}"
+            )
         return self
 
 
@@ -200,7 +202,9 @@ class Checkpoints(Section):
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> Checkpoints:
         if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
-            raise ValueError(f"keep_every_steps must be a multiple of every_steps {self.every_steps}")
+            raise ValueError(
+                f"keep_every_steps must be a multiple of every_steps {self.every_steps}"
+            )
         return self
 
 
@@ -263,26 +267,46 @@ class RunConfig(Section):
         if self.gate is None:
             return self
         if not isinstance(self.method, ScaleMethod):
-            raise ValueError(f"gate: method {self.method.name} adds no blocks that it could close; remove it")
+            raise ValueError(
+                f"gate: method {self.method.name} adds no blocks that it could close; remove it"
+            )
         layer, l_fp = self.gate.layer, self.method.l_fp
-        if self.method.variant == "adapt" and layer is not None and l_fp is not None and layer > l_fp:
-            raise ValueError(f"gate.layer: {layer} is above method.l_fp {l_fp}, where adapt changes the base's stream")
+        if (
+            self.method.variant == "adapt"
+            and layer is not None
+            and l_fp is not None
+            and layer > l_fp
+        ):
+            raise ValueError(
+                f"gate.layer: {layer} is above method.l_fp {l_fp}, where adapt changes the base's stream"
+            )
         for name in self.gate.negatives:
             if name not in self.data.corpora or self.data.corpora[name].role == "new":
                 raise ValueError(f"gate.negatives: {name} is no corpus of role rehearsal or replay")
         if not self.gate_negatives:
-            raise ValueError("gate: needs text that is not new; add a corpus of role rehearsal or replay")
+            raise ValueError(
+                "gate: needs text that is not new; add a corpus of role rehearsal or replay"
+            )
         return self
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> RunConfig:
-        heldout = {own.role for own in self.data.corpora.values() if own.heldout_input or own.heldout_fraction}
+        heldout = {
+            own.role
+            for own in self.data.corpora.values()
+            if own.heldout_input or own.heldout_fraction
+        }
         method, limits = self.method, self.forgetting
         if self.upscaled is not None and not isinstance(method, ScaleMethod):
             raise ValueError(f"upscaled: method {method.name} trains no expansion; remove it")
         if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
-            raise ValueError(f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase")
-        if (limits.max_increase, limits.max_kl_from_base) != (None, None) and "replay" not in heldout:
+            raise ValueError(
+                f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
+            )
+        if (limits.max_increase, limits.max_kl_from_base) != (
+            None,
+            None,
+        ) and "replay" not in heldout:
             raise ValueError("forgetting: needs a corpus of role replay with a held-out part")
         return self
 
@@ -330,7 +354,9 @@ def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "w
         return config
     found: dict[str, Any] = {"base": _here(config.base, weights=base == "whole")}
     if (vocabulary := config.vocabulary) is not None:
-        found["vocabulary"] = vocabulary.model_copy(update={"folder": _here(vocabulary.folder, weights=False)})
+        found["vocabulary"] = vocabulary.model_copy(
+            update={"folder": _here(vocabulary.folder, weights=False)}
+        )
     return config.model_copy(update=found)
 
 

@@ -44,13 +44,17 @@ def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
 def _extended(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
     """The settings of a file, which the files `outer` extend, with those that it extends itself."""
     if path.resolve() in outer:
-        raise ConfigError(f"{path}: this file is extended already; remove one of the keys {EXTENDS}")
+        raise ConfigError(
+            f"{path}: this file is extended already; remove one of the keys {EXTENDS}"
+        )
     values = read_yaml(path)
     parent = values.pop(EXTENDS, None)
     if parent is None:
         return values
     if not isinstance(parent, str):
-        raise ConfigError(f"{path}: {EXTENDS}: expected the path of one YAML file, found {parent!r}")
+        raise ConfigError(
+            f"{path}: {EXTENDS}: expected the path of one YAML file, found {parent!r}"
+        )
     try:
         return merged(_extended(path.parent / parent, (*outer, path.resolve())), values)
     except ConfigError as error:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Exported = Literal["stock", "scale", "expansion"]
+from pipeline.hf import Exported
+
 Format = Literal["auto", Exported]
 Precision = Literal["fp32", "bf16", "fp16"]
 Purpose = Literal["serving", "training"]

@@ -17,16 +17,13 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.conversion.formats import check_format, choose_export
-from pipeline.conversion.hf_folder import code_files, dtype_name, write_hf_folder
 from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, describe, verify
-from pipeline.data.corpora import heldout_source, keys_of
-from pipeline.data.records import Keys
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import is_text
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.corpora import heldout_source, keys_of
+from pipeline.data.tokenize.units import is_text
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.expansion_folder import EXPANSION, write_expansion
 from pipeline.files import (
@@ -40,6 +37,9 @@ from pipeline.files import (
     write_json,
     write_text,
 )
+from pipeline.hf.folder import code_files, dtype_name, write_hf_folder
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.run_folder.checkpoint_names import LATEST
@@ -50,7 +50,11 @@ HF_FOLDER = "hf"
 RECORD = "conversion.json"
 EXPORT = FolderKind("an export", RECORD, "scale-cpt export 1")
 VERIFICATION = "verification.json"
-TYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 _logger = log.get_logger(__name__)
 
 
@@ -82,7 +86,9 @@ def latest_conversion(config: RunConfig) -> Conversion:
     gate = config.folder / GATE_FOLDER if config.gate is not None else None
     vocabulary = None if config.vocabulary is None else config.vocabulary.folder
     output = config.folder / HF_FOLDER
-    return Conversion(newest_checkpoint(config), config.base, output, gate=gate, vocabulary=vocabulary)
+    return Conversion(
+        newest_checkpoint(config), config.base, output, gate=gate, vocabulary=vocabulary
+    )
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
@@ -90,7 +96,9 @@ def newest_checkpoint(config: RunConfig) -> Path:
     checkpoint = latest_checkpoint(config.checkpoint_folder)
     if checkpoint is None:
         latest = config.checkpoint_folder / LATEST
-        raise CheckpointError(f"{latest}: no such file; the run has no checkpoint yet: train it first")
+        raise CheckpointError(
+            f"{latest}: no such file; the run has no checkpoint yet: train it first"
+        )
     return checkpoint
 
 
@@ -101,7 +109,9 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
     """
     sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
     texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
-    keys = {name: keys_of(of, config.tokenizer, config.data.chat_date) for name, of in texts.items()}
+    keys = {
+        name: keys_of(of, config.tokenizer, config.data.chat_date) for name, of in texts.items()
+    }
     return {name: of.input for name, of in texts.items()}, keys
 
 
@@ -124,7 +134,9 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     """
     output, is_expansion = conversion.output, conversion.format == "expansion"
     if is_expansion and conversion.gate is not None:
-        _logger.info("%s: without the gate; a run that trains this expansion further fits its own", output)
+        _logger.info(
+            "%s: without the gate; a run that trains this expansion further fits its own", output
+        )
         conversion = replace(conversion, gate=None)
     model = _open(conversion)
     request = {
@@ -140,7 +152,9 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
     if all(made.get(key) == value for key, value in request.items()):
         return False
     check_replaceable(output, kind, overwrite=conversion.overwrite)
-    for _ in in_threads(partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files):
+    for _ in in_threads(
+        partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files
+    ):
         pass
     run = model.manifest.run
     record = {
@@ -203,14 +217,19 @@ def _write_export(
     dtype = conversion.dtype or model.base.dtype
     export = choose_export(model, conversion.format, dtype, conversion.purpose)
     if conversion.purpose == "training" and export.format != "stock":
-        _logger.info("--for training is about stock folders: one in the format %s is alike for both", export.format)
+        _logger.info(
+            "--for training is about stock folders: one in the format %s is alike for both",
+            export.format,
+        )
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
         write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
         warn_of_base(model.tokenizer, tokenizer, texts)
         check_export(folder, tokenizer, texts)
         residual = export.config.get(RESIDUAL_KEY)
-        report = verify(model, folder, make_probe(model), dtype, residual["scale"] if residual else None)
+        report = verify(
+            model, folder, make_probe(model), dtype, residual["scale"] if residual else None
+        )
         write_json(folder / VERIFICATION, asdict(report))
         write_text(folder / CARD, model_card(model, export, report))
         written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from pipeline.config.method import Method
-from pipeline.conversion import Exported, Format, Purpose
-from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, code_files, dtype_name
-from pipeline.conversion.remote_code.configuration_scale import NEEDED, ScaleConfig
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.conversion import Format, Purpose
 from pipeline.conversion.stock import stock_export
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
+from pipeline.hf import Exported
+from pipeline.hf.folder import Export, PlannedTensor, base_config, code_files, dtype_name
+from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.stock_model import why_not_stock
 from pipeline.scale.gate import DECAY, NUMBERS
@@ -28,16 +29,24 @@ def why_not(
 ) -> dict[Exported, str | None]:
     """Why a model cannot leave in each format; None where it can."""
     unwidened = f"method {settings.name} widens nothing" if plan is None else None
-    return {"stock": why_not_stock(plan, spec, gated=gated), "scale": unwidened, "expansion": unwidened}
+    return {
+        "stock": why_not_stock(plan, spec, gated=gated),
+        "scale": unwidened,
+        "expansion": unwidened,
+    }
 
 
 def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
     """The formats in which a model can leave, and the reasons against the others, in one line."""
     others = (f"not {format}: {reason}" for format, reason in reasons.items() if reason is not None)
-    return "; ".join([", ".join(format for format, reason in reasons.items() if reason is None), *others])
+    return "; ".join(
+        [", ".join(format for format, reason in reasons.items() if reason is None), *others]
+    )
 
 
-def choose_export(model: TrainedModel, format: Format, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
+def choose_export(
+    model: TrainedModel, format: Format, dtype: torch.dtype, purpose: Purpose = "serving"
+) -> Export:
     """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
 
     Raises ConversionError: `format` cannot express the model, or it holds no whole model.
@@ -76,11 +85,18 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         **asdict(spec.widths),
         "hidden_act": spec.activation,
         "num_hidden_layers": spec.num_layers,
-        "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
-        "sliding_window": next((layer.window for layer in spec.layers if layer.window is not None), None),
+        "layer_types": [
+            "full_attention" if layer.window is None else "sliding_attention"
+            for layer in spec.layers
+        ],
+        "sliding_window": next(
+            (layer.window for layer in spec.layers if layer.window is not None), None
+        ),
         "expert_layers": [index for index, layer in enumerate(spec.layers) if layer.has_experts],
         "rotary": [asdict(one) for one in rotary],
-        "layer_rotary": [None if layer.rotary is None else rotary.index(layer.rotary) for layer in spec.layers],
+        "layer_rotary": [
+            None if layer.rotary is None else rotary.index(layer.rotary) for layer in spec.layers
+        ],
         "normed_size": None if spec.residual is None else spec.residual.normed_size,
         "rest_scale": 0.0 if spec.residual is None else spec.residual.scale,
         **{f"expansion_{key}": value for key, value in asdict(plan.expansion).items()},
@@ -93,16 +109,28 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         "router_threshold": plan.router_threshold,
         "base_vocab_size": model.base.spec.vocab_size,
         "norm_statistics": plan.norm,
-        **{key: base[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in base},
+        **{
+            key: base[key]
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if key in base
+        },
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
     }
-    tensors = [PlannedTensor(name, shape, partial(model.read, name)) for name, shape in model.shapes.items()]
+    tensors = [
+        PlannedTensor(name, shape, partial(model.read, name))
+        for name, shape in model.shapes.items()
+    ]
     if gate is not None:
         config |= {"gate_decay": DECAY, **{f"gate_{name}": getattr(gate, name) for name in NUMBERS}}
         # In fp32 whatever the rest is: 16 bits would change decisions.
         tensors += [
-            PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), partial(torch.clone, tensor), torch.float32)
+            PlannedTensor(
+                f"token_gate.{name}",
+                tuple(tensor.shape),
+                partial(torch.clone, tensor),
+                torch.float32,
+            )
             for name, tensor in gate.tensors.items()
         ]
     return Export("scale", config, tensors, dtype, code_files(ScaleForCausalLM))

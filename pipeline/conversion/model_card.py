@@ -18,11 +18,11 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from pipeline import log
 from pipeline.config.method import title_of
-from pipeline.conversion.hf_folder import Export, dtype_name, terms_in
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_text, write_text
+from pipeline.hf.folder import Export, dtype_name, terms_in
 from pipeline.hub import source_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.spec import scale_in
@@ -44,11 +44,17 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     corpora, sources = _corpora(run.data)
     card = _card_of(model.base.path)
     languages = card.get("language")
-    languages = [one for one in (languages if isinstance(languages, list) else [languages]) if isinstance(one, str)]
+    languages = [
+        one
+        for one in (languages if isinstance(languages, list) else [languages])
+        if isinstance(one, str)
+    ]
     front_matter = ModelCardData(
         base_model=base_name,
         base_model_relation=base_name and "finetune",
-        language=_each_once([*filter(_LANGUAGE.fullmatch, languages), *(one.get("language") for one in sources)]),
+        language=_each_once(
+            [*filter(_LANGUAGE.fullmatch, languages), *(one.get("language") for one in sources)]
+        ),
         datasets=_each_once(one.get("dataset") for one in sources),
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -56,9 +62,15 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         **_terms(model.base.path, card),
     )
     settings = {
-        **{key: value for key, value in run.method.items() if value is not None and key != "expansion"},
+        **{
+            key: value
+            for key, value in run.method.items()
+            if value is not None and key != "expansion"
+        },
         "base in training": "as published" if run.base_precision == "bf16" else run.base_precision,
-        "gate": "none" if model.gate is None else f"before layer {model.gate.layer}, on {model.gate.features}",
+        "gate": "none"
+        if model.gate is None
+        else f"before layer {model.gate.layer}, on {model.gate.features}",
         "trained parameters": f"{trained:,} of {total:,}",
         "format": f"{export.format}, {dtype_name(export.dtype)}",
     }
@@ -66,7 +78,8 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         base, added = asdict(model.spec.widths), asdict(model.plan.expansion)
         settings |= {name: f"{base[name]} + {added[name]}" for name in base}
     verified = [
-        (name, one.tokens, one.training_perplexity, one.exported_perplexity) for name, one in report.texts.items()
+        (name, one.tokens, one.training_perplexity, one.exported_perplexity)
+        for name, one in report.texts.items()
     ]
     paragraphs = [
         f"---\n{front_matter.to_yaml()}\n---",
@@ -95,7 +108,10 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
     """The section on what other tools must know before they train the folder; empty if that is nothing."""
     heading = "## Training it further"
     if sentences := on_stored_scale(export):
-        return [heading, " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)]
+        return [
+            heading,
+            " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences),
+        ]
     if model.gate is None:
         return []
     targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
@@ -134,7 +150,11 @@ def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the front matter on the base's licence."""
     files = terms_in(base)
     stated = {name: card.get(name) for name in ("license", "license_name", "license_link")}
-    found = {name: text for name, text in stated.items() if isinstance(text, str) and _ONE_LINE.fullmatch(text)}
+    found = {
+        name: text
+        for name, text in stated.items()
+        if isinstance(text, str) and _ONE_LINE.fullmatch(text)
+    }
     link = found.get("license_link", "")
     if link not in files and not link.startswith("https://"):
         found.pop("license_link", None)
@@ -161,12 +181,25 @@ def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[
     """A row for each corpus that trained, and what the run's configuration says of its source."""
     rows, sources = [], []
     for name, corpus in data["corpora"].items():
-        role, source = corpus["role"], {key: value for key, value in (corpus.get("source") or {}).items() if value}
+        role, source = (
+            corpus["role"],
+            {key: value for key, value in (corpus.get("source") or {}).items() if value},
+        )
         share = 1 if role == "new" else data.get(f"{role}_fraction", 0)
         if share:
             what = "new text" if role == "new" else f"{role}, {100 * share:.3g} % of the samples"
             stated = [source.get(key, "not stated") for key in ("dataset", "license")]
-            rows.append((name, what, *(["text that the base wrote", "as the base"] if role == "rehearsal" else stated)))
+            rows.append(
+                (
+                    name,
+                    what,
+                    *(
+                        ["text that the base wrote", "as the base"]
+                        if role == "rehearsal"
+                        else stated
+                    ),
+                )
+            )
             sources.append(source)
     return rows, sources
 

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from pipeline.conversion import Purpose
-from pipeline.conversion.hf_folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.conversion.trained_model import TrainedModel
+from pipeline.hf.folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import FusedPart, HfTensor, family_of, fuse, hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
@@ -87,9 +87,15 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "se
             takes_root = dtype == torch.float32
         for position, part in {(0, 0): base, **_blocks_beside(model, name, base)}.items():
             # In a bias or gain, what is added comes second; the experts' matrices are one tensor.
-            offsets = (int(position != (0, 0)),) if base.dim() == 1 else (*[0] * (base.dim() - 2), *position)
+            offsets = (
+                (int(position != (0, 0)),)
+                if base.dim() == 1
+                else (*[0] * (base.dim() - 2), *position)
+            )
             corner = [size * offset for size, offset in zip(base.shape, offsets, strict=True)]
-            place = tuple(slice(start, start + size) for start, size in zip(corner, part.shape, strict=True))
+            place = tuple(
+                slice(start, start + size) for start, size in zip(corner, part.shape, strict=True)
+            )
             values[place] = part.float() * math.sqrt(normed) if takes_root else part
         return residual.store(name, values)
 
@@ -100,12 +106,16 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "se
     return Export("stock", config, _stored(model, tensors), dtype)
 
 
-def _wider_mixture(spec: DecoderSpec, plan: ExpansionPlan) -> tuple[MixtureSpec | None, dict[str, int]]:
+def _wider_mixture(
+    spec: DecoderSpec, plan: ExpansionPlan
+) -> tuple[MixtureSpec | None, dict[str, int]]:
     """The ordinary model's mixture, whose shared expert holds the expansion's FFN, and its entry in config.json."""
     mixture, entry = spec.mixture, family_of(spec).shared_experts
     if mixture is None or entry is None:
         return mixture, {}
-    count = math.ceil((mixture.shared_size + plan.expansion.intermediate_size) / mixture.intermediate_size)
+    count = math.ceil(
+        (mixture.shared_size + plan.expansion.intermediate_size) / mixture.intermediate_size
+    )
     return replace(mixture, shared_size=count * mixture.intermediate_size), {entry: count}
 
 
@@ -114,12 +124,20 @@ def _blocks_beside(model: TrainedModel, name: str, base: Tensor) -> dict[tuple[i
     stem, _, kind = name.partition(".base")
     if not kind.startswith((".experts.", ".router.", ".shared.")):
         paths = {f"{stem}.{block}{kind}": position for block, position in _BLOCK_POSITIONS.items()}
-        return {position: model.read(path) for path, position in paths.items() if path in model.shapes}
+        return {
+            position: model.read(path) for path, position in paths.items() if path in model.shapes
+        }
     _, module, linear, *_ = kind.split(".")
     if module == "router" or (module == "experts" and linear != "down"):
         return {}  # these read no added channel
-    paths = {f"{stem}.{linear}.{block}.weight": position for block, position in _BLOCK_POSITIONS.items()}
-    blocks = {position: model.read(path).float() for path, position in paths.items() if path in model.shapes}
+    paths = {
+        f"{stem}.{linear}.{block}.weight": position for block, position in _BLOCK_POSITIONS.items()
+    }
+    blocks = {
+        position: model.read(path).float()
+        for path, position in paths.items()
+        if path in model.shapes
+    }
     if linear == "down":
         to_expansion = blocks[1, 0]
         blocks[1, 0] = to_expansion @ base.float()
@@ -128,7 +146,9 @@ def _blocks_beside(model: TrainedModel, name: str, base: Tensor) -> dict[tuple[i
     return blocks if module == "shared" else {(1, 0): blocks[1, 0]}
 
 
-def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -> list[PlannedTensor]:
+def _stored(
+    model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]
+) -> list[PlannedTensor]:
     """The tensors as the base's folder names and fuses them; given are those of our base parameters, by name."""
     held: dict[HfTensor, list[tuple[FusedPart | None, PlannedTensor]]] = {}
     for name, planned in tensors:
@@ -150,13 +170,22 @@ def _stored(model: TrainedModel, tensors: Iterable[tuple[str, PlannedTensor]]) -
                 for index, expert in enumerate(target.names())
             ]
         if target.in_three:
-            whole = PlannedTensor(target.name, first.shape[1:], lambda: first.make().sum(0), torch.float32)
+            whole = PlannedTensor(
+                target.name, first.shape[1:], lambda: first.make().sum(0), torch.float32
+            )
             return [whole]
         if part is None:
             return [replace(first, name=target.name)]
-        in_order = [planned for _, planned in sorted(held[target], key=lambda pair: pair[0].index if pair[0] else 0)]
+        in_order = [
+            planned
+            for _, planned in sorted(held[target], key=lambda pair: pair[0].index if pair[0] else 0)
+        ]
         shape = (sum(planned.shape[0] for planned in in_order), *first.shape[1:])
-        return [PlannedTensor(target.name, shape, lambda: fuse([one.make() for one in in_order], part.groups))]
+        return [
+            PlannedTensor(
+                target.name, shape, lambda: fuse([one.make() for one in in_order], part.groups)
+            )
+        ]
 
     return [planned for target in held for planned in stored_as(target)]
 
@@ -178,11 +207,15 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
     def values(name: str) -> Tensor:
         weight, path = model.read(name), name.removesuffix("base.weight") + "adapter"
         if path in model.adapters:
-            weight = weight.float() + model.adapters[path].scale * (model.read(f"{path}.b") @ model.read(f"{path}.a"))
+            weight = weight.float() + model.adapters[path].scale * (
+                model.read(f"{path}.b") @ model.read(f"{path}.a")
+            )
         return weight if residual is None else residual.store(name, weight.clone())
 
     names = filter(is_base, model.shapes)
-    tensors = [(name, PlannedTensor(name, model.shapes[name], partial(values, name))) for name in names]
+    tensors = [
+        (name, PlannedTensor(name, model.shapes[name], partial(values, name))) for name in names
+    ]
     return Export("stock", config, _stored(model, tensors), dtype)
 
 

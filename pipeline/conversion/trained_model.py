@@ -74,7 +74,11 @@ class TrainedModel:
     @property
     def tokenizer(self) -> Path:
         """The folder of the tokenizer: the base's, or the extended one."""
-        return self.base.path if self.manifest.run.vocabulary is None else Path(self.manifest.run.vocabulary)
+        return (
+            self.base.path
+            if self.manifest.run.vocabulary is None
+            else Path(self.manifest.run.vocabulary)
+        )
 
     def with_tokenizer(self, vocabulary: Path) -> TrainedModel:
         """The same with the extended tokenizer in the folder `vocabulary`."""
@@ -84,7 +88,9 @@ class TrainedModel:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's whole shape. A tied output projection is not a parameter of its own."""
-        return {name: full_shape_of(parameter) for name, parameter in self.structure.named_parameters()}
+        return {
+            name: full_shape_of(parameter) for name, parameter in self.structure.named_parameters()
+        }
 
     @cached_property
     def adapters(self) -> dict[str, LowRankAdapter]:
@@ -100,7 +106,10 @@ class TrainedModel:
     @cached_property
     def counts(self) -> tuple[int, int]:
         """How many parameters trained, and how many there are."""
-        sizes = {name: prod(full_shape_of(parameter)) for name, parameter in self.stored.named_parameters()}
+        sizes = {
+            name: prod(full_shape_of(parameter))
+            for name, parameter in self.stored.named_parameters()
+        }
         return sum(sizes[name] for name in self.trained), sum(sizes.values())
 
     def read(self, name: str) -> Tensor:
@@ -131,7 +140,9 @@ class TrainedModel:
         hidden = decoder.hidden_states(tokens)
         fill_output()
         starts = range(0, tokens.numel(), tokens.shape[1])
-        rows = [slice(start, start + len(window)) for start, window in zip(starts, windows, strict=True)]
+        rows = [
+            slice(start, start + len(window)) for start, window in zip(starts, windows, strict=True)
+        ]
         return [decoder.output.logits(hidden.rows(own)) for own in rows]
 
     def streamed(self, dtype: torch.dtype) -> tuple[Decoder, Callable[[], None]]:
@@ -154,7 +165,9 @@ class TrainedModel:
 
     def _without_values(self, dtype: torch.dtype) -> Decoder:
         with torch.device("meta"):
-            decoder = self.method.build(_whole_vocabulary(self.base.spec, self.manifest), SINGLE, "none")
+            decoder = self.method.build(
+                _whole_vocabulary(self.base.spec, self.manifest), SINGLE, "none"
+            )
         decoder = decoder.to(dtype).eval()
         decoder.output.base_columns = self.base.spec.vocab_size
         decoder.gate = self.gate
@@ -187,7 +200,9 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
             f"({manifest.run.base.path}); give that model's folder"
         )
     if manifest.run.base.architecture is None:
-        _logger.info("%s: an earlier version wrote it without a record of its base's config.json", checkpoint)
+        _logger.info(
+            "%s: an earlier version wrote it without a record of its base's config.json", checkpoint
+        )
     if changed := changed_entry(manifest.run.base.architecture, architecture_of(base.spec)):
         raise BaseModelError(
             f"{base_path}: its config.json has another {changed} than when {checkpoint} was trained; put it back as it "
@@ -199,7 +214,9 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
         stored = method.build(replace(base.spec, new_rows=manifest.run.new_rows), SINGLE, "none")
     reader = CheckpointReader(read_index(checkpoint), stored)
-    if missing := sorted({name for name, _ in named_trained_parameters(stored)} - set(reader.names)):
+    if missing := sorted(
+        {name for name, _ in named_trained_parameters(stored)} - set(reader.names)
+    ):
         raise CheckpointError(
             f"{checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's method has; "
             "use another checkpoint"

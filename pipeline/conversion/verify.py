@@ -13,30 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.conversion.hf_folder import dtype_name, load_hf_model
 from pipeline.conversion.trained_model import TrainedModel
-from pipeline.data.records import Keys
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import good_documents
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.units import good_documents
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
+from pipeline.hf.folder import dtype_name, load_hf_model
+from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.model.output import NEVER, perplexity
 from pipeline.scale.gate import Gate
 
-# Article 1 and the preamble's first sentence of the Universal Declaration of Human Rights.
-BUILT_IN = {
-    "english": (
-        "All human beings are born free and equal in dignity and rights. They are endowed with reason and conscience "
-        "and should act towards one another in a spirit of brotherhood. Whereas recognition of the inherent dignity "
-        "and of the equal and inalienable rights of all members of the human family is the foundation of freedom, "
-        "justice and peace in the world."
-    ),
-    "korean": (
-        "모든 인간은 태어날 때부터 자유로우며 그 존엄과 권리에 있어 동등하다. "
-        "인간은 천부적으로 이성과 양심을 부여받았으며 서로 형제애의 정신으로 행동하여야 한다. "
-        "모든 인류 구성원의 천부의 존엄성과 동등하고 양도할 수 없는 권리를 인정하는 것이 "
-        "세계의 자유, 정의 및 평화의 기초이다."
-    ),
-}
 DOCUMENTS = 4
 TOKENS = 256
 LOGITS = 2**26
@@ -96,7 +82,9 @@ class Report(Difference):
     texts: Mapping[str, Comparison] = field(default_factory=dict)
 
 
-def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None) -> MakeProbe:
+def probe_maker(
+    sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
+) -> MakeProbe:
     """Makes the text to compare on: the beginnings of the first documents of each source (a list of files).
 
     Without sources it is the passages above. `keys` are those of sources whose texts are not under "text", or follow
@@ -105,12 +93,21 @@ def probe_maker(sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] |
 
     def make(model: TrainedModel) -> Probe:
         count = max(1, min(DOCUMENTS, LOGITS // (TOKENS * model.spec.vocab_size)))
-        texts: dict[str, Iterable[str]] = {name: [text] for name, text in BUILT_IN.items()}
+        texts: dict[str, Iterable[str]] = {name: [text] for name, text in PROBE_TEXTS.items()}
         if sources:
-            documents = {name: good_documents(files, (keys or {}).get(name, Keys())) for name, files in sources.items()}
-            texts = {name: (one.whole_text for one in islice(found, count)) for name, found in documents.items()}
+            documents = {
+                name: good_documents(files, (keys or {}).get(name, Keys()))
+                for name, files in sources.items()
+            }
+            texts = {
+                name: (one.whole_text for one in islice(found, count))
+                for name, found in documents.items()
+            }
         longest = model.spec.max_position_embeddings
-        return {name: windows_of(of_source, model.tokenizer, longest) for name, of_source in texts.items()}
+        return {
+            name: windows_of(of_source, model.tokenizer, longest)
+            for name, of_source in texts.items()
+        }
 
     return make
 
@@ -124,7 +121,11 @@ def windows_of(texts: Iterable[str], tokenizer: Path, length: int) -> list[Tenso
 
 @torch.no_grad()
 def verify(
-    model: TrainedModel, folder: Path, probe: Probe, dtype: torch.dtype, stored_scale: float | None = None
+    model: TrainedModel,
+    folder: Path,
+    probe: Probe,
+    dtype: torch.dtype,
+    stored_scale: float | None = None,
 ) -> Report:
     """Compares the training model with what `transformers` makes of `folder`, both in `dtype`.
 
@@ -149,7 +150,10 @@ def verify(
 
     def by_text(expected: list[Tensor], found: list[Tensor]) -> dict[str, Comparison]:
         pairs = iter(zip(expected, found, strict=True))
-        return {name: compare(of_text, [next(pairs) for _ in of_text]) for name, of_text in probe.items()}
+        return {
+            name: compare(of_text, [next(pairs) for _ in of_text])
+            for name, of_text in probe.items()
+        }
 
     trained, texts = by_text(unscaled, expected), by_text(expected, found)
     rounded = by_text(finer, expected)
@@ -261,4 +265,6 @@ def compare(windows: list[Tensor], logits: list[tuple[Tensor, Tensor]]) -> Compa
 
 
 def _worst(texts: Mapping[str, Comparison]) -> Difference:
-    return Difference(max(text.max_abs for text in texts.values()), max(text.kl for text in texts.values()))
+    return Difference(
+        max(text.max_abs for text in texts.values()), max(text.kl for text in texts.values())
+    )

@@ -16,7 +16,9 @@ def frequency_context(config: Any) -> int | None:  # noqa: ANN401  # of any clas
     """
     own = getattr(config, "rotary", None) or ()  # of a model in the format scale
     contexts = [spec["context"] for spec in own]
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
     for one in (parameters, *parameters.values()):  # some models have several, by the kind of layer
         if isinstance(one, Mapping) and "longrope" in (one.get("rope_type"), one.get("type")):
             contexts.append(

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.served_tokenizer import served_tokenizer, tokenizer_as_trained
-from pipeline.data.chats import ChatTemplate
-from pipeline.data.tokenizer import has_tokenizer_file, load_tokenizer
-from pipeline.data.vocabulary import exported_spelling
+from pipeline.data.tokenizer.chats import ChatTemplate
+from pipeline.data.tokenizer.extension.vocabulary import exported_spelling
+from pipeline.data.tokenizer.load import has_tokenizer_file, load_tokenizer
 from pipeline.errors import ConfigError, DataError, MissingPackageError, faults_of_library
 from pipeline.evaluation.batches import frequency_context
 from pipeline.evaluation.perplexity import Prefix, windows
 from pipeline.evaluation.table import table
 from pipeline.evaluation.tokens import check_served_ids
+from pipeline.hf.folder import load_hf_model
+from pipeline.hf.served_tokenizer import served_tokenizer, tokenizer_as_trained
 from pipeline.log import progress_bar
 from pipeline.model.output import NEVER
 
@@ -51,7 +51,11 @@ class Result:
 
 
 def load_tasks(
-    names: Sequence[str], *, include: Path | None = None, few_shot: int | None = None, limit: int | None = None
+    names: Sequence[str],
+    *,
+    include: Path | None = None,
+    few_shot: int | None = None,
+    limit: int | None = None,
 ) -> Tasks:
     """lm-eval's tasks and groups `names`, whose data sets it downloads from the Hub, or has in its cache.
 
@@ -64,28 +68,42 @@ def load_tasks(
         ConfigError: there is no such task.
         DataError: the documents of a task are missing, or its solved examples.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended
+    logging.getLogger("lm_eval").setLevel(
+        logging.ERROR
+    )  # it warns about settings that are intended
     try:
         import datasets
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise MissingPackageError(f"lm-eval is needed ({error}); pip install 'scale-cpt[eval]'") from None
+        raise MissingPackageError(
+            f"lm-eval is needed ({error}); pip install 'scale-cpt[eval]'"
+        ) from None
     datasets.disable_progress_bars()
     given = f"--tasks {' '.join(names)}"
     with faults_of_library(given, ConfigError):
-        manager = TaskManager(include_path=include and str(include), include_defaults=include is None)
+        manager = TaskManager(
+            include_path=include and str(include), include_defaults=include is None
+        )
         if include is not None and not set(names) <= manager.task_index.keys():
-            manager = TaskManager(include_path=str(include))  # listing lm-eval's own 14,000 files takes ten seconds
+            manager = TaskManager(
+                include_path=str(include)
+            )  # listing lm-eval's own 14,000 files takes ten seconds
     if unknown := [name for name in names if name not in manager.task_index]:
         where = "lm-eval has" if include is None else f"lm-eval and {include} have"
-        raise ConfigError(f"--tasks {unknown[0]}: {where} no such task; `lm-eval ls tasks` lists them")
-    with faults_of_library(f"{given}: documents cannot be read; download them where there is a network", DataError):
+        raise ConfigError(
+            f"--tasks {unknown[0]}: {where} no such task; `lm-eval ls tasks` lists them"
+        )
+    with faults_of_library(
+        f"{given}: documents cannot be read; download them where there is a network", DataError
+    ):
         loaded = dict(manager.load(list(names)))
     for name, task in loaded["tasks"].items():  # as lm-eval's own command line sets it
         own = task.get_config("num_fewshot")
         wanted = own if own == 0 or few_shot is None else few_shot
         if wanted and not (task.has_training_docs() or task.has_validation_docs()):
-            raise DataError(f"{name}: --few-shot needs a train or validation split other than the one it is scored on")
+            raise DataError(
+                f"{name}: --few-shot needs a train or validation split other than the one it is scored on"
+            )
         task.set_config(key="num_fewshot", value=wanted or 0)
         task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
     return Tasks(names, loaded, limit)
@@ -107,10 +125,14 @@ def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> li
                 stderr = values.get(f"{metric}_stderr,{filtered}")
                 error = float(stderr) if isinstance(stderr, (int, float)) else None
                 results.append(Result(name, metric, float(value), error, int(values["sample_len"])))
-    accuracies = [result for result in results if result.task in tasks.names and result.metric == "acc"]
+    accuracies = [
+        result for result in results if result.task in tasks.names and result.metric == "acc"
+    ]
     if len(accuracies) > 1:
         mean = fmean(result.value for result in accuracies)
-        results.append(Result(AVERAGE, "acc", mean, None, sum(result.documents for result in accuracies)))
+        results.append(
+            Result(AVERAGE, "acc", mean, None, sum(result.documents for result in accuracies))
+        )
     return results
 
 
@@ -120,7 +142,10 @@ def comparison(results: Mapping[str, Sequence[Result]]) -> str:
     for row in zip(*results.values(), strict=True):
         cells = [row[0].task, row[0].metric, f"{row[0].documents:,}"]
         for result in row:
-            cells += [f"{result.value:.4f}", "" if result.stderr is None else f"± {result.stderr:.4f}"]
+            cells += [
+                f"{result.value:.4f}",
+                "" if result.stderr is None else f"± {result.stderr:.4f}",
+            ]
         rows.append(cells)
     return table(["task", "metric", "n", *(cell for name in results for cell in (name, ""))], rows)
 
@@ -158,21 +183,35 @@ def benchmark_model(
         check_served_ids(folder, own, trust_remote_code=trust_remote_code)
         tokenizer = tokenizer_as_trained(folder, own)
         read = () if chat_template or prefix == "none" else own.before_document
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # None: Python code, which knows its own prefix
+    backend = getattr(
+        tokenizer, "backend_tokenizer", None
+    )  # None: Python code, which knows its own prefix
     if backend is not None:
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # as in training: a text has the same tokens each time
         names = [(backend.id_to_token(token), token) for token in read]
-        backend.post_processor = TemplateProcessing(single=[*(name for name, _ in names), "$A"], special_tokens=names)
+        backend.post_processor = TemplateProcessing(
+            single=[*(name for name, _ in names), "$A"], special_tokens=names
+        )
     last = read[-1] if read else None
-    scored = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, prefix_token_id=last)
+    scored = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=batch_size,
+        prefix_token_id=last,
+    )
     context = frequency_context(model.config)
     if context is not None:
-        scored._loglikelihood_tokens = partial(_score_by_length, scored._loglikelihood_tokens, context)
+        scored._loglikelihood_tokens = partial(
+            _score_by_length, scored._loglikelihood_tokens, context
+        )
         scored.generate_until = partial(_write_one_by_one, scored.generate_until)
     if spelling := exported_spelling(folder):
         score = scored._loglikelihood_tokens
-        scored._loglikelihood_tokens = partial(_score_as_possible, score, spelling, scored.max_length)
+        scored._loglikelihood_tokens = partial(
+            _score_as_possible, score, spelling, scored.max_length
+        )
     return scored
 
 

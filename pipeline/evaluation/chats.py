@@ -16,15 +16,15 @@ from transformers import GenerationConfig
 
 from pipeline import log
 from pipeline.config.data import CHAT_DATE
-from pipeline.conversion.hf_folder import load_hf_model, taken_ends
-from pipeline.data.chats import chat_template, message_of
-from pipeline.data.readers import lines
-from pipeline.data.text_streams import open_stream
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import input_files
+from pipeline.data.sources.readers import lines
+from pipeline.data.sources.streams import open_stream
+from pipeline.data.tokenize.units import input_files
+from pipeline.data.tokenizer.chats import chat_template, message_of
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
+from pipeline.hf.folder import load_hf_model, taken_ends
 from pipeline.log import progress_bar
 
 DEFAULT_ANSWER_TOKENS = 256
@@ -65,10 +65,14 @@ def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
     for name in names:
         short = Path(name).name.partition(".")[0]
         if short in found:
-            raise ConfigError(f"--chats {name}: the results of two files would be called {short}; rename one")
+            raise ConfigError(
+                f"--chats {name}: the results of two files would be called {short}; rename one"
+            )
         found[short] = [chat for file in input_files([name]) for chat in _chats_in(file)]
         if not found[short]:
-            raise DataError(f"{name}: holds no chat; expected JSONL, an object with `messages` in each line")
+            raise DataError(
+                f"{name}: holds no chat; expected JSONL, an object with `messages` in each line"
+            )
     return found
 
 
@@ -151,10 +155,15 @@ def score_chats(
             answers = _answers(model, [ids for _, ids, _ in batch], ends, new)
             for (name, _, reference), ids in zip(batch, answers, strict=True):
                 length = next((at for at, id_ in enumerate(ids) if id_ in ends), None)
-                is_right = length is not None and _said(tokenizer.decode(ids[:length])) == _said(reference)
+                is_right = length is not None and _said(tokenizer.decode(ids[:length])) == _said(
+                    reference
+                )
                 found[name].append((is_right, length is not None, len(ids[:length])))
             bar.update(len(batch))
-    return {name: ChatScore(len(own), *map(fmean, zip(*own, strict=True))) for name, own in found.items()}
+    return {
+        name: ChatScore(len(own), *map(fmean, zip(*own, strict=True)))
+        for name, own in found.items()
+    }
 
 
 def _said(answer: str) -> str:
@@ -163,12 +172,20 @@ def _said(answer: str) -> str:
 
 
 @torch.inference_mode()
-def _answers(model: Any, prompts: Sequence[list[int]], ends: list[int], new: int) -> list[list[int]]:  # noqa: ANN401
+def _answers(
+    model: Any, prompts: Sequence[list[int]], ends: list[int], new: int
+) -> list[list[int]]:  # noqa: ANN401
     """The likeliest continuations of at most `new` tokens, with what follows their ends."""
     width = max(map(len, prompts))
-    tokens = torch.tensor([[ends[0]] * (width - len(ids)) + ids for ids in prompts], device=model.device)
-    given = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)
-    settings = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=ends[0])
+    tokens = torch.tensor(
+        [[ends[0]] * (width - len(ids)) + ids for ids in prompts], device=model.device
+    )
+    given = torch.tensor(
+        [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device
+    )
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=ends[0]
+    )
     written: torch.Tensor = model.generate(tokens, attention_mask=given, generation_config=settings)
     return written[:, width:].tolist()
 

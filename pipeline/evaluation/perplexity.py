@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline import log
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.data.records import Document
-from pipeline.data.spelling import ids_of
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.vocabulary import exported_spelling
+from pipeline.data.sources.records import Document
+from pipeline.data.tokenizer.extension.vocabulary import exported_spelling
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
+from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
+from pipeline.hf.folder import load_hf_model
 from pipeline.log import progress_bar
 from pipeline.model.output import NEVER, perplexity
 
@@ -77,7 +77,9 @@ class _Sequence(NamedTuple):
     def spelled_out(self, scored: Tensor, spelling: Mapping[int, Sequence[int]]) -> _Sequence:
         """The same with some of the scored tokens (bool) as the tokens of their `spelling`, where they have one."""
         pairs = zip(self.ids.tolist(), [False] * self.first_scored + scored.tolist(), strict=True)
-        spelled = [old for id_, wanted in pairs for old in (spelling.get(id_, [id_]) if wanted else [id_])]
+        spelled = [
+            old for id_, wanted in pairs for old in (spelling.get(id_, [id_]) if wanted else [id_])
+        ]
         return self._replace(ids=torch.tensor(spelled))
 
 
@@ -110,7 +112,9 @@ def score_folder(
     longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     context = context or min(longest, DEFAULT_CONTEXT)
     if not 2 <= context <= longest:
-        raise ConfigError(f"{folder}: expected a context from 2 to the model's {longest}, found {context}")
+        raise ConfigError(
+            f"{folder}: expected a context from 2 to the model's {longest}, found {context}"
+        )
     read = tokenizer.before_document if prefix == "document" else ()
     after = tokenizer.decode(read) if read else "nothing"
     _logger.info("%s: windows of %d tokens; documents follow %s", folder, context, after)
@@ -126,11 +130,18 @@ def score_folder(
     for name, documents in whole_corpora.items():
         sequences, whole = _encode(documents, tokenizer, read, max_bytes)
         if not sequences:
-            raise DataError(f"{name}: holds no document to score; give another file, or the field of its text")
+            raise DataError(
+                f"{name}: holds no document to score; give another file, or the field of its text"
+            )
         if (highest := max(int(one.ids.max()) for one in sequences)) >= vocab_size:
-            raise DataError(f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}")
+            raise DataError(
+                f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}"
+            )
         total = _total_nll(model, sequences, context, exported_spelling(folder), name)
-        tokens, size = sum(len(one.ids) - one.first_scored for one in sequences), sum(one.bytes for one in sequences)
+        tokens, size = (
+            sum(len(one.ids) - one.first_scored for one in sequences),
+            sum(one.bytes for one in sequences),
+        )
         nll, bits = total / tokens, total / math.log(2) / size
         scores[name] = Score(len(sequences), tokens, size, whole, nll, perplexity(nll), bits)
     return scores
@@ -140,7 +151,9 @@ def _whole_text(document: Text) -> str:
     return document if isinstance(document, str) else document.whole_text
 
 
-def windows(length: int, context: int, stride: int, first_scored: int = 1) -> Iterator[tuple[int, int, int]]:
+def windows(
+    length: int, context: int, stride: int, first_scored: int = 1
+) -> Iterator[tuple[int, int, int]]:
     """Windows over a sequence of `length` tokens: (start, stop, the first of its tokens that is scored).
 
     Tokens before `first_scored`, at least one, are only read. Each window begins `stride` tokens after the last and
@@ -174,9 +187,13 @@ def _encode(
         read = [*prefix, *([] if prompt is None else ids_of(tokenizer, prompt, control=control))]
         ids = ids_of(tokenizer, text, control=control)
         left -= len(text.encode())
-        skipped = 0 if read else len(tokenizer.decode(ids[:1]).encode())  # nothing predicts the first token
+        skipped = (
+            0 if read else len(tokenizer.decode(ids[:1]).encode())
+        )  # nothing predicts the first token
         if len(ids) > (not read):
-            sequences.append(_Sequence(torch.tensor(read + ids), max(1, len(read)), len(text.encode()) - skipped))
+            sequences.append(
+                _Sequence(torch.tensor(read + ids), max(1, len(read)), len(text.encode()) - skipped)
+            )
     return sequences, whole
 
 
@@ -200,7 +217,9 @@ def _total_nll(
             nll = torch.cat([next(found) for _ in windows])
             impossible = nll > -NEVER / 2
             if rounds_left and impossible.any():
-                again.append(one.spelled_out(impossible if rounds_left > 1 else impossible >= 0, spelling))
+                again.append(
+                    one.spelled_out(impossible if rounds_left > 1 else impossible >= 0, spelling)
+                )
             else:
                 total.append(float(nll.sum()))
         left = again
@@ -223,12 +242,16 @@ def _token_nll(model: Any, cut: Sequence[tuple[Tensor, int]], name: str) -> list
             left = longest_first[len(nll) :]
             rows = max(1, batch_tokens // len(cut[left[0]][0]))
             batch = first_alike(left, frequencies, rows)
-            padded = torch.nn.utils.rnn.pad_sequence([cut[place][0] for place in batch], batch_first=True)
+            padded = torch.nn.utils.rnn.pad_sequence(
+                [cut[place][0] for place in batch], batch_first=True
+            )
             logits = model(padded.to(model.device), use_cache=False).logits
             for row, place in zip(logits, batch, strict=True):
                 tokens, scored = cut[place]
                 predicting = row[len(tokens) - scored - 1 : len(tokens) - 1].float()
-                losses = F.cross_entropy(predicting, tokens[-scored:].to(row.device), reduction="none")
+                losses = F.cross_entropy(
+                    predicting, tokens[-scored:].to(row.device), reduction="none"
+                )
                 nll[place] = losses.double().cpu()
             bar.update(len(batch))
     return [nll[place] for place in range(len(cut))]

@@ -11,8 +11,8 @@ from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
-from pipeline.data.corpora import check_heldout, heldout_corpora
-from pipeline.data.units import input_files
+from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
+from pipeline.data.tokenize.units import input_files
 from pipeline.errors import CheckpointError, ConversionError, UserError
 from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats
 from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder
@@ -45,24 +45,36 @@ def summarise(
     """
     hf_folder, context = config.folder / HF_FOLDER, config.data.sequence_length
     _logger.info("%s: evaluating the base and the export", config.folder)
-    training = _result(config.folder / TRAINING, CheckpointError, "the run must be trained to its end first")
+    training = _result(
+        config.folder / TRAINING, CheckpointError, "the run must be trained to its end first"
+    )
     verification = _result(hf_folder / VERIFICATION, ConversionError, "run scale-cpt convert first")
     gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
     asked, folders = read_chats(chats), {"before": config.base, "after": hf_folder}
     scored_for = _scored_for(config, max_bytes=max_bytes, prefix=prefix)
     earlier = _earlier(config.folder / SUMMARY, scored_for)
     if asked and earlier is not None:
-        _logger.info("%s: its perplexities stay; without --chats they are scored again", config.folder / SUMMARY)
-        scores = {when: {name: Score(**one) for name, one in of.items()} for when, of in earlier["scores"].items()}
+        _logger.info(
+            "%s: its perplexities stay; without --chats they are scored again",
+            config.folder / SUMMARY,
+        )
+        scores = {
+            when: {name: Score(**one) for name, one in of.items()}
+            for when, of in earlier["scores"].items()
+        }
     else:
         scores = {
-            when: score_folder(folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix)
+            when: score_folder(
+                folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix
+            )
             for when, folder in folders.items()
         }
     answered: dict[str, Any] = {} if earlier is None else earlier["chats"]
     if asked:
         answered = {
-            when: score_chats(folder, asked, max_answer_tokens=max_answer_tokens, chat_date=config.data.chat_date)
+            when: score_chats(
+                folder, asked, max_answer_tokens=max_answer_tokens, chat_date=config.data.chat_date
+            )
             for when, folder in folders.items()
         }
     fraction = training["trainable_parameters"] / training["total_parameters"]
@@ -81,7 +93,9 @@ def summarise(
 
     method = config.method
     name = title_of(method.variant if isinstance(method, ScaleMethod) else method.name)
-    notes = [f"{name} trained {fraction:.1%} of the parameters. Whole documents, in windows that overlap; the log of"]
+    notes = [
+        f"{name} trained {fraction:.1%} of the parameters. Whole documents, in windows that overlap; the log of"
+    ]
     notes.append("training scores packed sequences, which cut them.")
     if config.vocabulary is not None:
         notes.append("Two tokenizers: only bits per byte can be compared.")
@@ -91,7 +105,15 @@ def summarise(
         tables.append(table(head, lines))
         add_to_card(hf_folder, "Chats", markdown_table(["greedy answers", *head[1:]], lines))
     paths = {"Hugging Face folder": hf_folder, "this summary": config.folder / SUMMARY}
-    return "\n".join(["\n\n".join(tables), "", *notes, "", *(f"{label:<20} {path}" for label, path in paths.items())])
+    return "\n".join(
+        [
+            "\n\n".join(tables),
+            "",
+            *notes,
+            "",
+            *(f"{label:<20} {path}" for label, path in paths.items()),
+        ]
+    )
 
 
 def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[str, Any]:

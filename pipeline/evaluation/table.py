@@ -14,9 +14,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     def line(cells: Sequence[str]) -> str:
         first, *figures = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        return "  ".join([first, *(figure.strip().rjust(len(figure)) for figure in figures)]).rstrip()
+        return "  ".join(
+            [first, *(figure.strip().rjust(len(figure)) for figure in figures)]
+        ).rstrip()
 
-    return "\n".join([line(header), "  ".join("-" * width for width in widths).rstrip(), *map(line, rows)])
+    return "\n".join(
+        [line(header), "  ".join("-" * width for width in widths).rstrip(), *map(line, rows)]
+    )
 
 
 def readable(perplexity: float) -> str:
@@ -45,4 +49,6 @@ def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
             rows.append([name, *sizes, readable(score.perplexity), f"{score.bits_per_byte:.4f}"])
             cut |= set() if score.whole else {corpus}
     note = f"Scored is a part of {', '.join(sorted(cut))}; all of it: --max-bytes 0." if cut else ""
-    return "\n".join([table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), note])
+    return "\n".join(
+        [table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), note]
+    )

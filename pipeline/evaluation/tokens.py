@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipeline.conversion.combine import COMBINATION
+from pipeline.combination.combine import COMBINATION
 from pipeline.conversion.convert import EXPORT
-from pipeline.conversion.served_tokenizer import check_export, warn_of_base
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer.load import Tokenizer
 from pipeline.files import holds
+from pipeline.hf.served_tokenizer import check_export, warn_of_base
 
 
 def check_served_ids(
-    folder: Path, tokenizer: Tokenizer, texts: Iterable[str] = (), *, trust_remote_code: bool = False
+    folder: Path,
+    tokenizer: Tokenizer,
+    texts: Iterable[str] = (),
+    *,
+    trust_remote_code: bool = False,
 ) -> None:
     """Compares what `AutoTokenizer` makes of the folder with its `tokenizer`, which evaluation and training read.
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipeline.config.run import RunConfig
 from pipeline.conversion.trained_model import TrainedModel
-from pipeline.data.packing import IGNORED
-from pipeline.data.samples import HeldoutSamples
+from pipeline.data.dataset.packing import IGNORED
+from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder, Inputs
@@ -32,7 +32,9 @@ def measure(
     """
     texts, differences = dict[str, HeldoutText](), list[float]()
     count = config.validation.max_sequences
-    with progress_bar("measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences") as bar:
+    with progress_bar(
+        "measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences"
+    ) as bar:
         for name, samples in heldout.items():
             windows = as_windows(list(islice(samples, count)), is_new=False)
             all_closed, all_nll = list[Tensor](), list[Tensor]()
@@ -47,10 +49,15 @@ def measure(
                 base = replace(base, closed=torch.ones_like(gated.closed))  # it gives no new piece
                 # What the gate decides on padding is of no consequence: nothing is predicted there.
                 closed = gated.closed.view(group.tokens.shape).cpu() | ~group.present
-                rows = (closed.all(dim=1, keepdim=True) & group.present).flatten().to(targets.device)
+                rows = (
+                    (closed.all(dim=1, keepdim=True) & group.present).flatten().to(targets.device)
+                )
                 if rows.any():
                     differences.append(_largest_difference(decoder, gated, base, rows))
-                nll = [decoder.output(hidden, targets).nll.double().cpu() for hidden in (base, ungated, gated)]
+                nll = [
+                    decoder.output(hidden, targets).nll.double().cpu()
+                    for hidden in (base, ungated, gated)
+                ]
                 all_closed.append(closed)
                 all_nll.append(torch.stack(nll).view(3, *closed.shape))
                 bar.update(len(group))
@@ -59,13 +66,17 @@ def measure(
     return texts, max(differences, default=None)
 
 
-def _figures(role: str, windows: Windows, closed: Tensor, nll: Tensor, base_tokens: int) -> HeldoutText:
+def _figures(
+    role: str, windows: Windows, closed: Tensor, nll: Tensor, base_tokens: int
+) -> HeldoutText:
     """closed: [N, S], nll: [3, N, S], those of the base, of the model without its gate, and with it."""
     predicted, is_first = windows.targets != IGNORED, windows.positions < FIRST_TOKENS
     possible = predicted & (nll[2] < -NEVER / 2)
     base, ungated, gated = (_finite(perplexity(float(own[possible].mean()))) for own in nll)
     has_new_pieces = bool((torch.maximum(windows.tokens, windows.targets) >= base_tokens).any())
-    first, later = (float((nll[2] - nll[1])[possible & rows].mean()) for rows in (is_first, ~is_first))
+    first, later = (
+        float((nll[2] - nll[1])[possible & rows].mean()) for rows in (is_first, ~is_first)
+    )
     tokens = int(windows.present.sum())
     return HeldoutText(
         role=role,
@@ -92,17 +103,25 @@ def decoder_inputs(group: Windows, config: RunConfig, decoder: Decoder) -> tuple
     """Tokens and positions [B, S] and where documents lie, and the targets [B · S], where the decoder is."""
     device = decoder.embedding.base.weight.device
     documents = group.documents(device) if config.data.document_mask else None
-    return (group.tokens.to(device), group.positions.to(device), documents), group.targets.flatten().to(device)
+    return (
+        group.tokens.to(device),
+        group.positions.to(device),
+        documents,
+    ), group.targets.flatten().to(device)
 
 
-def _largest_difference(decoder: Decoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor) -> float:
+def _largest_difference(
+    decoder: Decoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor
+) -> float:
     """The largest difference of the logits of two passes over the same tokens, at the tokens `rows`: bool [N].
 
     All rows are multiplied: the rounding of a matrix product may depend on how many there are.
     """
     output = decoder.output
     differences = [
-        (output.logits(hidden.rows(chunk)) - output.logits(base.rows(chunk))).abs().amax(dim=-1)[rows[chunk]]
+        (output.logits(hidden.rows(chunk)) - output.logits(base.rows(chunk)))
+        .abs()
+        .amax(dim=-1)[rows[chunk]]
         for chunk in output.chunks(len(hidden.x))
     ]
     return float(torch.nan_to_num(torch.cat(differences), nan=math.inf).max())

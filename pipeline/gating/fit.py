@@ -31,10 +31,14 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
     count = len(is_new)
     positives = int(is_new.sum())
     if positives in (0, count):
-        raise DataError("gate: expected tokens of new text and of text that is not new, found one kind only")
+        raise DataError(
+            "gate: expected tokens of new text and of text that is not new, found one kind only"
+        )
     weights = torch.where(is_new, 0.5 / positives, 0.5 / (count - positives)).to(features)
     targets = is_new.to(features)
-    weight = torch.zeros(features.shape[1], dtype=features.dtype, device=features.device, requires_grad=True)
+    weight = torch.zeros(
+        features.shape[1], dtype=features.dtype, device=features.device, requires_grad=True
+    )
     bias = torch.zeros((), dtype=features.dtype, device=features.device, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [weight, bias],

@@ -15,11 +15,11 @@ from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.data.corpora import has_heldout, heldout_folder, train_folder
-from pipeline.data.samples import load_heldout
-from pipeline.data.token_corpus import MANIFEST
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.vocabulary import read_vocabulary
+from pipeline.data.corpus.token_corpus import MANIFEST
+from pipeline.data.dataset.samples import load_heldout
+from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
+from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, DataError, PreservationError
 from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
@@ -29,7 +29,14 @@ from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
 from pipeline.scale.gate import NUMBERS, Gate, deepest_gate_layer, gate_features
-from pipeline.scale.gate_folder import FIRST_TOKENS, GATE_FOLDER, GATE_RECORD, GateRecord, open_gate, write_gate
+from pipeline.scale.gate_folder import (
+    FIRST_TOKENS,
+    GATE_FOLDER,
+    GATE_RECORD,
+    GateRecord,
+    open_gate,
+    write_gate,
+)
 
 MOST_LEFT_OUT = 0.5
 """The largest share of the base's own text that may be of the new text's kind."""
@@ -64,7 +71,9 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         text = FittingText(*(windows.without_tokens_from(vocabulary.base_rows) for windows in text))
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     if not heldout:
-        raise DataError("gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction")
+        raise DataError(
+            "gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction"
+        )
 
     decoder = loaded(model)
     gate, new, negatives, left_out = fit_on(BaseStream(decoder, layer), text, config.gate)
@@ -129,7 +138,9 @@ class BaseStream:
     def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
         """The features [T, F] of the T tokens that are no padding, in fp32 on the CPU, and which are new: bool [T]."""
         found = [
-            gate_features(stream, kind, group.document_ids.to(self.device))[group.present.to(self.device)].cpu()
+            gate_features(stream, kind, group.document_ids.to(self.device))[
+                group.present.to(self.device)
+            ].cpu()
             for group, stream in self._streams(windows, "reading the base's states")
         ]
         return torch.cat(found), windows.is_new[windows.present]
@@ -137,13 +148,20 @@ class BaseStream:
     def scores(self, windows: Windows, gate: Gate) -> Tensor:
         """The gate's scores: [N, S], on the CPU."""
         found = self._streams(windows, "testing the gate")
-        return torch.cat([gate.scores(x, group.document_ids.to(self.device)).cpu() for group, x in found])
+        return torch.cat(
+            [gate.scores(x, group.document_ids.to(self.device)).cpu() for group, x in found]
+        )
 
     def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
         with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
             for group in windows.groups():
                 tokens, positions = group.tokens.to(self.device), group.positions.to(self.device)
-                yield group, self.decoder.base_stream(tokens, positions, group.documents(self.device), layer=self.layer)
+                yield (
+                    group,
+                    self.decoder.base_stream(
+                        tokens, positions, group.documents(self.device), layer=self.layer
+                    ),
+                )
                 bar.update(group.tokens.numel())
 
 
@@ -172,13 +190,17 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
     is_open[text.fit.present] = (features @ weight.to(features) + bias > 0).cpu()
     kept = text.fit.without_new_kind(is_open).present[text.fit.present]
     if not kept.all():
-        weight, bias = fit_logistic(features[kept.to(stream.device)], is_new[kept].to(stream.device))
+        weight, bias = fit_logistic(
+            features[kept.to(stream.device)], is_new[kept].to(stream.device)
+        )
     del features
     gate = Gate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
 
     scores = stream.scores(text.unused, gate)
     unused = text.unused.without_new_kind(scores > 0)
-    before, after = (int((windows.present & windows.is_own).sum()) for windows in (text.unused, unused))
+    before, after = (
+        int((windows.present & windows.is_own).sum()) for windows in (text.unused, unused)
+    )
     left_out = 1 - after / before if before else 0.0
     if left_out > MOST_LEFT_OUT:
         raise DataError(
@@ -193,14 +215,20 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
 def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> dict[str, Any]:
     """What a gate depends on: the checkpoint, the settings, the seed, and the corpora that it reads."""
     read = [train_folder(config.data, name) for name in config.data.corpora]
-    read += [heldout_folder(config.data, name) for name in config.data.corpora if has_heldout(config.data, name)]
+    read += [
+        heldout_folder(config.data, name)
+        for name in config.data.corpora
+        if has_heldout(config.data, name)
+    ]
     return {
         "checkpoint_manifest": file_hash(model.checkpoint / MANIFEST_FILE),
         "settings": settings.model_dump(mode="json"),
         "seed": config.seed,
         "max_sequences": config.validation.max_sequences,
         "sequence_length": config.data.sequence_length,
-        "corpora": {path.name: file_hash(path / MANIFEST) for path in read if (path / MANIFEST).exists()},
+        "corpora": {
+            path.name: file_hash(path / MANIFEST) for path in read if (path / MANIFEST).exists()
+        },
     }
 
 

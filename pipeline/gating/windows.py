@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config.run import GateSettings, RunConfig
-from pipeline.data.blend import Permutation, mix
-from pipeline.data.packing import IGNORED, Sample
-from pipeline.data.samples import open_packed
+from pipeline.data.dataset.blend import Permutation, mix
+from pipeline.data.dataset.packing import IGNORED, Sample
+from pipeline.data.dataset.samples import open_packed
 from pipeline.errors import DataError
 from pipeline.model.attention import Documents
 
@@ -82,7 +82,10 @@ class FittingText(NamedTuple):
 
 
 def read_fitting_text(
-    config: RunConfig, settings: GateSettings, tokenizer_fingerprint: str, sampled_fingerprint: str | None = None
+    config: RunConfig,
+    settings: GateSettings,
+    tokenizer_fingerprint: str,
+    sampled_fingerprint: str | None = None,
 ) -> FittingText:
     """The windows that the section `gate` asks for; which they are depends on the run's seed.
 
@@ -90,12 +93,17 @@ def read_fitting_text(
     Raises DataError if a corpus is missing, damaged, or too small to be divided.
     """
     corpora, length = config.data.corpora, config.data.sequence_length
-    names = {True: [name for name, corpus in corpora.items() if corpus.role == "new"], False: config.gate_negatives}
+    names = {
+        True: [name for name, corpus in corpora.items() if corpus.role == "new"],
+        False: config.gate_negatives,
+    }
     parts: dict[bool, list[FittingText]] = {True: [], False: []}
     for is_new, of_kind in names.items():
         weights = sum(corpora[name].weight for name in of_kind)
         for name in of_kind:
-            made_with = (sampled_fingerprint if corpora[name].sample else None) or tokenizer_fingerprint
+            made_with = (
+                sampled_fingerprint if corpora[name].sample else None
+            ) or tokenizer_fingerprint
             packed = open_packed(config.data, name, tokenizer_fingerprint=made_with)
             if len(packed) < 2:
                 raise DataError(
@@ -107,11 +115,16 @@ def read_fitting_text(
             order = Permutation(len(packed), mix(config.seed, *name.encode()))
             is_own = corpora[name].role == "rehearsal"
             samples = [packed[order[index]] for index in range(2 * count)]
-            halves = (as_windows(half, is_new=is_new, is_own=is_own) for half in (samples[:count], samples[count:]))
+            halves = (
+                as_windows(half, is_new=is_new, is_own=is_own)
+                for half in (samples[:count], samples[count:])
+            )
             parts[is_new].append(FittingText(*halves))
     old, new = (joined([part.fit for part in parts[is_new]]) for is_new in (False, True))
     fit = [old, new, *([spliced(old, new, config.seed)] if settings.splices else [])]
-    return FittingText(joined(fit), joined([part.unused for is_new in (False, True) for part in parts[is_new]]))
+    return FittingText(
+        joined(fit), joined([part.unused for is_new in (False, True) for part in parts[is_new]])
+    )
 
 
 def as_windows(samples: Sequence[Sample], *, is_new: bool, is_own: bool = False) -> Windows:
@@ -131,8 +144,12 @@ def _present(sample: Sample) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     A document of a single token at the end of a sample is taken for padding too.
     """
     last = sample.document_ids == sample.document_ids[-1]
-    is_padding = (sample.targets[last] == IGNORED).all() and (sample.tokens[last] == sample.tokens[-1]).all()
-    padded: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = ~last if is_padding else np.ones_like(last)
+    is_padding = (sample.targets[last] == IGNORED).all() and (
+        sample.tokens[last] == sample.tokens[-1]
+    ).all()
+    padded: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = (
+        ~last if is_padding else np.ones_like(last)
+    )
     return padded
 
 
@@ -145,7 +162,10 @@ def spliced(old: Windows, new: Windows, seed: int) -> Windows:
     random = np.random.default_rng(seed)
     length, made = old.tokens.shape[1], []
     for index in range(min(len(old), len(new))):
-        cut, row = int(random.integers(max(1, length // 4), max(2, 3 * length // 4))), slice(index, index + 1)
+        cut, row = (
+            int(random.integers(max(1, length // 4), max(2, 3 * length // 4))),
+            slice(index, index + 1),
+        )
         first, second = (part.rows(row) for part in ((old, new) if index % 2 == 0 else (new, old)))
         cats = {
             name: torch.cat([getattr(first, name)[:, :cut], getattr(second, name)[:, cut:]], dim=1)
@@ -158,7 +178,9 @@ def spliced(old: Windows, new: Windows, seed: int) -> Windows:
         made.append(
             Windows(
                 **cats,
-                is_own=torch.zeros_like(cats["is_new"]),  # such a document is of both kinds, and none is left out
+                is_own=torch.zeros_like(
+                    cats["is_new"]
+                ),  # such a document is of both kinds, and none is left out
                 positions=torch.cat([first.positions[:, :cut], positions], dim=1),
                 document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
             )

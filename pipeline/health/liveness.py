@@ -15,7 +15,17 @@ from torch.profiler import record_function
 from pipeline.config.run import Watchdog
 from pipeline.errors import INTERRUPTED, LOST_RANK
 
-Phase = Literal["start", "data", "forward", "backward", "step", "communication", "validation", "checkpoint", "other"]
+Phase = Literal[
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "step",
+    "communication",
+    "validation",
+    "checkpoint",
+    "other",
+]
 SLOW: tuple[Phase, ...] = ("start", "validation", "checkpoint")
 """I/O-bound phases, which may take longer than any part of a step."""
 
@@ -128,7 +138,9 @@ class Verdict:
     grace_s: float = 0.0
 
 
-INTERRUPTION = Verdict("interrupted (Ctrl-C), without saving", rank=None, exit_code=INTERRUPTED, grace_s=_GRACE_S)
+INTERRUPTION = Verdict(
+    "interrupted (Ctrl-C), without saving", rank=None, exit_code=INTERRUPTED, grace_s=_GRACE_S
+)
 """The user wants an end at once. All ranks get the signal, so none of them is at fault."""
 
 
@@ -169,7 +181,9 @@ class RankHealth:
     def on_disconnect(self, rank: int) -> None:
         """Records that the connection to a rank broke, as it does when its process is killed."""
         if rank in self._heard:
-            self.accept(Verdict(f"{self._named(rank)} was lost: its process ended or was cut off", rank))
+            self.accept(
+                Verdict(f"{self._named(rank)} was lost: its process ended or was cut off", rank)
+            )
 
     def accept(self, verdict: Verdict) -> None:
         """Adopts a verdict, unless there is one already."""
@@ -187,18 +201,28 @@ class RankHealth:
     def _find_lost(self, now: float) -> Verdict | None:
         for rank, heard in self._heard.items():
             if now - heard > self._limits.dead_after_s:
-                return Verdict(f"{self._named(rank)} was lost: no sign of life for {now - heard:.0f} s", rank)
+                return Verdict(
+                    f"{self._named(rank)} was lost: no sign of life for {now - heard:.0f} s", rank
+                )
         return None
 
     def _find_hung(self) -> Verdict | None:
         reports = {rank: report for rank, report in self._reports.items() if rank in self._heard}
-        if not reports or len(reports) < len(self._heard) or not all(map(self._is_late, reports.values())):
+        if (
+            not reports
+            or len(reports) < len(self._heard)
+            or not all(map(self._is_late, reports.values()))
+        ):
             return None
         hung = find_hung(reports)
         if not hung:
-            return Verdict(f"all ranks hang, and none is behind the others: {_describe(reports)}", None)
+            return Verdict(
+                f"all ranks hang, and none is behind the others: {_describe(reports)}", None
+            )
         others = {rank: report for rank, report in reports.items() if rank not in hung}
-        named = "; ".join(f"{self._named(rank)} hangs at {reports[rank].at}" for rank in hung[:_NAMED])
+        named = "; ".join(
+            f"{self._named(rank)} hangs at {reports[rank].at}" for rank in hung[:_NAMED]
+        )
         more = f" and {len(hung) - _NAMED} more" if len(hung) > _NAMED else ""
         shortest_s = min(report.phase_s for report in reports.values())
         waiting = f"; the others wait: {_describe(others)}" if others else ""
@@ -206,11 +230,15 @@ class RankHealth:
 
     def _is_late(self, report: RankReport) -> bool:
         limits = self._limits
-        return report.phase_s > (limits.slow_after_s if report.phase in SLOW else limits.hung_after_s)
+        return report.phase_s > (
+            limits.slow_after_s if report.phase in SLOW else limits.hung_after_s
+        )
 
     def _named(self, rank: int) -> str:
         report = self._reports.get(rank)
-        return f"rank {rank}" + (f" on {report.node} ({report.progress})" if report else " (before its first report)")
+        return f"rank {rank}" + (
+            f" on {report.node} ({report.progress})" if report else " (before its first report)"
+        )
 
 
 def find_hung(reports: dict[int, RankReport]) -> list[int]:

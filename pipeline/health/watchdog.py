@@ -40,8 +40,15 @@ LAST_ACTS_S = 5.0
 """Limit for writing the stacks and the log, since the disk may hang too."""
 CONNECT_S = 30.0
 BACKLOG = 4096  # all ranks connect at once
-_POLL_S = 0.05  # rank 0 takes the messages of thousands together: to wake costs more than to read one
-_WAITING_IN = ("/torch/distributed/", "/torch/autograd/", "/deepspeed/", "/pipeline/parallel/ranks.py")
+_POLL_S = (
+    0.05  # rank 0 takes the messages of thousands together: to wake costs more than to read one
+)
+_WAITING_IN = (
+    "/torch/distributed/",
+    "/torch/autograd/",
+    "/deepspeed/",
+    "/pipeline/parallel/ranks.py",
+)
 _LONGEST_LINE = 2**16
 _logger = log.get_logger(__name__)
 
@@ -68,9 +75,16 @@ class Watchdog:
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        if self._rank != 0:  # only rank 0, which sees all ranks, can distinguish hung ranks from waiting ones
+        if (
+            self._rank != 0
+        ):  # only rank 0, which sees all ranks, can distinguish hung ranks from waiting ones
             limits = limits.model_copy(update={"hung_after_s": math.inf, "slow_after_s": math.inf})
-        self._limits, self._phases, self._stacks, self._on_verdict = limits, phases, stacks, on_verdict
+        self._limits, self._phases, self._stacks, self._on_verdict = (
+            limits,
+            phases,
+            stacks,
+            on_verdict,
+        )
         self._is_interrupted = is_interrupted
         self._main = threading.main_thread().ident
         self._last_message: Message | None = None
@@ -117,10 +131,18 @@ class Watchdog:
             if verdict := self._health.judge(time.monotonic()):
                 self._announce(verdict)
             next_beat = time.monotonic() + pause_s
-            while self._last_message is None and not self._health.verdict and time.monotonic() < next_beat:
+            while (
+                self._last_message is None
+                and not self._health.verdict
+                and time.monotonic() < next_beat
+            ):
                 self._poll()
         self._channel.send(self._last_message)
-        while self._rank != 0 and not self._health.all_left and not self._health.judge(time.monotonic()):
+        while (
+            self._rank != 0
+            and not self._health.all_left
+            and not self._health.judge(time.monotonic())
+        ):
             self._poll()
         self._channel.close()
 
@@ -182,7 +204,9 @@ def lost_a_peer(error: BaseException) -> bool:
     """Whether an exception may be only the consequence of another rank's end, or of a message that never came."""
     if isinstance(error, torch.distributed.DistError):
         return True
-    return type(error) is RuntimeError and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed"))
+    return type(error) is RuntimeError and any(
+        word in str(error) for word in ("gloo", "NCCL", "Connection closed")
+    )
 
 
 def innermost(frame: FrameType | None) -> tuple[str, bool]:
@@ -204,14 +228,20 @@ def connect() -> Channel:
     port = 0 if listener is None else int(listener.getsockname()[1])
     token, port = broadcast_from_rank0(lambda: (secrets.token_hex(16), port))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")  # where torch found rank 0
-    return Channel(run_on_all_ranks(lambda: listener or _call(address, port, rank, token)), rank, token)
+    return Channel(
+        run_on_all_ranks(lambda: listener or _call(address, port, rank, token)), rank, token
+    )
 
 
 def _listener() -> socket.socket:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # often 1,024 files, fewer than connections
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # often 1,024 files, fewer than connections
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+        )
     return socket.create_server(("", 0), backlog=BACKLOG)
 
 
@@ -254,7 +284,9 @@ class Channel:
         """Sends a message: rank 0 to all others, they to rank 0."""
         line = _line(message)
         for peer in self.peers.values():
-            with contextlib.suppress(OSError):  # it is gone, which `receive` tells, or has not read for long
+            with contextlib.suppress(
+                OSError
+            ):  # it is gone, which `receive` tells, or has not read for long
                 peer.connection.send(line)
 
     def receive(self) -> Iterator[tuple[int, Message | None]]:

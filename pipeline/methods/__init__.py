@@ -7,7 +7,12 @@ from pathlib import Path
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.methods.baselines import FreezeMethod, FullFineTuningMethod, LlamaProMethod, LoraMethod
+from pipeline.methods.baselines import (
+    FreezeMethod,
+    FullFineTuningMethod,
+    LlamaProMethod,
+    LoraMethod,
+)
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
@@ -53,8 +58,12 @@ def build_model(
     """
     check_sequence_length(config.data.sequence_length, tp)
     if config.compile and spec.mixture is not None:
-        raise ConfigError("compile: expected false: where tokens go in a mixture of experts is known at run time only")
-    model = training_method(config).build(spec, tp, activation_checkpointing or config.activation_checkpointing)
+        raise ConfigError(
+            "compile: expected false: where tokens go in a mixture of experts is known at run time only"
+        )
+    model = training_method(config).build(
+        spec, tp, activation_checkpointing or config.activation_checkpointing
+    )
     model.output.kl_coefficient = config.data.rehearsal_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()
@@ -70,4 +79,6 @@ def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
     """
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")
-        module.register_parameter("weight", stored_parameter(weight, precision, path, model.tp.size))
+        module.register_parameter(
+            "weight", stored_parameter(weight, precision, path, model.tp.size)
+        )

@@ -59,7 +59,9 @@ class FreezeMethod(FullFineTuningMethod):
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
         count = self.settings.frozen_layers
         if count > spec.num_layers:
-            raise ConfigError(f"method.frozen_layers: {count}, but the base has {spec.num_layers} layers")
+            raise ConfigError(
+                f"method.frozen_layers: {count}, but the base has {spec.num_layers} layers"
+            )
         model = Decoder(spec, tp=tp)
         _freeze_routers(model)
         model.embedding.requires_grad_(False)
@@ -82,7 +84,9 @@ class LoraMethod(TrainingMethod):
         model = Decoder(spec, tp=tp).requires_grad_(False)
         for linear in self._targets(model):
             weight = linear.base.get_parameter("weight")
-            linear.adapter = LowRankAdapter(weight, self.settings.rank, scale=self.settings.scale, tp=tp)
+            linear.adapter = LowRankAdapter(
+                weight, self.settings.rank, scale=self.settings.scale, tp=tp
+            )
         return model
 
     def _targets(self, model: Decoder) -> Iterator[WidenedLinear]:
@@ -104,11 +108,18 @@ class LoraMethod(TrainingMethod):
             if not is_base(name) and not is_new_row(name):
                 whole = torch.zeros(full_shape_of(parameter))
                 if name.endswith(".a"):
-                    whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(whole.shape[1] ** -0.5)
+                    whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(
+                        whole.shape[1] ** -0.5
+                    )
                 fill_whole(parameter, tp, whole)
 
 
-_ZEROED = ("attention.output.base.", "ffn.down.base.", f"{EXPERTS}down.", "ffn.base.shared.down.base.")
+_ZEROED = (
+    "attention.output.base.",
+    "ffn.down.base.",
+    f"{EXPERTS}down.",
+    "ffn.base.shared.down.base.",
+)
 
 
 class LlamaProMethod(TrainingMethod):
@@ -138,7 +149,9 @@ class LlamaProMethod(TrainingMethod):
         depth = spec.num_layers + self.settings.added_layers
         added = frozenset(range(self._stride(spec) - 1, depth, self._stride(spec)))
         layers = tuple(spec.layers[self._base_layer(layer, spec)] for layer in range(depth))
-        model = Decoder(replace(spec, layers=layers), added_layers=added, tp=tp).requires_grad_(False)
+        model = Decoder(replace(spec, layers=layers), added_layers=added, tp=tp).requires_grad_(
+            False
+        )
         for layer in added:
             model.layers[layer].requires_grad_(True)
         _freeze_routers(model)

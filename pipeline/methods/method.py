@@ -16,7 +16,10 @@ class TrainingMethod(ABC):
     """Builds the model that a run trains from a base."""
 
     def build(
-        self, spec: DecoderSpec, tp: TensorParallel, activation_checkpointing: ActivationCheckpointing
+        self,
+        spec: DecoderSpec,
+        tp: TensorParallel,
+        activation_checkpointing: ActivationCheckpointing,
     ) -> Decoder:
         """The model with this rank's shards, uninitialised; `requires_grad` is set where parameters train.
 

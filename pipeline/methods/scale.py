@@ -18,11 +18,11 @@ from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import check_weights, is_base, load_base
+from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.new_rows import NewRows, is_new_row
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.initialisers import initial_expansion
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 
 _logger = get_logger(__name__)
@@ -56,15 +56,22 @@ class Scale(TrainingMethod):
         for name, parameter in model.named_parameters():
             if not is_base(name) and not is_new_row(name):
                 shape, partition = full_shape_of(parameter), partition_of(parameter)
-                fill(parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size))
+                fill(
+                    parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size)
+                )
 
 
-def _check_origin(expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int) -> None:
+def _check_origin(
+    expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int
+) -> None:
     """Raises as `check_origin`, and BaseModelError where the base's config.json has changed since."""
     expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
     recorded = expansion.manifest.base_architecture
     if recorded is None:
-        _logger.info("%s: an earlier version made it without a record of its base's config.json", expansion.path)
+        _logger.info(
+            "%s: an earlier version made it without a record of its base's config.json",
+            expansion.path,
+        )
     if changed := changed_entry(recorded, architecture_of(base.spec)):
         raise BaseModelError(
             f"{expansion.path}: the config.json of its base {expansion.manifest.base} had another {changed}; put it "
@@ -101,7 +108,10 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     Raises UserError if it is damaged, of another base or other settings, or missing where a run is to continue from it.
     """
     check_named_expansion(config.upscaled)
-    if not isinstance(config.method, ScaleMethod) or not (config.upscaled_folder / MANIFEST).exists():
+    if (
+        not isinstance(config.method, ScaleMethod)
+        or not (config.upscaled_folder / MANIFEST).exists()
+    ):
         return None
     expansion = open_expansion(config.upscaled_folder)
     _check_origin(expansion, base, config.method, config.seed)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config.run import RunConfig
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.vocabulary import RECORD, read_vocabulary
+from pipeline.data.tokenizer.extension.vocabulary import RECORD, read_vocabulary
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import BaseModelError, DataError
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.new_rows import NewRows
@@ -43,7 +43,9 @@ def _new_rows(config: RunConfig, spec: DecoderSpec) -> NewRows | None:
             f"vocabulary.folder: {folder} extends another tokenizer than that of {config.base}, or its first new id, "
             f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
         )
-    return NewRows([piece.replaces for piece in record.pieces], config.vocabulary.initial, record.tokenizer)
+    return NewRows(
+        [piece.replaces for piece in record.pieces], config.vocabulary.initial, record.tokenizer
+    )
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:

@@ -30,7 +30,9 @@ def architecture_of(spec: DecoderSpec) -> dict[str, Any]:
     return as_json
 
 
-def changed_entry(recorded: Mapping[str, Any] | None, found: Mapping[str, Any] | None) -> str | None:
+def changed_entry(
+    recorded: Mapping[str, Any] | None, found: Mapping[str, Any] | None
+) -> str | None:
     """The first entry of the record `recorded` that has another value in `found`, as text; None if none has.
 
     Nothing is compared where one of them is None, nor are entries that did not exist when it was recorded.

@@ -41,7 +41,9 @@ class Documents:
     def whole_rows(cls, tokens: Tensor) -> Documents:
         """A document in each row of `tokens` [B, S], made on their device."""
         rows, length = tokens.shape
-        starts = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=tokens.device)
+        starts = torch.arange(
+            0, (rows + 1) * length, length, dtype=torch.int32, device=tokens.device
+        )
         return cls(torch.zeros_like(tokens), starts, (1,) * rows)
 
     @classmethod
@@ -107,7 +109,10 @@ class CausalAttention:
 def _one_for_each(query: Tensor, *heads: Tensor) -> list[Tensor]:
     """heads: [B, S, H_kv, K] -> [B, S, H, K], H as in `query`."""
     queries_per_key = query.shape[2] // heads[0].shape[2]
-    return [own.repeat_interleave(queries_per_key, dim=2) if queries_per_key > 1 else own for own in heads]
+    return [
+        own.repeat_interleave(queries_per_key, dim=2) if queries_per_key > 1 else own
+        for own in heads
+    ]
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,9 @@ class FlexAttention:
         scale = head_dim**-0.5 if self.scale is None else self.scale
         # Its kernels take no smaller heads. Zeros change neither the products of queries and keys nor the values.
         missing = max(0, _SMALLEST_FLEX_HEAD - head_dim)
-        query, key, value = (F.pad(heads, (0, missing)).transpose(1, 2) for heads in (query, key, value))
+        query, key, value = (
+            F.pad(heads, (0, missing)).transpose(1, 2) for heads in (query, key, value)
+        )
         heads = attend(
             query,
             key,
@@ -202,10 +209,14 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None =
     if window is not None:
         causal.triu_(1 - window)
     hidden = (same & causal).logical_not_().unsqueeze(1)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, float("-inf")
+    )
 
 
-def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def _scaled_dot_product(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
     """Shapes as in `Attend`; without a mask it is causal."""
     grouped = query.shape[2] != key.shape[2]
     query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
@@ -215,7 +226,13 @@ def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
         heads: Tensor = fused(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)[0]
     else:
         heads = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         )
     return heads.transpose(1, 2)
 

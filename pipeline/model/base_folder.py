@@ -61,7 +61,9 @@ class BaseFolder:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: the identity of a base."""
-        return dict(zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True))
+        return dict(
+            zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True)
+        )
 
     def know_hashes(self, hashes: Mapping[str, str]) -> None:
         """Takes the hashes from ranks that read a share of the files each."""
@@ -78,9 +80,13 @@ class BaseFolder:
         Raises BaseModelError if it is missing, its file damaged, or the experts that it is of are not of one size.
         """
         source = self._source(name)
-        first, *others = shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
+        first, *others = shapes = self._of_each(
+            source.names(), lambda view: tuple(view.get_shape())
+        )
         if any(shape != first for shape in others):
-            raise BaseModelError(f"{self.path}: the experts of {source.name} differ in size; use the original model")
+            raise BaseModelError(
+                f"{self.path}: the experts of {source.name} differ in size; use the original model"
+            )
         if source.experts is not None:
             return (len(shapes), *first)
         if source.in_three:
@@ -103,18 +109,28 @@ class BaseFolder:
         Reads nothing else, unless the tensor holds several linear maps. The rows of a parameter of all experts are the
         experts. Raises BaseModelError if it is missing, or its file damaged.
         """
-        source, taken, first_row = self._source(name), slice(*rows or (None,)), rows[0] if rows else 0
+        source, taken, first_row = (
+            self._source(name),
+            slice(*rows or (None,)),
+            rows[0] if rows else 0,
+        )
         if source.experts is not None:
-            of_one = REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
+            of_one = (
+                REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
+            )
             experts = source.names()[taken]
-            stored = torch.stack(self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size)))
+            stored = torch.stack(
+                self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size))
+            )
             first_row = 0
         elif source.part is not None or source.in_three:
             (whole,) = self._of_each(source.names(), lambda view: view[:])
             whole = in_three(whole) if source.part is None else source.part.of(whole)
             stored = split(whole, partition, tp_rank, tp_size)[taken]
         else:
-            (stored,) = self._of_each(source.names(), lambda view: read_shard(view, partition, tp_rank, tp_size, rows))
+            (stored,) = self._of_each(
+                source.names(), lambda view: read_shard(view, partition, tp_rank, tp_size, rows)
+            )
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
         return self.spec.residual.restore(name, stored, first_row) if self.spec.residual else stored
 
@@ -137,7 +153,11 @@ class BaseFolder:
     def _source(self, name: str) -> HfTensor:
         """The tensor of the base parameter `name`; a tied output may be stored as the embedding only."""
         source = hf_tensor(name, self.spec)
-        if name == "output.base" and self.spec.tie_word_embeddings and source.name not in self.file_of:
+        if (
+            name == "output.base"
+            and self.spec.tie_word_embeddings
+            and source.name not in self.file_of
+        ):
             return self._source("embedding.base.weight")
         return source
 
@@ -151,7 +171,9 @@ class BaseFolder:
 
     def _file(self, tensor: str) -> Path:
         if tensor not in self.file_of:
-            raise BaseModelError(f"{self.path}: lacks the tensor {tensor}; the weights do not fit config.json")
+            raise BaseModelError(
+                f"{self.path}: lacks the tensor {tensor}; the weights do not fit config.json"
+            )
         return self.file_of[tensor]
 
 
@@ -171,7 +193,9 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
     except FileNotFoundError:
         only = folder / SINGLE_FILE
         return dict.fromkeys(_tensors_in(only), only)
-    if not isinstance(names, dict) or not all(isinstance(name, str) and is_plain_name(name) for name in names.values()):
+    if not isinstance(names, dict) or not all(
+        isinstance(name, str) and is_plain_name(name) for name in names.values()
+    ):
         raise BaseModelError(f"{index}: not an index of files in its folder; do not use this model")
     named = sorted(set(names.values()))
     if (folder / SINGLE_FILE).exists() and named != [SINGLE_FILE]:
@@ -183,7 +207,9 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
         for tensor in _tensors_in(folder / name):
             listed = names.get(tensor)
             if listed is None:
-                raise BaseModelError(f"{index}: lacks the tensor {tensor}, which {name} holds; copy the folder again")
+                raise BaseModelError(
+                    f"{index}: lacks the tensor {tensor}, which {name} holds; copy the folder again"
+                )
             if listed != name:
                 raise BaseModelError(
                     f"{index}: names {listed} for {tensor}, and {name} holds one too, which transformers may read; "
@@ -221,7 +247,9 @@ def _opened(file: Path) -> Iterator[Any]:  # safetensors has no types
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except FileNotFoundError:
-        raise BaseModelError(f"{file}: no such file; a base model needs its weights as safetensors") from None
+        raise BaseModelError(
+            f"{file}: no such file; a base model needs its weights as safetensors"
+        ) from None
     except (SafetensorError, OSError, MemoryError) as error:
         raise BaseModelError(f"{file}: damaged ({error}); copy the file again") from None
 

@@ -41,7 +41,12 @@ REFERENCE = "reference."
 def is_layer_matrix(name: str, parameter: Tensor) -> bool:
     """Whether the parameter of that name is a linear map within a layer, or those of all experts, and no router."""
     shape = full_shape_of(parameter)
-    return name.startswith("layers.") and ".router." not in name and len(shape) > 1 and min(shape[-2:]) > 1
+    return (
+        name.startswith("layers.")
+        and ".router." not in name
+        and len(shape) > 1
+        and min(shape[-2:]) > 1
+    )
 
 
 class Decoder(nn.Module):
@@ -76,11 +81,17 @@ class Decoder(nn.Module):
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
-        hidden_size, hidden_up = spec.widths.hidden_size, plan.expansion.hidden_size if plan else None
+        hidden_size, hidden_up = (
+            spec.widths.hidden_size,
+            plan.expansion.hidden_size if plan else None,
+        )
         self.rotary = RotaryEmbedding()
-        self.embedding = WidenedEmbedding(spec.vocab_size, hidden_size, hidden_up, new_rows=spec.new_rows, tp=tp)
+        self.embedding = WidenedEmbedding(
+            spec.vocab_size, hidden_size, hidden_up, new_rows=spec.new_rows, tp=tp
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp) for layer in range(spec.num_layers)
+            DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp)
+            for layer in range(spec.num_layers)
         )
         ffns = (layer.ffn for layer in self.layers)
         self.mixtures = [ffn.base for ffn in ffns if isinstance(ffn, MixtureFeedForward)]
@@ -142,8 +153,14 @@ class Decoder(nn.Module):
             hidden = self.hidden_states(tokens, positions, documents, reference_rows=reference_rows)
         losses: Losses = self.output(hidden, targets.reshape(-1), kl_rows * tokens.shape[1])
         losses = losses.of_shape(targets.shape)
-        if loads and self.spec.mixture is not None and self.spec.mixture.balance_coefficient is not None:
-            balance = self.spec.mixture.balance_coefficient * tokens.shape[1] * balance_loss(loads).sum()
+        if (
+            loads
+            and self.spec.mixture is not None
+            and self.spec.mixture.balance_coefficient is not None
+        ):
+            balance = (
+                self.spec.mixture.balance_coefficient * tokens.shape[1] * balance_loss(loads).sum()
+            )
             losses = losses._replace(total=losses.total + balance)
         return losses
 
@@ -189,7 +206,9 @@ class Decoder(nn.Module):
         if reference_rows:
             rehearsed = _first_rows(reference_rows, *rehearsed)
         runs_along = reference_rows > 0 and self.reference is None and not routed
-        rehearsed_contexts = self._contexts(*rehearsed, streams[0].dtype) if runs_along else contexts
+        rehearsed_contexts = (
+            self._contexts(*rehearsed, streams[0].dtype) if runs_along else contexts
+        )
         for layer in self.layers:
             # All paths run layer by layer, so that ZeRO-3 gathers each layer once for them.
             if routed and layer.collaborative:
@@ -200,13 +219,20 @@ class Decoder(nn.Module):
                     reference, _ = self._run(layer, (x, None), rehearsed_contexts, masked=True)
             streams = self._run(layer, streams, contexts, masked)
         final = self.final_norm(*streams)
-        hidden = self._whole_rows(*final, *(() if preserved is None else self.final_norm(*preserved)))
+        hidden = self._whole_rows(
+            *final, *(() if preserved is None else self.final_norm(*preserved))
+        )
         if reference_rows:
             hidden = replace(hidden, reference=self._reference_states(hidden, reference, rehearsed))
         return HiddenStates(hidden.x) if path == "base" else hidden
 
     def _gated_states(
-        self, gate: Gate, tokens: Tensor, streams: Streams, contexts: Contexts, documents: Documents | None
+        self,
+        gate: Gate,
+        tokens: Tensor,
+        streams: Streams,
+        contexts: Contexts,
+        documents: Documents | None,
     ) -> HiddenStates:
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros.
 
@@ -214,7 +240,9 @@ class Decoder(nn.Module):
         there on Route runs both paths, and a closed token takes the preserved one. Adapt runs one.
         """
         if self.plan is None or gate.layer > deepest_gate_layer(self.plan) or self.tp.size > 1:
-            raise ValueError("a gate needs the exact base stream of a widened model, whole on one rank")
+            raise ValueError(
+                "a gate needs the exact base stream of a widened model, whole on one rank"
+            )
         ids, closed = documents.ids if documents else None, None
         paths: list[Streams] = [streams]
         masks: list[bool | Tensor] = [False]
@@ -227,20 +255,30 @@ class Decoder(nn.Module):
                     assert closed is not None, "the gate's layer is checked above"
                     masks = [closed]
                 paths = paths * len(masks)
-            paths = [self._run(layer, path, contexts, mask) for path, mask in zip(paths, masks, strict=True)]
+            paths = [
+                self._run(layer, path, contexts, mask)
+                for path, mask in zip(paths, masks, strict=True)
+            ]
         if closed is None:
             closed = self.gate_closes(gate, paths[0][0], tokens, ids).unsqueeze(-1)
         finals = [self.final_norm(*path) for path in paths]
         hidden = self._whole_rows(*choose_path(closed, finals[0], finals[-1]))
         return replace(hidden, closed=closed.flatten())
 
-    def gate_closes(self, gate: Gate, x: Tensor, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
+    def gate_closes(
+        self, gate: Gate, x: Tensor, tokens: Tensor, document_ids: Tensor | None
+    ) -> Tensor:
         """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New pieces are open."""
         return ~gate.is_open(x, document_ids) & (tokens < self.output.base_columns)
 
     @torch.no_grad()
     def base_stream(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Documents | None = None, *, layer: int
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        *,
+        layer: int,
     ) -> Tensor:
         """The base's residual stream before `layer`, or after the last if there are as many: [B, S, D]."""
         x, _ = self._embedded(tokens)
@@ -263,7 +301,9 @@ class Decoder(nn.Module):
     def _whole_rows(self, *streams: Tensor | None) -> HiddenStates:
         """streams: [B, S (/ tp_size), ...] -> the same for all positions, one token a row."""
         x, *others = enter_region(self.tp, *streams)
-        return HiddenStates(x.flatten(0, 1), *(None if other is None else other.flatten(0, 1) for other in others))
+        return HiddenStates(
+            x.flatten(0, 1), *(None if other is None else other.flatten(0, 1) for other in others)
+        )
 
     def _embedded(self, tokens: Tensor) -> Streams:
         x, x_up = self.embedding(tokens)
@@ -274,7 +314,11 @@ class Decoder(nn.Module):
         return x * scale, None if x_up is None else x_up * scale
 
     def _contexts(
-        self, tokens: Tensor, positions: Tensor | None, documents: Documents | None, dtype: torch.dtype
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        documents: Documents | None,
+        dtype: torch.dtype,
     ) -> Contexts:
         length = tokens.shape[1]
         if positions is None:
@@ -284,16 +328,33 @@ class Decoder(nn.Module):
             return None if spec is None else self.rotary.table(spec, positions, documents, dtype)
 
         def kernel(window: int | None) -> Attend:
-            head_dim, scale, softcap = self.spec.head_dim, self.spec.attention_scale, self.spec.attention_softcap
-            within = Documents.whole_rows(tokens) if documents is None and (window or softcap) else documents
-            return attention_kernel(within, tokens.device, dtype, head_dim, window=window, scale=scale, softcap=softcap)
+            head_dim, scale, softcap = (
+                self.spec.head_dim,
+                self.spec.attention_scale,
+                self.spec.attention_softcap,
+            )
+            within = (
+                Documents.whole_rows(tokens)
+                if documents is None and (window or softcap)
+                else documents
+            )
+            return attention_kernel(
+                within, tokens.device, dtype, head_dim, window=window, scale=scale, softcap=softcap
+            )
 
-        windows = {kind: kind.window if kind.window and kind.window < length else None for kind in self.spec.layers}
+        windows = {
+            kind: kind.window if kind.window and kind.window < length else None
+            for kind in self.spec.layers
+        }
         kernels = {window: kernel(window) for window in set(windows.values())}
         tables = {spec: rotary(spec) for spec in {kind.rotary for kind in windows}}
-        return {kind: Context(tables[kind.rotary], kernels[window]) for kind, window in windows.items()}
+        return {
+            kind: Context(tables[kind.rotary], kernels[window]) for kind, window in windows.items()
+        }
 
-    def _run(self, layer: nn.Module, streams: Streams, contexts: Contexts, masked: bool | Tensor) -> Streams:
+    def _run(
+        self, layer: nn.Module, streams: Streams, contexts: Contexts, masked: bool | Tensor
+    ) -> Streams:
         result: Streams
         context = contexts[layer.kind]  # type: ignore[index]  # a DecoderLayer
         if torch.is_grad_enabled() and self.is_checkpointed(layer):
@@ -309,7 +370,9 @@ class Decoder(nn.Module):
         return self.activation_checkpointing == "all"
 
 
-def _first_rows(rows: int, tokens: Tensor, positions: Tensor | None, documents: Documents | None) -> Inputs:
+def _first_rows(
+    rows: int, tokens: Tensor, positions: Tensor | None, documents: Documents | None
+) -> Inputs:
     return (
         tokens[:rows],
         None if positions is None else positions[:rows],

@@ -38,7 +38,11 @@ class HfTensor:
 
     def names(self) -> list[str]:
         """The name of every expert's tensor, in order, or the one name."""
-        return [self.name] if self.experts is None else [self.name.format(index) for index in range(self.experts)]
+        return (
+            [self.name]
+            if self.experts is None
+            else [self.name.format(index) for index in range(self.experts)]
+        )
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,14 @@ class Family:
         """The config's entries that list layers, for a spec with more layers than the folder."""
         dense = [index for index, layer in enumerate(spec.layers) if not layer.has_experts]
         entries = {
-            "layer_types": ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers],
+            "layer_types": [
+                "full_attention" if layer.window is None else "sliding_attention"
+                for layer in spec.layers
+            ],
             "no_rope_layers": [int(layer.rotary is not None) for layer in spec.layers],
-            "mlp_layer_types": ["sparse" if layer.has_experts else "dense" for layer in spec.layers],
+            "mlp_layer_types": [
+                "sparse" if layer.has_experts else "dense" for layer in spec.layers
+            ],
             "mlp_only_layers": dense,
             "decoder_sparse_step": 1,
             "first_k_dense_replace": len(dense),
@@ -124,7 +133,9 @@ class Family:
         if module.startswith(EXPERTS) and spec.mixture is not None:
             return HfTensor(f"{prefix}.{theirs}.{kind}", experts=spec.mixture.experts)
         parts = self.fused.get(theirs)
-        return HfTensor(f"{prefix}.{theirs}.{kind}", None if parts is None else self._part(parts, module, spec))
+        return HfTensor(
+            f"{prefix}.{theirs}.{kind}", None if parts is None else self._part(parts, module, spec)
+        )
 
     def _part(self, parts: Sequence[str], module: str, spec: DecoderSpec) -> FusedPart:
         groups = spec.widths.num_attention_heads if self.fused_by_head else 1
@@ -187,14 +198,20 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
     if not features.get("sigmoid"):  # a bias balances those, and transformers has no loss for them
         features |= {"balance_coefficient": config.router_aux_loss_coef}
     if not 1 <= config.num_experts_per_tok <= experts:
-        raise BaseModelError(f"num_experts_per_tok: expected 1 to {experts}, found {config.num_experts_per_tok}")
-    return MixtureSpec(experts, config.num_experts_per_tok, intermediate_size, normalised, **features)
+        raise BaseModelError(
+            f"num_experts_per_tok: expected 1 to {experts}, found {config.num_experts_per_tok}"
+        )
+    return MixtureSpec(
+        experts, config.num_experts_per_tok, intermediate_size, normalised, **features
+    )
 
 
 def _sigmoid_mixture(config: Config, experts: int, shared_experts: int) -> MixtureSpec:
     """The mixture that DeepSeek-V3 introduced: a bias for each expert balances their load, and one is shared."""
     if config.n_group != 1:
-        raise BaseModelError(f"n_group: expected 1: experts are chosen among all, found {config.n_group}")
+        raise BaseModelError(
+            f"n_group: expected 1: experts are chosen among all, found {config.n_group}"
+        )
     return _mixture(
         config,
         experts,
@@ -217,7 +234,10 @@ def _qwen2_moe(config: Config) -> dict[str, Any]:
 
 
 def _qwen3_moe(config: Config) -> dict[str, Any]:
-    return {"mixture": _mixture(config, config.num_experts, config.moe_intermediate_size), **_qwen3(config)}
+    return {
+        "mixture": _mixture(config, config.num_experts, config.moe_intermediate_size),
+        **_qwen3(config),
+    }
 
 
 def _glm4_moe(config: Config) -> dict[str, Any]:
@@ -274,7 +294,10 @@ _MIXTURE_NAMES = _LLAMA_NAMES | {
     ROUTER: "mlp.gate",
     f"{ROUTER}.bias": "mlp.gate.e_score_correction_bias",
     **{f"{EXPERTS}{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
-    **{f"ffn.base.shared.{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+    **{
+        f"ffn.base.shared.{name}": f"mlp.shared_experts.{name}_proj"
+        for name in ("gate", "up", "down")
+    },
 }
 """Those of most mixtures; a layer without experts has Llama's FFN."""
 _POST_NORM_NAMES = _LLAMA_NAMES | {
@@ -304,7 +327,10 @@ _MIXTRAL_NAMES = _MIXTURE_NAMES | {
         for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     },
 }
-_QWEN2_MOE_NAMES = {ours: theirs.replace("shared_experts", "shared_expert") for ours, theirs in _MIXTURE_NAMES.items()}
+_QWEN2_MOE_NAMES = {
+    ours: theirs.replace("shared_experts", "shared_expert")
+    for ours, theirs in _MIXTURE_NAMES.items()
+}
 _QWEN2_MOE_NAMES["ffn.base.shared"] = "mlp.shared_expert_gate"
 _PHI3_FUSED = {
     "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
@@ -332,7 +358,9 @@ FAMILIES = {
             "smollm3",
             _LLAMA_NAMES,
             _all_biases,
-            unrotated=lambda config: [layer for layer, rotated in enumerate(config.no_rope_layers) if not rotated],
+            unrotated=lambda config: [
+                layer for layer, rotated in enumerate(config.no_rope_layers) if not rotated
+            ],
         ),
         Family("phi3", _PHI3_NAMES, fused=_PHI3_FUSED, derives_head_dim=True),
         Family("olmo2", _POST_NORM_NAMES, _olmo, why_not_stock=_WHOLE_HEADS),
@@ -354,7 +382,10 @@ FAMILIES = {
             "gemma3_text",
             _GEMMA_NAMES,
             lambda config: {**_gemma2(config), "query_key_norm": "head"},
-            unsupported=("use_bidirectional_attention", "attn_logit_softcapping"),  # transformers does not apply it
+            unsupported=(
+                "use_bidirectional_attention",
+                "attn_logit_softcapping",
+            ),  # transformers does not apply it
             why_not_stock=_GEMMA,
         ),
         Family(
@@ -377,16 +408,22 @@ FAMILIES = {
             _MIXTURE_NAMES | {f"{ROUTER}.bias": "mlp.e_score_correction_bias"},
             _exaone_moe,
             unrotated=_global_layers_of_exaone,
-            dense=lambda config: [layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "dense"],
+            dense=lambda config: [
+                layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "dense"
+            ],
             shared_experts="num_shared_experts",
         ),
         Family(
             "mixtral",
             _MIXTRAL_NAMES,
-            lambda config: {"mixture": _mixture(config, config.num_local_experts, config.intermediate_size)},
+            lambda config: {
+                "mixture": _mixture(config, config.num_local_experts, config.intermediate_size)
+            },
             why_not_stock=_NO_SHARED_EXPERT,
         ),
-        Family("olmoe", _MIXTURE_NAMES, _olmoe, unsupported=("clip_qkv",), why_not_stock=_WHOLE_HEADS),
+        Family(
+            "olmoe", _MIXTURE_NAMES, _olmoe, unsupported=("clip_qkv",), why_not_stock=_WHOLE_HEADS
+        ),
         Family(
             "qwen3_moe",
             _MIXTURE_NAMES,
@@ -398,7 +435,9 @@ FAMILIES = {
             "gpt_neox",
             _GPT_NEOX_NAMES,
             _gpt_neox,
-            fused={"attention.query_key_value": ("attention.query", "attention.key", "attention.value")},
+            fused={
+                "attention.query_key_value": ("attention.query", "attention.key", "attention.value")
+            },
             fused_by_head=True,
             why_not_stock="its LayerNorm takes one mean over the residual stream, and its head size follows from it",
         ),

@@ -36,9 +36,15 @@ RESIDUAL_KEY = "widened_residual"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Above every model there is, and far below what Python, torch or a meta device cannot count.
 _LARGEST = {
-    **dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"), 2**12),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "moe_intermediate_size"), 2**16),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 2**31),
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"), 2**12
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "head_dim", "moe_intermediate_size"), 2**16
+    ),
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 2**31
+    ),
 }
 
 
@@ -60,7 +66,9 @@ def read_spec(path: Path) -> DecoderSpec:
         values = read_object(file, BaseModelError, "copy the folder again")
     except FileNotFoundError:
         model_folder(file.parent, weights=False)  # says why a model on the hub could not be had
-        raise BaseModelError(f"{file}: no such file; base must be a Hugging Face model folder") from None
+        raise BaseModelError(
+            f"{file}: no such file; base must be a Hugging Face model folder"
+        ) from None
     try:
         _check_type(values)
         with faults_of_library(f"not a {values['model_type']} config", BaseModelError):
@@ -80,7 +88,9 @@ def _check_type(values: Mapping[str, Any]) -> None:
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
         raise BaseModelError(f"model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")
     if values.get("quantization_config"):
-        raise BaseModelError("quantization_config: quantized weights are not supported; use the original model")
+        raise BaseModelError(
+            "quantization_config: quantized weights are not supported; use the original model"
+        )
 
 
 def _spec_of(config: Config) -> DecoderSpec:
@@ -88,15 +98,21 @@ def _spec_of(config: Config) -> DecoderSpec:
     for name, largest in _LARGEST.items():
         size = getattr(config, name, None) if hasattr(type(config), name) else None
         if size is not None and not 1 <= size <= largest:
-            raise BaseModelError(f"{name}: expected a whole number from 1 to {largest}, found {size}")
+            raise BaseModelError(
+                f"{name}: expected a whole number from 1 to {largest}, found {size}"
+            )
     family = FAMILIES[config.model_type]
     for name in family.unsupported:
         if getattr(config, name, None):
-            raise BaseModelError(f"{name}: expected null or false, found {getattr(config, name)!r:.80}")
+            raise BaseModelError(
+                f"{name}: expected null or false, found {getattr(config, name)!r:.80}"
+            )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % kv_heads:
-        raise BaseModelError(f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}")
+        raise BaseModelError(
+            f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}"
+        )
     features = family.features(config)
     dense = family.dense(config) if "mixture" in features else range(config.num_hidden_layers)
     residual = getattr(config, RESIDUAL_KEY, None)
@@ -112,39 +128,63 @@ def _spec_of(config: Config) -> DecoderSpec:
             "activation": getattr(config, "hidden_act", None),
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": bool(config.tie_word_embeddings),
-            "residual": None if residual is None else TypeAdapter(StoredResidual).validate_python(residual),
+            "residual": None
+            if residual is None
+            else TypeAdapter(StoredResidual).validate_python(residual),
             **features,
         }
     )
     if spec.activation not in ACTIVATIONS:
-        raise BaseModelError(f"hidden_act {spec.activation!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}")
+        raise BaseModelError(
+            f"hidden_act {spec.activation!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}"
+        )
     rotary = {layer.rotary for layer in spec.layers if layer.rotary is not None}
     numbers = [("frequency", one) for each in rotary for one in each.frequencies]
     numbers += [("attention_factor", each.attention_factor) for each in rotary] + [
         (name, getattr(spec, name))
-        for name in ("norm_eps", "embedding_scale", "attention_scale", "attention_softcap", "output_softcap")
+        for name in (
+            "norm_eps",
+            "embedding_scale",
+            "attention_scale",
+            "attention_softcap",
+            "output_softcap",
+        )
     ]
     for name, number in numbers:
         if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
             raise BaseModelError(f"{name}: expected a number above 0, found {number!r:.80}")
     if spec.residual is not None and not (
-        math.frexp(spec.residual.scale)[0] == 0.5 and 0 < spec.residual.normed_size <= config.hidden_size
+        math.frexp(spec.residual.scale)[0] == 0.5
+        and 0 < spec.residual.normed_size <= config.hidden_size
     ):
-        raise BaseModelError(f"{RESIDUAL_KEY}: expected a scale that is a power of two, and a part of the channels")
+        raise BaseModelError(
+            f"{RESIDUAL_KEY}: expected a scale that is a power of two, and a part of the channels"
+        )
     return spec
 
 
-def _layers(config: Config, unrotated: Collection[int], dense: Collection[int]) -> Iterator[LayerKind]:
-    window = getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
+def _layers(
+    config: Config, unrotated: Collection[int], dense: Collection[int]
+) -> Iterator[LayerKind]:
+    window = (
+        getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
+    )
     if hasattr(type(config), "use_sliding_window") and not config.use_sliding_window:
         window = None
     alike = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
     types = config.layer_types if hasattr(type(config), "layer_types") else alike
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise BaseModelError(f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention")
+        raise BaseModelError(
+            f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention"
+        )
     if "sliding_attention" in types and not (isinstance(window, int) and window > 0):
-        raise BaseModelError(f"sliding_window: expected a number of tokens for sliding layers, found {window!r:.80}")
-    rotary = {kind: _rotary(config, kind if kind in config.rope_parameters else None) for kind in set(types)}
+        raise BaseModelError(
+            f"sliding_window: expected a number of tokens for sliding layers, found {window!r:.80}"
+        )
+    rotary = {
+        kind: _rotary(config, kind if kind in config.rope_parameters else None)
+        for kind in set(types)
+    }
     for layer, kind in enumerate(types):
         yield LayerKind(
             rotary=None if layer in unrotated else rotary[kind],
@@ -158,7 +198,9 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
 
     `layer_type` is given where layers of several types have several.
     """
-    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    parameters = (
+        config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    )
     kind = parameters.get("rope_type", "default")
     if kind not in _ROPE_TYPES:
         raise BaseModelError(f"rope_type {kind!r:.80} is not among {', '.join(_ROPE_TYPES)}")
@@ -188,7 +230,11 @@ def loading_options(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]
     For some types transformers refuses heads that do not divide hidden_size although head_dim says their size, and then
     runs them: Kanana, a Llama, has 24 heads of 128 channels and a hidden_size of 1792. Those get a `config`.
     """
-    return {"config": hf_config({**values, **changes})} if _has_heads_of_their_own_size(values) else changes
+    return (
+        {"config": hf_config({**values, **changes})}
+        if _has_heads_of_their_own_size(values)
+        else changes
+    )
 
 
 def _has_heads_of_their_own_size(values: Mapping[str, Any]) -> bool:
@@ -230,7 +276,9 @@ def load_base(
             (fill_quantized if is_quantized else fill)(parameter, tp, read)
 
 
-def check_weights(model: nn.Module, base: BaseFolder, source: Callable[[str], str] = lambda name: name) -> None:
+def check_weights(
+    model: nn.Module, base: BaseFolder, source: Callable[[str], str] = lambda name: name
+) -> None:
     """Checks the shape and type of every base parameter of `model` in the folder's files; reads their headers only.
 
     Raises BaseModelError if a weight is missing, or its shape is not the one that config.json implies, or the output

@@ -20,7 +20,13 @@ from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.sharding import Partition
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan, Widths
-from pipeline.scale.widened_linear import Part, Parts, Streams, WidenedColumnLinear, WidenedRowLinear
+from pipeline.scale.widened_linear import (
+    Part,
+    Parts,
+    Streams,
+    WidenedColumnLinear,
+    WidenedRowLinear,
+)
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
 
 
@@ -33,7 +39,13 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, added: bool, tp: TensorParallel
+        self,
+        spec: DecoderSpec,
+        plan: ExpansionPlan | None,
+        layer: int,
+        *,
+        added: bool,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.collaborative = plan is None or layer >= plan.l_fp
@@ -45,16 +57,22 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, plan, layer, tp=tp)
         self.attention_post_norm = widened_norm(spec, plan, tp) if after else None
         self.ffn_norm = widened_norm(spec, plan, tp) if before else None
-        self.ffn = (MixtureFeedForward if self.kind.has_experts else FeedForward)(spec, plan, layer, tp=tp)
+        self.ffn = (MixtureFeedForward if self.kind.has_experts else FeedForward)(
+            spec, plan, layer, tp=tp
+        )
         self.ffn_post_norm = widened_norm(spec, plan, tp) if after else None
 
-    def forward(self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False) -> Streams:
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False
+    ) -> Streams:
         if masked is True and self.added:
             return x, x_up
         streams = x, x_up
         attended = self.attention(*_normed(self.attention_norm, streams), context, masked=masked)
         summed = _add(streams, _normed(self.attention_post_norm, attended))
-        fed = self.ffn(*_normed(self.ffn_norm, streams if self.parallel_residual else summed), masked=masked)
+        fed = self.ffn(
+            *_normed(self.ffn_norm, streams if self.parallel_residual else summed), masked=masked
+        )
         return _add(summed, _normed(self.ffn_post_norm, fed))
 
 
@@ -85,30 +103,44 @@ def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParall
 class Attention(nn.Module):
     """x: [B, S, D], x_up: [B, S, U] -> the same shapes."""
 
-    def __init__(self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel) -> None:
+    def __init__(
+        self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.head_dim = spec.head_dim
         base, added = spec.widths, plan.expansion if plan else None
         hidden = _hidden(base, added)
         heads = self._heads(base.num_attention_heads, added.num_attention_heads if added else None)
-        kv_heads = self._heads(base.num_key_value_heads, added.num_key_value_heads if added else None)
+        kv_heads = self._heads(
+            base.num_key_value_heads, added.num_key_value_heads if added else None
+        )
         collaborative = plan is not None and plan.has_expansion_to_base(layer, "attention")
-        column = partial(WidenedColumnLinear, bias=spec.query_key_value_bias, collaborative=collaborative, tp=tp)
+        column = partial(
+            WidenedColumnLinear, bias=spec.query_key_value_bias, collaborative=collaborative, tp=tp
+        )
         self.query = column(hidden, heads)
         self.key = column(hidden, kv_heads)
         self.value = column(hidden, kv_heads)
         self.query_norm = self._head_norm(spec, plan, heads)
         self.key_norm = self._head_norm(spec, plan, kv_heads)
-        self.output = WidenedRowLinear(heads, hidden, bias=spec.output_bias, collaborative=collaborative, tp=tp)
+        self.output = WidenedRowLinear(
+            heads, hidden, bias=spec.output_bias, collaborative=collaborative, tp=tp
+        )
         # Each rank that holds a replicated head adds it to the sum of the output map.
-        replicas = Partition(dim=0, units=added.num_attention_heads).replicas(tp.size) if added else 1
+        replicas = (
+            Partition(dim=0, units=added.num_attention_heads).replicas(tp.size) if added else 1
+        )
         self.share_of_expansion_heads = 1.0 / replicas
 
     def _heads(self, count: int, count_up: int | None) -> Parts:
-        return Part(count * self.head_dim, count), Part(count_up * self.head_dim, count_up) if count_up else None
+        return Part(count * self.head_dim, count), Part(
+            count_up * self.head_dim, count_up
+        ) if count_up else None
 
-    def _head_norm(self, spec: DecoderSpec, plan: ExpansionPlan | None, heads: Parts) -> WidenedHeadNorm | None:
+    def _head_norm(
+        self, spec: DecoderSpec, plan: ExpansionPlan | None, heads: Parts
+    ) -> WidenedHeadNorm | None:
         if spec.query_key_norm == "none":
             return None
         of_all = spec.query_key_norm == "all"
@@ -119,7 +151,9 @@ class Attention(nn.Module):
         eps, offset = spec.norm_eps, spec.gain_offset
         return WidenedHeadNorm(size, expansion_size, eps=eps, gain_offset=offset, tp=self.tp)
 
-    def forward(self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False) -> Streams:
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False
+    ) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
         query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked))
         key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked))
@@ -134,7 +168,9 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """query: [B, S, H·K], key and value: [B, S, H_kv·K] -> [B, S, H·K]."""
-        query, key, value = (flat.unflatten(-1, (-1, self.head_dim)) for flat in (query, key, value))
+        query, key, value = (
+            flat.unflatten(-1, (-1, self.head_dim)) for flat in (query, key, value)
+        )
         if context.rotary is not None:
             query, key = context.rotary.rotate(query), context.rotary.rotate(key)
         return context.attend(query, key, value).flatten(2)
@@ -143,7 +179,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """x: [B, S, D], x_up: [B, S, U] -> the same shapes."""
 
-    def __init__(self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel) -> None:
+    def __init__(
+        self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.activation = ACTIVATIONS[spec.activation]
@@ -154,10 +192,14 @@ class FeedForward(nn.Module):
             Part(added.intermediate_size, added.intermediate_size) if added else None,
         )
         collaborative = plan is not None and plan.has_expansion_to_base(layer, "ffn")
-        column = partial(WidenedColumnLinear, bias=spec.ffn_bias, collaborative=collaborative, tp=tp)
+        column = partial(
+            WidenedColumnLinear, bias=spec.ffn_bias, collaborative=collaborative, tp=tp
+        )
         self.gate = column(hidden, inner) if spec.gated_ffn else None
         self.up = column(hidden, inner)
-        self.down = WidenedRowLinear(inner, hidden, bias=spec.ffn_bias, collaborative=collaborative, tp=tp)
+        self.down = WidenedRowLinear(
+            inner, hidden, bias=spec.ffn_bias, collaborative=collaborative, tp=tp
+        )
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
@@ -201,7 +243,9 @@ class RotaryEmbedding:
         frequencies = self._on_device(spec.frequencies, positions.device)
         if spec.context is not None and spec.long_frequencies is not None:
             is_longer = _lengths(positions, documents).unsqueeze(-1) > spec.context
-            frequencies = torch.where(is_longer, self._on_device(spec.long_frequencies, positions.device), frequencies)
+            frequencies = torch.where(
+                is_longer, self._on_device(spec.long_frequencies, positions.device), frequencies
+            )
         return RotaryTable(frequencies, positions, spec.attention_factor, dtype)
 
     def _on_device(self, numbers: tuple[float, ...], device: torch.device) -> Tensor:
@@ -217,13 +261,17 @@ def _lengths(positions: Tensor, documents: Documents | None) -> Tensor:
         return positions.amax(-1, keepdim=True) + 1
     ids = documents.ids
     last = positions.expand_as(ids).flatten()[documents.starts[1:].long() - 1] + 1
-    return last.repeat_interleave(documents.starts.diff().long(), output_size=ids.numel()).view_as(ids)
+    return last.repeat_interleave(documents.starts.diff().long(), output_size=ids.numel()).view_as(
+        ids
+    )
 
 
 class RotaryTable:
     """cos and sin of the angles at given positions, each [(B,) S, 1, R]; R channels of a head are rotated."""
 
-    def __init__(self, frequencies: Tensor, positions: Tensor, factor: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, frequencies: Tensor, positions: Tensor, factor: float, dtype: torch.dtype
+    ) -> None:
         """frequencies: [R / 2], or those of each token [..., R / 2]; positions: [B, S] or [S]; `factor` scales both."""
         angles = positions.float().unsqueeze(-1) * frequencies
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
@@ -237,4 +285,8 @@ class RotaryTable:
         half = width // 2
         partner = torch.cat([-rotated[..., half:], rotated[..., :half]], dim=-1)
         rotated = rotated * self.cos + partner * self.sin
-        return rotated if width == heads.shape[-1] else torch.cat([rotated, heads[..., width:]], dim=-1)
+        return (
+            rotated
+            if width == heads.shape[-1]
+            else torch.cat([rotated, heads[..., width:]], dim=-1)
+        )

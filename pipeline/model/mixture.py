@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.layers import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
 
@@ -34,7 +34,9 @@ class MixtureFeedForward(nn.Module):
     h is the inner activation of an FFN that every token takes, on both streams.
     """
 
-    def __init__(self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel) -> None:
+    def __init__(
+        self, spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, *, tp: TensorParallel
+    ) -> None:
         super().__init__()
         assert spec.mixture is not None, "a layer has experts"
         self.tp = tp
@@ -42,17 +44,24 @@ class MixtureFeedForward(nn.Module):
         self.base = Mixture(spec.mixture, hidden_size, self.activation, tp=tp)
         self.gate = self.up = self.down = None
         if plan is not None:
-            streams, inner = (hidden_size, plan.expansion.hidden_size), plan.expansion.intermediate_size
+            streams, inner = (
+                (hidden_size, plan.expansion.hidden_size),
+                plan.expansion.intermediate_size,
+            )
             self.gate = AddedColumnLinear(streams, inner, tp=tp)
             self.up = AddedColumnLinear(streams, inner, tp=tp)
-            self.down = AddedRowLinear(inner, streams, collaborative=plan.has_expansion_to_base(layer, "ffn"), tp=tp)
+            self.down = AddedRowLinear(
+                inner, streams, collaborative=plan.has_expansion_to_base(layer, "ffn"), tp=tp
+            )
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
         y, y_up = self.base(x, masked=masked), None
         if x_up is None or self.gate is None or self.up is None or self.down is None:
             return leave_region(self.tp, y, y_up)
-        y, y_up = self.down(y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), masked=masked)
+        y, y_up = self.down(
+            y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), masked=masked
+        )
         y, y_up = leave_region(self.tp, y, y_up)
         return y, self.down.base_to_expansion(y) + y_up
 
@@ -65,27 +74,37 @@ class Mixture(nn.Module):
 
     loads: list[Load] | None = None
 
-    def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
+    def __init__(
+        self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.router = Router(mixture, hidden_size, tp=tp)
         self.experts = Experts(mixture, hidden_size, activation, tp=tp)
-        self.shared = SharedExpert(mixture, hidden_size, activation, tp=tp) if mixture.shared_size else None
+        self.shared = (
+            SharedExpert(mixture, hidden_size, activation, tp=tp) if mixture.shared_size else None
+        )
 
     def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
         rows = x.flatten(0, 1)
         weights, chosen, scores = self.router(rows)
         if self.router.weight.requires_grad and torch.is_grad_enabled():
             load = self._load(scores, chosen, len(x))
-            if self.loads is not None:  # recomputation must compute the load too, but not count it again
+            if (
+                self.loads is not None
+            ):  # recomputation must compute the load too, but not count it again
                 self.loads.append(load)
         y: Tensor = self.experts(rows, weights, chosen)
         return (y if self.shared is None else y + self.shared(rows, masked=masked)).view_as(x)
 
     def _load(self, scores: Tensor, chosen: Tensor, sequences: int) -> Load:
         if self.router.tp.rank > 0:
-            scores = scores.detach()  # the gradients of the ranks, which compute the same, are added up
+            scores = (
+                scores.detach()
+            )  # the gradients of the ranks, which compute the same, are added up
         taken = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
-        return taken.unflatten(0, (sequences, -1)).mean(1), scores.unflatten(0, (sequences, -1)).mean(1)
+        return taken.unflatten(0, (sequences, -1)).mean(1), scores.unflatten(
+            0, (sequences, -1)
+        ).mean(1)
 
 
 @contextmanager
@@ -122,7 +141,9 @@ class Router(nn.Module):
         self.tp = tp
         self.mixture = mixture
         self.weight = sharded_parameter((mixture.experts, hidden_size), REPLICATED, tp)
-        self.bias = sharded_parameter((3, mixture.experts), REPLICATED, tp) if mixture.sigmoid else None
+        self.bias = (
+            sharded_parameter((3, mixture.experts), REPLICATED, tp) if mixture.sigmoid else None
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixture, weight = self.mixture, shared_by_neighbours(self.weight, self.tp)
@@ -141,11 +162,16 @@ class Router(nn.Module):
 class SharedExpert(nn.Module):
     """The FFN that every token takes beside its experts. x: [N, D] -> [N, D], a partial sum over the ranks."""
 
-    def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
+    def __init__(
+        self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.activation = activation
-        hidden, inner = (Part(hidden_size, 1), None), (Part(mixture.shared_size, mixture.shared_size), None)
+        hidden, inner = (
+            (Part(hidden_size, 1), None),
+            (Part(mixture.shared_size, mixture.shared_size), None),
+        )
         self.gate = WidenedColumnLinear(hidden, inner, bias=False, tp=tp)
         self.up = WidenedColumnLinear(hidden, inner, bias=False, tp=tp)
         self.down = WidenedRowLinear(inner, hidden, bias=False, tp=tp)
@@ -165,7 +191,9 @@ class Experts(nn.Module):
     The rows of tokens are sorted by expert, k rows for each token, and every linear map is one product over all.
     """
 
-    def __init__(self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel) -> None:
+    def __init__(
+        self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.count, inner = mixture.experts, mixture.intermediate_size
@@ -175,7 +203,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         taken, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(taken, torch.arange(self.count, device=x.device), right=True, out_int32=True)
+        ends = torch.searchsorted(
+            taken, torch.arange(self.count, device=x.device), right=True, out_int32=True
+        )
         tokens, places = order // chosen.shape[1], order.argsort().view_as(chosen)
         rows = _Moved.apply(x, tokens, places, True)
         inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)

@@ -44,7 +44,9 @@ class NewRows:
         if self.initial == "zero":
             return rows.new_zeros(len(self), rows.shape[1])
         weights = [
-            torch.arange(1.0, len(old) + 1) if self.initial == "last-weighted" else torch.ones(len(old))
+            torch.arange(1.0, len(old) + 1)
+            if self.initial == "last-weighted"
+            else torch.ones(len(old))
             for old in self.replaces
         ]
         lengths = torch.tensor([0, *map(len, self.replaces)])
@@ -63,7 +65,9 @@ def is_new_row(name: str) -> bool:
 
 
 @torch.no_grad()
-def load_new_rows(model: nn.Module, base: BaseFolder, tp: TensorParallel, expansion: ExpansionFolder | None) -> None:
+def load_new_rows(
+    model: nn.Module, base: BaseFolder, tp: TensorParallel, expansion: ExpansionFolder | None
+) -> None:
     """Sets the new rows of `model` to what `expansion` holds of them, where another run has trained them, or initially.
 
     The columns of the expansion stream start as the same mean of its embedding, and as zero in the output, like every
@@ -79,7 +83,9 @@ def load_new_rows(model: nn.Module, base: BaseFolder, tp: TensorParallel, expans
             whole = expansion.read(name, (rows, columns))
         else:
             in_embedding = name.endswith(EMBEDDING)
-            whole = base.new_rows.of(base.read("embedding.base.weight" if in_embedding else "output.base"))
+            whole = base.new_rows.of(
+                base.read("embedding.base.weight" if in_embedding else "output.base")
+            )
             if added := columns - whole.shape[1]:
                 up = torch.zeros(rows, added)
                 if in_embedding:

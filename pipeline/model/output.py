@@ -89,7 +89,13 @@ class Losses(NamedTuple):
     def of_shape(self, shape: torch.Size) -> Losses:
         """The same, reshaped to `shape`."""
         chosen = None if self.is_greedy_choice is None else self.is_greedy_choice.view(shape)
-        return Losses(self.total, self.nll.view(shape), self.kl.view(shape), self.preserved.view(shape), chosen)
+        return Losses(
+            self.total,
+            self.nll.view(shape),
+            self.kl.view(shape),
+            self.preserved.view(shape),
+            chosen,
+        )
 
 
 class OutputProjection(nn.Module):
@@ -127,7 +133,9 @@ class OutputProjection(nn.Module):
             self.expansion = sharded_parameter((vocab_size, expansion_size), VOCABULARY, tp)
         self.new_rows: nn.Parameter | None = None
         if new_rows:
-            self.new_rows = sharded_parameter((new_rows, hidden_size + (expansion_size or 0)), VOCABULARY, tp)
+            self.new_rows = sharded_parameter(
+                (new_rows, hidden_size + (expansion_size or 0)), VOCABULARY, tp
+            )
         self.reference: nn.Parameter | None = None
         self.kl_coefficient = 1.0
         self.first, stop = VOCABULARY.bounds(vocab_size, tp.rank, tp.size)
@@ -158,7 +166,12 @@ class OutputProjection(nn.Module):
         """The logits of n tokens, and which path each took."""
         z = self._of_base(hidden.x)
         if hidden.x_up is None or self.expansion is None:
-            return Routed(self._allowed(self._with_new_columns(z, hidden.x, None), hidden), hidden.x, None, None)
+            return Routed(
+                self._allowed(self._with_new_columns(z, hidden.x, None), hidden),
+                hidden.x,
+                None,
+                None,
+            )
         x, x_up, preserved = hidden.x, hidden.x_up, None
         if hidden.preserved_x is not None and hidden.preserved_x_up is not None:
             z_p = self._of_base(hidden.preserved_x)
@@ -168,7 +181,11 @@ class OutputProjection(nn.Module):
             z = z.lerp_(z_p, column * 0.5)
             # Each token takes one path, so one product with W_out^up serves both.
             x_up = torch.where(column, hidden.preserved_x_up, x_up)
-            x = torch.where(column, (x + hidden.preserved_x) / 2, x) if self.new_rows is not None else x
+            x = (
+                torch.where(column, (x + hidden.preserved_x) / 2, x)
+                if self.new_rows is not None
+                else x
+            )
         z = z.add_(F.linear(x_up, self.expansion))
         return Routed(self._allowed(self._with_new_columns(z, x, x_up), hidden), x, x_up, preserved)
 
@@ -205,14 +222,18 @@ class OutputProjection(nn.Module):
 
     def slopes(self, logits: Tensor) -> Tensor | None:
         """The derivatives of soft-capped `logits` with respect to z; None without capping. Impossible ones have 0."""
-        return None if self.softcap is None else (1 - (logits / self.softcap).square_()).clamp_(min=0)
+        return (
+            None if self.softcap is None else (1 - (logits / self.softcap).square_()).clamp_(min=0)
+        )
 
     def reference_logits(self, x: Tensor) -> Tensor:
         """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n, V / tp_size].
 
         New tokens are impossible for the base, so that KL(base || model) counts the probability that they take away.
         """
-        z = self._capped(F.linear(x, self.base if self.reference is None else self.reference).float())
+        z = self._capped(
+            F.linear(x, self.base if self.reference is None else self.reference).float()
+        )
         if self.new_rows is None:
             return z
         z[:, self.columns :] = NEVER
@@ -226,7 +247,11 @@ class OutputProjection(nn.Module):
         old_width, new_width = self._widths
         index = torch.where(is_new, tokens - self.vocab_size, tokens)
         width = torch.where(is_new, new_width, old_width)
-        places = index // width * (old_width + new_width) + index % width + torch.where(is_new, old_width, 0)
+        places = (
+            index // width * (old_width + new_width)
+            + index % width
+            + torch.where(is_new, old_width, 0)
+        )
         return torch.where(tokens == IGNORED, tokens, places)
 
     def all_columns(self) -> dict[str, Any]:
@@ -246,7 +271,11 @@ class OutputProjection(nn.Module):
             base, expansion = base.detach(), None if expansion is None else expansion.detach()
             new_rows = None if new_rows is None else new_rows.detach()
         reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
-        return Losses(*_ChunkedLoss.apply(self, targets, reference, hidden.closed, *hidden, base, expansion, new_rows))
+        return Losses(
+            *_ChunkedLoss.apply(
+                self, targets, reference, hidden.closed, *hidden, base, expansion, new_rows
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -285,7 +314,9 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = _Gradients(
             *(
                 None if tensor is None or not needed else torch.zeros_like(tensor, dtype=dtype)
-                for tensor, needed, dtype in zip((*hidden, base, expansion, new_rows), wanted, kinds, strict=True)
+                for tensor, needed, dtype in zip(
+                    (*hidden, base, expansion, new_rows), wanted, kinds, strict=True
+                )
             )
         )
         columns, places = projection.all_columns(), projection.places(targets)
@@ -302,15 +333,24 @@ class _ChunkedLoss(torch.autograd.Function):
             if is_greedy_choice is not None:
                 is_greedy_choice[rows] = greedy_choices_(routed.logits, **columns) == places[rows]
             if reference is not None and rows.start < len(reference):
-                base_logits, ignored = projection.reference_logits(reference[rows]), targets[rows] == IGNORED
-                kl[rows], logit_gradient = kl_and_logit_gradient_(routed.logits, base_logits, ignored, **columns)
+                base_logits, ignored = (
+                    projection.reference_logits(reference[rows]),
+                    targets[rows] == IGNORED,
+                )
+                kl[rows], logit_gradient = kl_and_logit_gradient_(
+                    routed.logits, base_logits, ignored, **columns
+                )
                 logit_gradient *= projection.kl_coefficient
             else:
-                nll[rows], logit_gradient = nll_and_logit_gradient_(routed.logits, places[rows], **columns)
+                nll[rows], logit_gradient = nll_and_logit_gradient_(
+                    routed.logits, places[rows], **columns
+                )
             if slopes is not None:
                 logit_gradient *= slopes
             if any(wanted):
-                gradients.add(rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion, new_rows)
+                gradients.add(
+                    rows, chunk.x, routed, logit_gradient.to(base.dtype), base, expansion, new_rows
+                )
         ctx.gradients = gradients
         ctx.mark_non_differentiable(nll, kl, preserved)
         total = nll.sum() if reference is None else nll.sum() + projection.kl_coefficient * kl.sum()
@@ -353,7 +393,9 @@ class _Gradients:
             gradient = logit_gradient @ base
             if new_rows is not None:
                 gradient += of_new @ new_rows[:, :width]
-            self.x[rows] = gradient if preserved is None else torch.where(preserved, gradient / 2, gradient)
+            self.x[rows] = (
+                gradient if preserved is None else torch.where(preserved, gradient / 2, gradient)
+            )
             if self.preserved_x is not None and preserved is not None:
                 self.preserved_x[rows] = (gradient / 2).masked_fill(~preserved, 0)
         if self.new_rows is not None:

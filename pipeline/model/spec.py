@@ -141,7 +141,9 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     inner = {spec.widths.intermediate_size for layer in spec.layers if not layer.has_experts}
     if spec.mixture is not None:
         inner |= {spec.mixture.intermediate_size, spec.mixture.shared_size} - {0}
-    if any(width % tp_size for width in (heads, *inner)) or (kv_heads % tp_size and tp_size % kv_heads):
+    if any(width % tp_size for width in (heads, *inner)) or (
+        kv_heads % tp_size and tp_size % kv_heads
+    ):
         raise LayoutError(
             f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its intermediate_size "
             f"{' and '.join(map(str, sorted(inner)))}, and a divisor or multiple of its {kv_heads} key/value heads, "
@@ -163,7 +165,8 @@ _WRITE_STREAM = (
     "ffn.base.shared.down.base.weight",
 )
 _READ_STREAM = tuple(
-    f"{name}.base.weight" for name in ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
+    f"{name}.base.weight"
+    for name in ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
 )
 _GAINS_OF_STREAM = ("attention_norm.base.weight", "ffn_norm.base.weight", "final_norm.base.weight")
 

@@ -36,23 +36,33 @@ def stock_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: in
     """The widths of the ordinary model that a base of the architecture `spec` becomes with `added` widths."""
     base, more = asdict(spec.widths), asdict(added)
     sums = Widths(**{name: base[name] + more[name] for name in base})
-    return padded_widths(sums, spec.head_dim, tp, row_multiple, derives_head_dim=family_of(spec).derives_head_dim)
+    return padded_widths(
+        sums, spec.head_dim, tp, row_multiple, derives_head_dim=family_of(spec).derives_head_dim
+    )
 
 
 def describe_serving(added: Widths, spec: DecoderSpec) -> str:
     """How servers can split the ordinary model, and the added widths next above that need no padding."""
     whole = stock_widths(added, spec)
     ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if stock_widths(added, spec, tp) == whole]
-    rows = "whole" if stock_widths(added, spec, row_multiple=_GGUF_BLOCK) == whole else "in a larger format"
+    rows = (
+        "whole"
+        if stock_widths(added, spec, row_multiple=_GGUF_BLOCK) == whole
+        else "in a larger format"
+    )
     text = f"split by tp {', '.join(map(str, ranks))}; GGUF's K-quants: {rows}"
     fitting, base = asdict(stock_widths(added, spec, _MOST_RANKS, _GGUF_BLOCK)), asdict(spec.widths)
     if fitting == asdict(whole):
         return text
-    more = ", ".join(f"{name} {fitting[name] - base[name]}" for name in base if name != "num_key_value_heads")
+    more = ", ".join(
+        f"{name} {fitting[name] - base[name]}" for name in base if name != "num_key_value_heads"
+    )
     return f"{text}; for both up to tp {_MOST_RANKS} add {more}"
 
 
-def padded_widths(widths: Widths, head_dim: int, tp: int, row_multiple: int, *, derives_head_dim: bool) -> Widths:
+def padded_widths(
+    widths: Widths, head_dim: int, tp: int, row_multiple: int, *, derives_head_dim: bool
+) -> Widths:
     """The widths with the fewest parameters from `widths` on that servers can split.
 
     `tp` ranks split heads and channels evenly, and rows have a multiple of `row_multiple` elements. hidden_size is a

@@ -12,7 +12,10 @@ from pipeline.model.decoder import Decoder
 
 
 def stream_weights(
-    decoder: Decoder, read: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device | None = None
+    decoder: Decoder,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> Callable[[], None]:
     """Makes `decoder`, on the meta device and of type `dtype`, get its weights from `read`, which takes their names.
 
@@ -24,7 +27,9 @@ def stream_weights(
     def fill(prefix: str, module: nn.Module, *_: object) -> None:
         names = {name: prefix + name for name, _ in module.named_parameters()}
         # A tied output projection has no values of its own.
-        sources = {name: path if path in own else "embedding.base.weight" for name, path in names.items()}
+        sources = {
+            name: path if path in own else "embedding.base.weight" for name, path in names.items()
+        }
         values = {name: read(source).to(device, dtype) for name, source in sources.items()}
         module.load_state_dict(values, assign=True)
 
@@ -32,7 +37,11 @@ def stream_weights(
         module.to("meta")
 
     layers = {f"layers.{index}.": layer for index, layer in enumerate(decoder.layers)}
-    ends = {"embedding.": decoder.embedding, "final_norm.": decoder.final_norm, "output.": decoder.output}
+    ends = {
+        "embedding.": decoder.embedding,
+        "final_norm.": decoder.final_norm,
+        "output.": decoder.output,
+    }
     for prefix, module in {**layers, **ends}.items():
         module.register_forward_pre_hook(partial(fill, prefix))
         module.register_forward_hook(drop)

@@ -23,5 +23,7 @@ def make_observers(trainer: Trainer) -> list[Observer]:
     ]
     if trainer.rank == 0:
         observers.append(MetricsFiles(config.folder, position.step))
-        observers.append(ProgressDisplay(position.step, config.schedule.steps, config.metrics.log_every_s))
+        observers.append(
+            ProgressDisplay(position.step, config.schedule.steps, config.metrics.log_every_s)
+        )
     return observers + run_on_all_ranks(lambda: make_trackers(config) if trainer.rank == 0 else [])

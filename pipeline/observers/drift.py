@@ -21,8 +21,14 @@ class Drift(Observer):
         self.corpus: str | None = None
         for name, samples in trainer.inputs.samples.heldout.items():
             if self.engine.model.keeps_base and config.data.corpora[name].role == "replay":
-                rows = [samples[index] for index in range(min(config.schedule.micro_batch_size, len(samples)))]
-                self.corpus, self.probe = name, collate(rows, config.data.document_mask).on(trainer.device)
+                rows = [
+                    samples[index]
+                    for index in range(min(config.schedule.micro_batch_size, len(samples)))
+                ]
+                self.corpus, self.probe = (
+                    name,
+                    collate(rows, config.data.document_mask).on(trainer.device),
+                )
                 break
 
     def on_validation(self, event: ValidationEvent) -> None:
@@ -30,11 +36,19 @@ class Drift(Observer):
             return
         output, tp, total = self.engine.model.output, self.engine.tensor_parallel, 0.0
         with self.engine.evaluating():
-            model, base = self.engine.hidden_states(self.probe, "model"), self.engine.hidden_states(self.probe, "base")
+            model, base = (
+                self.engine.hidden_states(self.probe, "model"),
+                self.engine.hidden_states(self.probe, "base"),
+            )
             for logits, reference in self.engine.logit_chunks(model, base):
                 ignored = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
                 kl, _ = kl_and_logit_gradient_(
-                    logits, reference, ignored, first=output.first, vocab_size=output.vocab_size, tp=tp
+                    logits,
+                    reference,
+                    ignored,
+                    first=output.first,
+                    vocab_size=output.vocab_size,
+                    tp=tp,
                 )
                 total += float(kl.sum())
         event.figures[f"kl_from_base/{self.corpus}"] = total / self.probe.tokens.numel()

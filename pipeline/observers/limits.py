@@ -19,17 +19,23 @@ class ForgettingBudget(Observer):
     def __init__(self, config: RunConfig) -> None:
         self.budget = config.forgetting
         self.has_gate = config.gate is not None
-        self.corpora = [name for name, corpus in config.data.corpora.items() if corpus.role == "replay"]
+        self.corpora = [
+            name for name, corpus in config.data.corpora.items() if corpus.role == "replay"
+        ]
 
     def on_validation(self, event: ValidationEvent) -> None:
         for name, initial in event.position.initial_nll_per_token.items():
             if name in event.scores and name in self.corpora:
                 nats = event.scores[name].nll_per_token - initial
-                event.figures[f"forgetting/{name}"] = math.expm1(nats) if nats < math.log(1e300) else math.inf
+                event.figures[f"forgetting/{name}"] = (
+                    math.expm1(nats) if nats < math.log(1e300) else math.inf
+                )
         apply_forgetting_budget(event, self.budget, has_gate=self.has_gate)
 
 
-def apply_forgetting_budget(event: ValidationEvent, budget: Forgetting, *, has_gate: bool = False) -> None:
+def apply_forgetting_budget(
+    event: ValidationEvent, budget: Forgetting, *, has_gate: bool = False
+) -> None:
     """Compares rank 0's figures with the budget and acts alike on all ranks; every rank must call it.
 
     `has_gate`: a gate is fitted after training. Messages then say that the figures are of the model without it.

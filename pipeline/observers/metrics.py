@@ -52,7 +52,11 @@ class MetricsFiles(Observer):
             self._failing = False
         except OSError as fault:
             if not self._failing:
-                _logger.error("%s: cannot be written (%s); its lines wait in memory", self.folder, fault.strerror)
+                _logger.error(
+                    "%s: cannot be written (%s); its lines wait in memory",
+                    self.folder,
+                    fault.strerror,
+                )
             self._failing = True
             self._board = None
 
@@ -66,7 +70,9 @@ class MetricsFiles(Observer):
             if self._board is not None:
                 self._board.close()
         except OSError as fault:
-            _logger.error("%s: its last lines are not written (%s)", self.folder / METRICS, fault.strerror)
+            _logger.error(
+                "%s: its last lines are not written (%s)", self.folder / METRICS, fault.strerror
+            )
 
     def _go_back_to(self, step: int) -> None:
         """Continues after the line of `step`."""
@@ -80,7 +86,10 @@ class MetricsFiles(Observer):
     def _write_lines(self) -> None:
         """Appends what waits: all of it, or nothing."""
         with (self.folder / METRICS).open("ab", buffering=0) as file:
-            whole, rest = file.seek(0, os.SEEK_END), memoryview(b"".join(line for _, line in self._waiting))
+            whole, rest = (
+                file.seek(0, os.SEEK_END),
+                memoryview(b"".join(line for _, line in self._waiting)),
+            )
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -105,7 +114,11 @@ def keep_aside(path: Path) -> None:
     names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
     aside = next(name for name in names if not name.exists())
     path.rename(aside)
-    _logger.warning("%s: the run begins at step 0; the figures of its earlier attempt are in %s", path, aside.name)
+    _logger.warning(
+        "%s: the run begins at step 0; the figures of its earlier attempt are in %s",
+        path,
+        aside.name,
+    )
 
 
 def cut_after(path: Path, step: int) -> None:
@@ -114,7 +127,9 @@ def cut_after(path: Path, step: int) -> None:
         end = at = 0
         for line in file if step else ():
             at += len(line)
-            with suppress(ValueError, TypeError, KeyError):  # a line that the disk damaged, or a kill cut short
+            with suppress(
+                ValueError, TypeError, KeyError
+            ):  # a line that the disk damaged, or a kill cut short
                 if orjson.loads(line)["step"] <= step and line.endswith(b"\n"):
                     end = at
         file.truncate(end)
@@ -126,7 +141,9 @@ class ProgressDisplay(Observer):
     def __init__(self, step: int, steps: int, every_s: float) -> None:
         self._steps = steps
         self._first = True
-        self._bar = log.progress_bar("training", steps, " steps", done=step, every_s=every_s, scaled=False)
+        self._bar = log.progress_bar(
+            "training", steps, " steps", done=step, every_s=every_s, scaled=False
+        )
 
     def on_step(self, event: StepEvent) -> None:
         if event.seconds is not None:

@@ -40,10 +40,16 @@ class PerformanceMetrics(Observer):
             if self.mfu_per_token_rate is not None:
                 event.figures["mfu"] = rate * self.mfu_per_token_rate
         # Since the previous step. The GPU has finished its work, because the loss was read.
-        event.figures.update({f"seconds/{phase}": spent for phase, spent in self.phases.seconds().items()})
+        event.figures.update(
+            {f"seconds/{phase}": spent for phase, spent in self.phases.seconds().items()}
+        )
         if self.device.type == "cuda":
-            event.figures["memory_peak_allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / _GIB
-            event.figures["memory_peak_reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / _GIB
+            event.figures["memory_peak_allocated_gib"] = (
+                torch.cuda.max_memory_allocated(self.device) / _GIB
+            )
+            event.figures["memory_peak_reserved_gib"] = (
+                torch.cuda.max_memory_reserved(self.device) / _GIB
+            )
         else:
             peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             event.figures["memory_peak_resident_gib"] = peak_kib * 1024 / _GIB
@@ -61,7 +67,9 @@ class Profiler(Observer):
         if settings.steps is None or trainer.rank not in settings.ranks:
             return
         (first, last), name = settings.steps, f"rank_{trainer.rank:05d}"
-        actions = dict.fromkeys(range(first, last), ProfilerAction.RECORD) | {last: ProfilerAction.RECORD_AND_SAVE}
+        actions = dict.fromkeys(range(first, last), ProfilerAction.RECORD) | {
+            last: ProfilerAction.RECORD_AND_SAVE
+        }
         _logger.info("traces steps %d to %d into %s", first, last, self._folder)
         self._profile = profile(
             schedule=lambda step: actions.get(step, ProfilerAction.NONE),

@@ -53,7 +53,9 @@ class Tracker(Observer):
             call()
         except Exception as error:  # noqa: BLE001  # no fault of a tracker may end training
             self._failed = True
-            _logger.error("%s: %s; this attempt continues without it", self._service, in_one_line(error))
+            _logger.error(
+                "%s: %s; this attempt continues without it", self._service, in_one_line(error)
+            )
 
 
 def make_trackers(config: RunConfig) -> list[Observer]:

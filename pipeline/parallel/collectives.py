@@ -77,7 +77,8 @@ def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tenso
     dist.all_gather_single(gathered, own, group=tp.group)
     parts = gathered.view(tp.size, -1).split([tensor.numel() for tensor in tensors], dim=1)
     return [
-        part.unflatten(1, tensor.shape).movedim(0, 1).flatten(1, 2) for part, tensor in zip(parts, tensors, strict=True)
+        part.unflatten(1, tensor.shape).movedim(0, 1).flatten(1, 2)
+        for part, tensor in zip(parts, tensors, strict=True)
     ]
 
 
@@ -100,12 +101,18 @@ def _exchange(
     tp: TensorParallel, there: _Exchange, back: _Exchange, streams: tuple[Tensor | None, ...]
 ) -> tuple[Any, ...]:
     """Sends streams `there`, and their gradients `back`, in one call each. Some need to travel in neither direction."""
-    travels = [stream is not None and (stream.requires_grad or there is not _as_they_are) for stream in streams]
+    travels = [
+        stream is not None and (stream.requires_grad or there is not _as_they_are)
+        for stream in streams
+    ]
     if tp.size == 1 or not any(travels):
         return streams
     sent = (stream for stream, travelling in zip(streams, travels, strict=True) if travelling)
     results = iter(_Exchanged.apply(tp, there, back, *sent))
-    return tuple(next(results) if travelling else stream for stream, travelling in zip(streams, travels, strict=True))
+    return tuple(
+        next(results) if travelling else stream
+        for stream, travelling in zip(streams, travels, strict=True)
+    )
 
 
 class _Exchanged(torch.autograd.Function):
@@ -120,7 +127,9 @@ class _Exchanged(torch.autograd.Function):
         ctx.tp, ctx.back = tp, back
         results = there(tensors, tp)
         needs = ctx.needs_input_grad[3:]
-        ctx.mark_non_differentiable(*(result for result, needed in zip(results, needs, strict=True) if not needed))
+        ctx.mark_non_differentiable(
+            *(result for result, needed in zip(results, needs, strict=True) if not needed)
+        )
         return tuple(results)
 
     @staticmethod

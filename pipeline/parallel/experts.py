@@ -25,7 +25,9 @@ def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def product_of_each(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """As `grouped_product`, expert by expert."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([F.linear(rows, weight) for rows, weight in zip(x.split(counts), weights, strict=True)])
+    return torch.cat(
+        [F.linear(rows, weight) for rows, weight in zip(x.split(counts), weights, strict=True)]
+    )
 
 
 @cache

@@ -31,7 +31,9 @@ class ColumnParallelLinear(nn.Module):
     `units` is how many indivisible groups the rows form (heads). x: [..., in], y: [..., out / tp_size].
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         partition = Partition(dim=0, units=units)
@@ -49,10 +51,14 @@ class RowParallelLinear(nn.Module):
     x: [..., in / tp_size], y: [..., out], a partial sum over the ranks; rank 0's part includes the bias.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = sharded_parameter((out_features, in_features), Partition(dim=1, units=units), tp)
+        self.weight = sharded_parameter(
+            (out_features, in_features), Partition(dim=1, units=units), tp
+        )
         self.bias = sharded_parameter((out_features,), Partition(), tp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +85,9 @@ class ExpertLinear(nn.Module):
     partial sums. x: [N, in], sorted by expert; ends: int32 [experts], where the rows of each end; y: [N, out].
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int, *, dim: int, tp: TensorParallel) -> None:
+    def __init__(
+        self, experts: int, in_features: int, out_features: int, *, dim: int, tp: TensorParallel
+    ) -> None:
         super().__init__()
         shape = (experts, out_features, in_features)
         self.weight = sharded_parameter(shape, Partition(dim=dim, units=shape[dim]), tp)
@@ -130,14 +138,20 @@ class LowRankAdapter(nn.Module):
     summed over the ranks. A and B are parameters of this module, so that ZeRO-3 gathers both at once.
     """
 
-    def __init__(self, weight: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel) -> None:
+    def __init__(
+        self, weight: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.scale = scale
         partition = partition_of(weight)
         out_features, in_features = full_shape_of(weight)
-        self.a = sharded_parameter((rank, in_features), partition if partition.dim == 1 else REPLICATED, tp)
-        self.b = sharded_parameter((out_features, rank), partition if partition.dim == 0 else REPLICATED, tp)
+        self.a = sharded_parameter(
+            (rank, in_features), partition if partition.dim == 1 else REPLICATED, tp
+        )
+        self.b = sharded_parameter(
+            (out_features, rank), partition if partition.dim == 0 else REPLICATED, tp
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         reduced = F.linear(x, shared_by_neighbours(self.a, self.tp))
@@ -182,7 +196,13 @@ def nll_and_logit_gradient_(
 
 
 def kl_and_logit_gradient_(
-    logits: Tensor, reference: Tensor, ignored: Tensor, *, first: int, vocab_size: int, tp: TensorParallel
+    logits: Tensor,
+    reference: Tensor,
+    ignored: Tensor,
+    *,
+    first: int,
+    vocab_size: int,
+    tp: TensorParallel,
 ) -> tuple[Tensor, Tensor]:
     """KL(reference || model) of each token in nats, and its gradient with respect to the model's logits.
 
@@ -196,7 +216,10 @@ def kl_and_logit_gradient_(
     whole, logits, reference = logits, logits[:, :columns], reference[:, :columns]
     # A rank may hold padding only.
     largest = torch.stack(
-        [z.amax(dim=1) if columns else z.new_full((len(z),), -torch.inf) for z in (logits, reference)]
+        [
+            z.amax(dim=1) if columns else z.new_full((len(z),), -torch.inf)
+            for z in (logits, reference)
+        ]
     )
     if tp.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)

@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours, used_between_regions
+from pipeline.parallel.sharding import (
+    REPLICATED,
+    sharded_parameter,
+    shared_by_neighbours,
+    used_between_regions,
+)
 from pipeline.parallel.topology import TensorParallel
 
 NormKind = Literal["rmsnorm", "layernorm"]
@@ -39,7 +44,13 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(
-        self, size: int, eps: float, tp: TensorParallel, *, gain_offset: bool = False, in_region: bool = False
+        self,
+        size: int,
+        eps: float,
+        tp: TensorParallel,
+        *,
+        gain_offset: bool = False,
+        in_region: bool = False,
     ) -> None:
         super().__init__()
         self.size = size
@@ -49,7 +60,9 @@ class RMSNorm(nn.Module):
         self.shared = shared_by_neighbours if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
 
-    def forward(self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None
+    ) -> Tensor:
         """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the caller has it: a second
         copy would be kept for the backward pass."""
         weight = self.shared(self.weight, self.tp)
@@ -59,7 +72,11 @@ class RMSNorm(nn.Module):
         else:
             normal = x_fp32 * torch.rsqrt(mean_square + self.eps)
         # As in transformers, which multiplies by 1 + weight in fp32.
-        return (normal * (1 + weight.float())).to(x.dtype) if self.gain_offset else weight * normal.to(x.dtype)
+        return (
+            (normal * (1 + weight.float())).to(x.dtype)
+            if self.gain_offset
+            else weight * normal.to(x.dtype)
+        )
 
 
 class LayerNorm(nn.Module):
@@ -73,7 +90,9 @@ class LayerNorm(nn.Module):
         self.bias = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
-        weight, bias = (used_between_regions(parameter, self.tp) for parameter in (self.weight, self.bias))
+        weight, bias = (
+            used_between_regions(parameter, self.tp) for parameter in (self.weight, self.bias)
+        )
         if statistics_of is None:
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
         source = statistics_of.float()

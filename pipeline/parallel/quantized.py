@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.parallel.experts import grouped_product
-from pipeline.parallel.sharding import REPLICATED, Partition, Rows, full_shape_of, local_shape, partition_of
+from pipeline.parallel.sharding import (
+    REPLICATED,
+    Partition,
+    Rows,
+    full_shape_of,
+    local_shape,
+    partition_of,
+)
 from pipeline.parallel.topology import TensorParallel
 
 QuantizedPrecision = Literal["fp8", "nf4"]
@@ -84,7 +91,11 @@ class Quantization:
 
     def scales(self, stored: Tensor) -> Tensor:
         """A view of `stored`: fp32 [rows, blocks]."""
-        return stored[self._scales_at : self._table_at].view(torch.float32).view(self.rows, self.blocks)
+        return (
+            stored[self._scales_at : self._table_at]
+            .view(torch.float32)
+            .view(self.rows, self.blocks)
+        )
 
     def _table(self, stored: Tensor) -> Tensor:
         """A view of `stored`: fp32 [256, 2], the two values of each byte."""
@@ -123,7 +134,9 @@ def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tenso
     scales = blocks.abs().amax(-1)
     scaled = (blocks * (1 / scales.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
     values, codes = torch.tensor(_NF4), torch.zeros_like(scaled, dtype=torch.uint8)
-    for bound in ((values[1:] + values[:-1]) / 2).tolist():  # several times as fast as a binary search
+    for bound in (
+        (values[1:] + values[:-1]) / 2
+    ).tolist():  # several times as fast as a binary search
         codes += scaled > bound
     codes = codes.flatten(1)
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
@@ -148,7 +161,9 @@ def quantization_of(parameter: Tensor) -> Quantization | None:
     return getattr(parameter, "quantization", None)
 
 
-def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int) -> nn.Parameter:
+def stored_parameter(
+    parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int
+) -> nn.Parameter:
     """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called `name` in messages.
 
     Those of all experts [experts, out, in] are stored as one, with experts · out rows. Raises ConfigError if
@@ -171,7 +186,8 @@ def stored_parameter(parameter: nn.Parameter, precision: QuantizedPrecision, nam
     fp8_device = "cuda" if aligned and not parameter.is_meta and _gpu_computes_in_fp8() else None
     quantization = Quantization(precision, rows, columns, fp8_device)
     stored: Any = nn.Parameter(
-        torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device), requires_grad=False
+        torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device),
+        requires_grad=False,
     )
     stored.quantization, stored.tp_partition, stored.full_shape = quantization, partition, shape
     stored.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
@@ -209,15 +225,27 @@ def read_partition(parameter: Tensor) -> Partition:
 @torch.no_grad()
 def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
     """Sets this rank's shard of a quantised `parameter`; `read` returns rows of what `read_partition` says."""
-    quantization, partition, shape = quantization_of(parameter), partition_of(parameter), full_shape_of(parameter)
+    quantization, partition, shape = (
+        quantization_of(parameter),
+        partition_of(parameter),
+        full_shape_of(parameter),
+    )
     assert quantization is not None
     matrix = read((0, local_shape(shape, read_partition(parameter), tp.size)[0])).flatten(0, -2)
-    left = 0 if matrix.shape[1] == quantization.columns else partition.bounds(shape[-1], tp.rank, tp.size)[0]
+    left = (
+        0
+        if matrix.shape[1] == quantization.columns
+        else partition.bounds(shape[-1], tp.rank, tp.size)[0]
+    )
     quantization.write(parameter, matrix, left)
 
 
 def frozen_product(
-    x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None = None, ends: Tensor | None = None
+    x: Tensor,
+    stored: Tensor,
+    quantization: Quantization,
+    bias: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """`W x + b` with a stored W: [out, in] and a frozen b: [out]. x: [..., in] -> [..., out].
 
@@ -244,7 +272,11 @@ class _FrozenProduct(torch.autograd.Function):
         if x.device.type == quantization.fp8_device and x.dtype == torch.bfloat16:
             return product_in_fp8(x, stored, quantization, bias)
         weights = quantization.decode(stored, x.dtype)
-        return F.linear(x, weights, bias) if ends is None else grouped_product(x, _of_each(weights, ends), ends)
+        return (
+            F.linear(x, weights, bias)
+            if ends is None
+            else grouped_product(x, _of_each(weights, ends), ends)
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -252,7 +284,13 @@ class _FrozenProduct(torch.autograd.Function):
         weights = ctx.quantization.decode(stored, gradient.dtype)
         if ends is None:
             return gradient @ weights, None, None, None, None
-        return grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends), None, None, None, None
+        return (
+            grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
@@ -260,7 +298,9 @@ def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
     return weights.unflatten(0, (len(ends), -1))
 
 
-def product_in_fp8(x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None) -> Tensor:
+def product_in_fp8(
+    x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None
+) -> Tensor:
     """`W x + b` for a W in fp8, with x: [..., in] rounded to fp8 row by row; [..., out] in the type of x."""
     rows = x.flatten(0, -2)
     scales = _fp8_scales(rows)

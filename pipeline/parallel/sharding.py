@@ -116,7 +116,9 @@ def read_shard(
     return held
 
 
-def sharded_parameter(shape: Sequence[int], partition: Partition, tp: TensorParallel) -> nn.Parameter:
+def sharded_parameter(
+    shape: Sequence[int], partition: Partition, tp: TensorParallel
+) -> nn.Parameter:
     """An empty parameter holding this rank's shard of a tensor of `shape`.
 
     It carries `tp_partition` (ZeRO-3 sets an attribute `partition`) and `full_shape`. DeepSpeed counts a parameter in
@@ -162,7 +164,11 @@ def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+    return (
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,9 @@ def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) 
         row, stop = prod(shape[1:]), held.first + held.length
         rows = held.first // row, -(-stop // row)
         read_values = read(rows).flatten()
-        held.values[: held.length].copy_(read_values[held.first - rows[0] * row : stop - rows[0] * row])
+        held.values[: held.length].copy_(
+            read_values[held.first - rows[0] * row : stop - rows[0] * row]
+        )
 
 
 def fill_whole(parameter: Tensor, tp: TensorParallel, whole: Tensor) -> None:

@@ -40,7 +40,10 @@ class Layout:
 
     def tp_groups(self) -> list[list[int]]:
         """The ranks that hold the shards of one replica."""
-        return [list(range(first, first + self.tp_size)) for first in range(0, self.world_size, self.tp_size)]
+        return [
+            list(range(first, first + self.tp_size))
+            for first in range(0, self.world_size, self.tp_size)
+        ]
 
     def dp_groups(self) -> list[list[int]]:
         """The ranks that hold the same shard."""
@@ -48,7 +51,9 @@ class Layout:
 
     def replica_groups(self, replicas: int) -> list[list[int]]:
         """Groups of consecutive ranks that hold the same unit (see `sharding.Partition`)."""
-        return [list(range(first, first + replicas)) for first in range(0, self.world_size, replicas)]
+        return [
+            list(range(first, first + replicas)) for first in range(0, self.world_size, replicas)
+        ]
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,9 @@ def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
 class ProcessGroups:
     """The process groups of a layout, created by all ranks in one order; also the `mpu` object of DeepSpeed."""
 
-    def __init__(self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False
+    ) -> None:
         """`timeout` is how long a collective waits for a rank; None takes the backend's default."""
         self.layout = layout
         self._timeout = timeout
@@ -96,7 +103,9 @@ class ProcessGroups:
             rank=layout.tp_rank(self.rank),
             size=layout.tp_size,
             group=self._tp_group,
-            replica_groups=tuple((size, self._own_group(layout.replica_groups(size))) for size in shared),
+            replica_groups=tuple(
+                (size, self._own_group(layout.replica_groups(size))) for size in shared
+            ),
             sequence_parallel=sequence_parallel and layout.tp_size > 1,
         )
 

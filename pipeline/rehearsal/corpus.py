@@ -21,17 +21,32 @@ import torch
 
 from pipeline.config.data import CHAT_DATE, Sampling
 from pipeline.config.run import RunConfig
-from pipeline.data import jobs
-from pipeline.data.blend import mix
-from pipeline.data.chats import ChatTemplate, chat_template
-from pipeline.data.corpora import train_folder
-from pipeline.data.jobs import STATE, Outcome, Plan, Share, UnitPart, UnitRecord, Work, manifest_of
-from pipeline.data.records import Keys
-from pipeline.data.token_corpus import InputFile, Manifest, SamplingRecord
-from pipeline.data.token_shards import FileContent, ShardFile, shard_file, token_dtype, writing_shard
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.units import input_files
-from pipeline.data.workers import Workers, worker_number
+from pipeline.data.corpus.indexed_dataset import (
+    FileContent,
+    ShardFile,
+    shard_file,
+    token_dtype,
+    writing_shard,
+)
+from pipeline.data.corpus.token_corpus import InputFile, Manifest, SamplingRecord
+from pipeline.data.dataset.blend import mix
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize import queue as jobs
+from pipeline.data.tokenize.corpora import train_folder
+from pipeline.data.tokenize.queue import (
+    STATE,
+    Outcome,
+    Plan,
+    Share,
+    UnitPart,
+    UnitRecord,
+    Work,
+    manifest_of,
+)
+from pipeline.data.tokenize.units import input_files
+from pipeline.data.tokenize.workers import Workers, worker_number
+from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError
 from pipeline.files import file_hash
 from pipeline.methods.vocabulary import check_vocabulary
@@ -118,7 +133,9 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
             )
 
 
-def check_sampling(sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+def check_sampling(
+    sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec
+) -> None:
     """Raises ConfigError where the base has no room to write documents of at most `max_tokens` tokens."""
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least, most = frame + (sampling.opening_tokens or 0) + 1, spec.max_position_embeddings
@@ -156,7 +173,9 @@ def plan_of(job: SamplingJob) -> Plan:
         text_key=job.messages_key or job.text_key,
         chat_template=template.fingerprint if template and job.messages_key else None,
         chat_date=template.date if template else None,
-        unit_size=max(batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)),
+        unit_size=max(
+            batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)
+        ),
         sampling=sampling,
     )
 
@@ -167,7 +186,9 @@ def _begun_batch_size(job: SamplingJob) -> int | None:
     return found.sampling.batch_size if found is not None and found.sampling is not None else None
 
 
-def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share = (0, 1)) -> Manifest:
+def sample_corpus(
+    job: SamplingJob, plan: Plan, workers: Workers, share: Share = (0, 1)
+) -> Manifest:
     """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
     Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one corpus together.
@@ -178,16 +199,27 @@ def sample_corpus(job: SamplingJob, plan: Plan, workers: Workers, share: Share =
         if plan.inputs:
             openings = [Work(job.openings.name, 1, str(job.openings))]
             choose = partial(_choose_openings, job, plan)
-            for _ in jobs.run_units(state, Openings, choose, openings, Workers(None), what="choosing openings"):
+            for _ in jobs.run_units(
+                state, Openings, choose, openings, Workers(None), what="choosing openings"
+            ):
                 pass
         count = math.ceil(job.sampling.tokens / plan.unit_size)
         tokens = math.ceil(job.sampling.tokens / count)
         names = [f"00000-{number:06d}" for number in range(count)]
-        units = [_Unit(name, tokens, str(job.output / name), at, count) for at, name in enumerate(names)]
+        units = [
+            _Unit(name, tokens, str(job.output / name), at, count) for at, name in enumerate(names)
+        ]
         write = partial(_write_unit, job, plan)
-        found = jobs.run_units(state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens")
-        inputs = [InputFile(path=path, bytes=size, sha256=file_hash(Path(path))) for path, size in plan.inputs]
-        return manifest_of(plan, "train", {name: record.train for name, record in sorted(found)}, inputs)
+        found = jobs.run_units(
+            state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens"
+        )
+        inputs = [
+            InputFile(path=path, bytes=size, sha256=file_hash(Path(path)))
+            for path, size in plan.inputs
+        ]
+        return manifest_of(
+            plan, "train", {name: record.train for name, record in sorted(found)}, inputs
+        )
 
     return jobs.complete(job.output, plan, make)
 
@@ -196,7 +228,9 @@ def default_workers(base: Path) -> int:
     """A worker for each GPU; without, for each core, or as often as the free memory holds the base."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    needed = 2 * sum(file.stat().st_size for file in open_base(base).files)  # as much again for keys and values
+    needed = 2 * sum(
+        file.stat().st_size for file in open_base(base).files
+    )  # as much again for keys and values
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), free // needed))
 
@@ -205,12 +239,18 @@ def _choose_openings(job: SamplingJob, plan: Plan, _: Work) -> Openings:
     longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
     template, key = job.template, job.messages_key
     keys = Keys(key, key, chat=template) if key else Keys(job.text_key)
-    files = write_openings(job.openings, job.sampling, keys, template, base=job.base, longest=longest)
+    files = write_openings(
+        job.openings, job.sampling, keys, template, base=job.base, longest=longest
+    )
     return Openings(files=files)
 
 
 def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
-    device = f"cuda:{worker_number() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    device = (
+        f"cuda:{worker_number() % torch.cuda.device_count()}"
+        if torch.cuda.is_available()
+        else "cpu"
+    )
     sampling = plan.sampling
     assert sampling is not None  # of plan_of
     writer, tokenizer = _loaded(job.base, tuple(sampling.base.items()), device)
@@ -219,11 +259,17 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
     if plan.inputs:
         openings = chosen_openings(job.openings, sampling.seed, unit.number, unit.units)
     part = UnitPart()
-    with writing_shard(job.output / unit.name, token_dtype(tokenizer.vocab_size), job.output / STATE) as shard:
+    with writing_shard(
+        job.output / unit.name, token_dtype(tokenizer.vocab_size), job.output / STATE
+    ) as shard:
         while (left := unit.size - shard.tokens) > 0:
             # At first no more documents than are needed if all are as long as they may be. Later an eighth more than
             # the mean length suggests: few documents take almost as long as a whole batch.
-            needed = 1.125 * left * shard.documents / shard.tokens if shard.documents else left / sampling.max_tokens
+            needed = (
+                1.125 * left * shard.documents / shard.tokens
+                if shard.documents
+                else left / sampling.max_tokens
+            )
             try:
                 documents = writer.write(
                     list(islice(openings, math.ceil(needed))),
@@ -237,9 +283,13 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
                     f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} tokens at a time do not "
                     f"fit into its memory; remove {job.output}, and give a smaller --batch-size"
                 ) from None
-            if not start:  # the end of another document, which the base began with, is no part of this one
+            if (
+                not start
+            ):  # the end of another document, which the base began with, is no part of this one
                 documents = [document[int(document[0] == end[-1]) :] for document in documents]
-            shard.add(np.concatenate(documents), np.array([len(document) for document in documents]))
+            shard.add(
+                np.concatenate(documents), np.array([len(document) for document in documents])
+            )
             for document in documents:
                 # Text is counted without what precedes and ends it; a chat template may begin otherwise.
                 begins = len(start) if document[: len(start)].tolist() == start else 0
@@ -247,14 +297,20 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
                 part.characters += len(text)
                 part.bytes += len(text.encode())
     return UnitRecord(
-        train=part.model_copy(update={"documents": shard.documents, "tokens": shard.tokens, "files": shard.files})
+        train=part.model_copy(
+            update={"documents": shard.documents, "tokens": shard.tokens, "files": shard.files}
+        )
     )
 
 
 @lru_cache(maxsize=1)
-def _loaded(base: Path, hashes: tuple[tuple[str, str], ...], device: str) -> tuple[BaseWriter, Tokenizer]:
+def _loaded(
+    base: Path, hashes: tuple[tuple[str, str], ...], device: str
+) -> tuple[BaseWriter, Tokenizer]:
     """The base and its tokenizer; `hashes` make a changed base another one."""
-    from pipeline.rehearsal.generation import BaseWriter  # its imports take seconds, and every stage reads this module
+    from pipeline.rehearsal.generation import (
+        BaseWriter,
+    )  # its imports take seconds, and every stage reads this module
 
     tokenizer = load_tokenizer(base)
     return BaseWriter(base, tokenizer, device), tokenizer

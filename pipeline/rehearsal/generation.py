@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from transformers import GenerationConfig
 
-from pipeline.conversion.hf_folder import load_hf_model, taken_ends
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer.load import Tokenizer
+from pipeline.hf.folder import load_hf_model, taken_ends
 
 _Ids = npt.NDArray[Any]
 _FIRST_TOKENS = 32
@@ -36,7 +36,13 @@ class BaseWriter:
         self._ends = taken_ends(self._model)
 
     def write(
-        self, openings: Sequence[_Ids], *, temperature: float, max_tokens: int, batch_size: int, seed: int
+        self,
+        openings: Sequence[_Ids],
+        *,
+        temperature: float,
+        max_tokens: int,
+        batch_size: int,
+        seed: int,
     ) -> list[_Ids]:
         """Continues each opening (ids, at least one) to a document of at most `max_tokens` tokens, its end included.
 
@@ -57,16 +63,22 @@ class BaseWriter:
                 left.sort(key=lambda number: len(found[number]))
                 for first in range(0, len(left), batch_size):
                     batch = left[first : first + batch_size]
-                    written = self._continued([found[number] for number in batch], temperature, room, new, ends)
+                    written = self._continued(
+                        [found[number] for number in batch], temperature, room, new, ends
+                    )
                     for number, ids in zip(batch, written, strict=True):
                         found[number] = ids
                 left = [
                     number
                     for number in left
-                    if len(found[number]) < room and not np.isin(found[number][len(openings[number]) :], ends).any()
+                    if len(found[number]) < room
+                    and not np.isin(found[number][len(openings[number]) :], ends).any()
                 ]
                 new *= 2
-        return [_document(ids, len(opening), ends, end) for ids, opening in zip(found, openings, strict=True)]
+        return [
+            _document(ids, len(opening), ends, end)
+            for ids, opening in zip(found, openings, strict=True)
+        ]
 
     @torch.inference_mode()
     def _continued(
@@ -91,7 +103,11 @@ class BaseWriter:
             # Some bases have more rows in their embedding than the tokenizer has ids.
             suppress_tokens=list(range(self._tokenizer.vocab_size, rows)) or None,
         )
-        written = self._model.generate(tokens, attention_mask=is_given, generation_config=config).cpu().numpy()
+        written = (
+            self._model.generate(tokens, attention_mask=is_given, generation_config=config)
+            .cpu()
+            .numpy()
+        )
         return (row[longest - len(text) :][:room] for row, text in zip(written, texts, strict=True))
 
 
@@ -102,7 +118,11 @@ def _document(ids: _Ids, opening: int, ends: Sequence[int], end: tuple[int, ...]
         last = opening + int(is_end.argmax())
         ids = ids[: last + 1]
         # An end of several tokens may stand there as a whole.
-        ids = ids[: -len(end)] if last + 1 >= opening + len(end) and tuple(ids[-len(end) :]) == end else ids[:last]
+        ids = (
+            ids[: -len(end)]
+            if last + 1 >= opening + len(end) and tuple(ids[-len(end) :]) == end
+            else ids[:last]
+        )
     return np.concatenate([ids, np.array(end, dtype=np.int64)])
 
 

@@ -11,13 +11,19 @@ import numpy.typing as npt
 
 from pipeline import log
 from pipeline.config.data import Sampling
-from pipeline.data.blend import Permutation
-from pipeline.data.chats import ChatTemplate
-from pipeline.data.records import Document, Keys
-from pipeline.data.spelling import ids_of
-from pipeline.data.token_shards import FileContent, Shard, ShardFile, token_dtype, writing_shard
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import good_documents, input_files
+from pipeline.data.corpus.indexed_dataset import (
+    FileContent,
+    Shard,
+    ShardFile,
+    token_dtype,
+    writing_shard,
+)
+from pipeline.data.dataset.blend import Permutation
+from pipeline.data.sources.records import Document, Keys
+from pipeline.data.tokenize.units import good_documents, input_files
+from pipeline.data.tokenizer.chats import ChatTemplate
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import DataError
 
 # No tokenizer's token is longer, but for runs of spaces. More text than this is not encoded for a short opening.
@@ -27,7 +33,13 @@ _Ids = npt.NDArray[Any]
 
 
 def write_openings(
-    prefix: Path, sampling: Sampling, keys: Keys, template: ChatTemplate | None, *, base: Path, longest: int
+    prefix: Path,
+    sampling: Sampling,
+    keys: Keys,
+    template: ChatTemplate | None,
+    *,
+    base: Path,
+    longest: int,
 ) -> dict[ShardFile, FileContent]:
     """Writes the openings' ids as the shard `prefix`, as many as `sampling.tokens` can need, equally many of each file.
 
@@ -46,7 +58,9 @@ def write_openings(
             opened = ids_of(tokenizer, document.prompt, control=document.has_control)
             return np.concatenate([tokenizer.document_start, opened])
         if template is not None:
-            return tokenizer.reference.encode([template.opened([{"role": "user", "content": text}])]).ids
+            return tokenizer.reference.encode(
+                [template.opened([{"role": "user", "content": text}])]
+            ).ids
         limit = sampling.opening_tokens
         beginning = text if limit is None else text[: limit * _CHARACTERS_PER_TOKEN]
         return np.concatenate([tokenizer.before_document, ids_of(tokenizer, beginning)[:limit]])

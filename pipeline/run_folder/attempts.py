@@ -43,7 +43,9 @@ _logger = log.get_logger(__name__)
 def this_attempt() -> str:
     """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and restart."""
     job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    return os.environ.get("ATTEMPT") or (f"{job}.{restart}" if job else f"{socket.gethostname()}-{os.getpid()}.0")
+    return os.environ.get("ATTEMPT") or (
+        f"{job}.{restart}" if job else f"{socket.gethostname()}-{os.getpid()}.0"
+    )
 
 
 class Decision(NamedTuple):
@@ -109,7 +111,9 @@ class Attempt:
         """Whether it may bring no checkpoint: a serial stage that was killed, or resumes where a signal stopped it."""
         if self.training is not None:
             return False
-        return self.end is None or (self.end.stage in _RESUMING and self.end.exit_code == RESUME_LATER)
+        return self.end is None or (
+            self.end.stage in _RESUMING and self.end.exit_code == RESUME_LATER
+        )
 
     @property
     def newest_checkpoint_step(self) -> int:
@@ -165,7 +169,15 @@ def record_end(
         error, step = before.error, before.step
     saved = newest_checkpoint_step(folder)
     _append(
-        folder, StageEnd(stage=stage, checkpoint_step=saved, exit_code=exit_code, step=step, error=error, retry=retry)
+        folder,
+        StageEnd(
+            stage=stage,
+            checkpoint_step=saved,
+            exit_code=exit_code,
+            step=step,
+            error=error,
+            retry=retry,
+        ),
     )
 
 
@@ -174,7 +186,10 @@ def _append(folder: Path, record: _Record) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # A single write to a file opened for appending: lines of several processes do not mix.
         with (folder / NAME).open("a+b", buffering=0) as file:
-            cut_short = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+            cut_short = (
+                file.seek(0, os.SEEK_END) > 0
+                and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+            )
             file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
             os.fsync(file.fileno())
     except OSError as error:
@@ -202,13 +217,19 @@ def read_attempts(folder: Path) -> list[Attempt]:
             record = _RECORD.validate_json(line)
         except ValidationError:
             continue
-        attempt = attempts.pop(record.attempt, None) or Attempt(record.attempt, record.checkpoint_step)
+        attempt = attempts.pop(record.attempt, None) or Attempt(
+            record.attempt, record.checkpoint_step
+        )
         attempt.add(record)
         attempts[record.attempt] = attempt
-    return [one for one in attempts.values() if one.end is None or one.end.exit_code != FOLDER_TAKEN]
+    return [
+        one for one in attempts.values() if one.end is None or one.end.exit_code != FOLDER_TAKEN
+    ]
 
 
-def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int) -> Decision:
+def decide(
+    folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int
+) -> Decision:
     """Decides whether the attempt that just ended in `stage` of the run in `folder` is retried, and records it.
 
     A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
@@ -216,7 +237,10 @@ def decide(folder: Path, *, stage: str, exit_code: int, without_progress: int, m
     """
     _, restarts = series_and_number(this_attempt())
     idle = _idle_attempts(folder, stage, exit_code)
-    again, why = False, f"restart {restarts + 1}, {idle} of at most {without_progress} without progress"
+    again, why = (
+        False,
+        f"restart {restarts + 1}, {idle} of at most {without_progress} without progress",
+    )
     if not worth_another_attempt(exit_code):
         why = "its cause must be fixed first"
     elif restarts >= most:
@@ -244,8 +268,15 @@ def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
             attempts[number] = attempt
     ended = attempts.setdefault(own, Attempt(this_attempt(), newest))
     ended.add(StageEnd(stage=stage, checkpoint_step=newest, exit_code=exit_code))
-    saved_last = max((number for number, attempt in attempts.items() if attempt.checkpoint_step < newest), default=-1)
-    return own - saved_last - sum(attempt.is_excused for number, attempt in attempts.items() if number > saved_last)
+    saved_last = max(
+        (number for number, attempt in attempts.items() if attempt.checkpoint_step < newest),
+        default=-1,
+    )
+    return (
+        own
+        - saved_last
+        - sum(attempt.is_excused for number, attempt in attempts.items() if number > saved_last)
+    )
 
 
 @contextmanager
@@ -267,7 +298,9 @@ def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> It
             begin_run(config)
     except (Exception, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        code, said = (INTERRUPTED, None) if interrupted else (exit_code_of(error), in_one_line(error))
+        code, said = (
+            (INTERRUPTED, None) if interrupted else (exit_code_of(error), in_one_line(error))
+        )
         if recorded:
             record_end(folder, stage=stage, exit_code=code, error=said)
         raise

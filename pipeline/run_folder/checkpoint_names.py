@@ -26,7 +26,9 @@ def step_in(name: str) -> int | None:
 
 def all_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first, complete or not."""
-    found = (path for path in folder.glob("step_*") if step_in(path.name) is not None and path.is_dir())
+    found = (
+        path for path in folder.glob("step_*") if step_in(path.name) is not None and path.is_dir()
+    )
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -50,6 +52,10 @@ def newest_checkpoint_step(run: Path) -> int:
     except UserError:  # resuming reports it
         named = None
     last = None if named is None else step_in(named.name)
-    complete = (path for path in all_checkpoints(run / CHECKPOINTS) if (path / "manifest.json").exists())
+    complete = (
+        path for path in all_checkpoints(run / CHECKPOINTS) if (path / "manifest.json").exists()
+    )
     steps = (step_in(path.name) or 0 for path in complete)
-    return max((step for step in steps if last is None or step <= last), default=0)  # later ones were rolled back
+    return max(
+        (step for step in steps if last is None or step <= last), default=0
+    )  # later ones were rolled back

@@ -71,7 +71,9 @@ class LockOwner(BaseModel):
         return started != self.process_started
 
 
-_UNKNOWN = LockOwner(job=None, restart=None, node="another node", machine="", pid=0, process_started=0, since=0)
+_UNKNOWN = LockOwner(
+    job=None, restart=None, node="another node", machine="", pid=0, process_started=0, since=0
+)
 """The owner of a lock that is not written yet."""
 
 
@@ -155,7 +157,11 @@ class RunLock:
                 _logger.warning("%s: cannot be touched: %s", self._path, error)
                 continue
             if not self._released.is_set():
-                _logger.error("%s: lost to %s; this process ends", self._path, owner or "a process that removed it")
+                _logger.error(
+                    "%s: lost to %s; this process ends",
+                    self._path,
+                    owner or "a process that removed it",
+                )
                 os._exit(LOST_RANK)
 
 
@@ -166,7 +172,9 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
         RunFolderError: nothing can be written there.
         FolderTakenError: another process owns the lock.
     """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         fault = "cannot be written to" if existing.is_dir() else "is no folder"
         raise RunFolderError(f"{folder}: {existing} {fault}; name another `folder`")
@@ -191,7 +199,9 @@ def lock_path(folder: Path, stage: str = TRAINING) -> Path:
 
 def living_owner(path: Path) -> LockOwner | None:
     """The owner of the lock `path`, unless it is known to be gone or has not touched the lock for a while."""
-    owner = read_lock_owner(path)  # opening the file makes a network file system ask its server how old it is
+    owner = read_lock_owner(
+        path
+    )  # opening the file makes a network file system ask its server how old it is
     try:
         return None if owner is None or owner.is_gone or age_s(path) > STALE_AFTER_S else owner
     except FileNotFoundError:

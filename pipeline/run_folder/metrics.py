@@ -59,7 +59,9 @@ def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:
     """Those of `values` that are numbers."""
     return {
-        name: value for name, value in values.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
 
 
@@ -67,7 +69,9 @@ def _measured(values: object) -> object:
     """The numbers among `values`; null stands for infinity, which JSON cannot hold."""
     if not isinstance(values, Mapping):
         return values
-    return only_numbers({name: math.inf if value is None else value for name, value in values.items()})
+    return only_numbers(
+        {name: math.inf if value is None else value for name, value in values.items()}
+    )
 
 
 Figures = dict[str, Annotated[dict[str, float], BeforeValidator(_measured)]]
@@ -106,11 +110,15 @@ def read_history(path: Path, *, validated: bool = True) -> History:
     highest: dict[str, float] = {}
     forgetting: set[str] = set()
     for line in _lines(path) if path.exists() else ():
-        for name, value in only_numbers({name: line.get(name) for name in ("learning_rate", *_MEMORY)}).items():
+        for name, value in only_numbers(
+            {name: line.get(name) for name in ("learning_rate", *_MEMORY)}
+        ).items():
             highest[name] = max(value, highest.get(name, value))
         forgetting |= {name.partition("/")[2] for name in line if name.startswith("forgetting/")}
         # The figures of a validation are named `<figure>/<corpus>`.
-        figures: Figures = {name.removeprefix("perplexity/"): {} for name in line if name.startswith("perplexity/")}
+        figures: Figures = {
+            name.removeprefix("perplexity/"): {} for name in line if name.startswith("perplexity/")
+        }
         if figures:
             for name, value in line.items():
                 figure, _, corpus = name.partition("/")

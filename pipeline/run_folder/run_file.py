@@ -31,7 +31,9 @@ def write_run(config: RunConfig) -> None:
         if before == text or not before.startswith(_HEADER):
             return
         lines = difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm="")
-        changed = [" ".join(line.split()) for line in islice(lines, 2, None) if not line.startswith("@@")]
+        changed = [
+            " ".join(line.split()) for line in islice(lines, 2, None) if not line.startswith("@@")
+        ]
         _logger.info("%s: changed: %s", path, ", ".join(changed))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)

@@ -10,7 +10,16 @@ from typing import Literal, NamedTuple
 
 _PATIENCE_S = 10
 """Of one question; slurmctld may be busy or failing over."""
-_RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
+_RUNNING = (
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "RESIZING",
+    "SIGNALING",
+    "STAGE_OUT",
+    "STOPPED",
+    "SUSPENDED",
+)
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
@@ -48,7 +57,9 @@ def _state_of_controller(job: str) -> str | None:
 
 
 def _state_of_accounting(job: str) -> str | None:
-    answer = _answer_of(["sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format=State"])
+    answer = _answer_of(
+        ["sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format=State"]
+    )
     words = answer.split()  # "CANCELLED by 1000"
     return words[0] if words else None
 
@@ -56,7 +67,9 @@ def _state_of_accounting(job: str) -> str | None:
 def _answer_of(command: Sequence[str]) -> str:
     """What `command` prints; nothing where it is not installed, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

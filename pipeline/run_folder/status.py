@@ -70,10 +70,14 @@ def read_status(folder: Path) -> RunStatus:
         why += " (all steps are trained)"
     saved = newest_checkpoint_step(folder)
     checkpoint = folder / CHECKPOINTS / checkpoint_name(saved) if saved else None
-    lines = [only_numbers(line) for line in read_metrics(folder / METRICS, _TAIL_BYTES)[-_RECENT_STEPS:]]
+    lines = [
+        only_numbers(line) for line in read_metrics(folder / METRICS, _TAIL_BYTES)[-_RECENT_STEPS:]
+    ]
     last = {name: value for line in lines for name, value in line.items()}
     step = max(saved, int(last.get("step", 0)))
-    speeds = [line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line]
+    speeds = [
+        line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line
+    ]
     speed = median(speeds) * trained.world_size if speeds and trained else None
     left = None
     if trained and speed and not is_trained(folder) and state in ("running", "waiting", "stopped"):
@@ -187,7 +191,9 @@ def as_text(status: RunStatus) -> str:
     facts["restarts"] = f"{status.restarts} so far"
     if status.skipped_steps:
         facts["skipped"] = f"{status.skipped_steps} step(s)"
-    facts["checkpoint"] = "none yet" if saved is None else f"{status.checkpoint}, {_duration(saved)} old"
+    facts["checkpoint"] = (
+        "none yet" if saved is None else f"{status.checkpoint}, {_duration(saved)} old"
+    )
     if left is not None:
         facts["end"] = f"after {_duration(left)} of training"
     return "\n".join(f"{name:<10}  {text}" for name, text in facts.items())
@@ -200,7 +206,10 @@ def as_lines(statuses: Sequence[RunStatus]) -> str:
         steps = f"{run.step:,} of {run.steps:,}" if run.steps else ""
         rows.append((Path(run.folder).name, run.state, steps, run.why))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+    lines = (
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -75,7 +75,11 @@ def gate_features(x: Tensor, features: GateFeatures, document_ids: Tensor | None
     """x: [B, S, D], the base stream -> [B, S, F] in fp32: it over its root mean square, and that one's running mean."""
     normal = x.float()
     normal = normal * torch.rsqrt(normal.pow(2).mean(-1, keepdim=True) + _SMALLEST_SQUARE)
-    return normal if features == "token" else torch.cat([normal, running_mean(normal, document_ids)], dim=-1)
+    return (
+        normal
+        if features == "token"
+        else torch.cat([normal, running_mean(normal, document_ids)], dim=-1)
+    )
 
 
 def running_mean(values: Tensor, document_ids: Tensor | None = None) -> Tensor:

@@ -12,7 +12,14 @@ from safetensors.torch import load, save_file
 
 from pipeline.config.run import GateFeatures
 from pipeline.errors import CheckpointError
-from pipeline.files import FolderKind, file_hash, published_folder, read_bytes, read_record, write_record
+from pipeline.files import (
+    FolderKind,
+    file_hash,
+    published_folder,
+    read_bytes,
+    read_record,
+    write_record,
+)
 from pipeline.scale.gate import NUMBERS, Gate
 
 GATE_FOLDER = "gate"
@@ -92,7 +99,10 @@ def write_gate(folder: Path, gate: Gate, record: GateRecord) -> None:
     Raises OutputError if `folder` is something else.
     """
     with published_folder(folder, GATE) as partial:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()}, partial / _TENSOR_FILE)
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in gate.tensors.items()},
+            partial / _TENSOR_FILE,
+        )
         stored = record.model_copy(update={"tensors_hash": file_hash(partial / _TENSOR_FILE)})
         write_record(partial / GATE_RECORD, stored)
 
@@ -123,6 +133,8 @@ def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
     except FileNotFoundError:
         content = b""
     if hashlib.sha256(content).hexdigest() != record.tensors_hash:
-        raise CheckpointError(f"{path}: damaged or missing (another SHA-256 than in {GATE_RECORD}); {_AGAIN}")
+        raise CheckpointError(
+            f"{path}: damaged or missing (another SHA-256 than in {GATE_RECORD}); {_AGAIN}"
+        )
     tensors = {name: tensor.float() for name, tensor in load(content).items()}
     return Gate(**record.model_dump(include=set(NUMBERS)), **tensors), record

@@ -8,21 +8,16 @@ At initialisation the logits equal the base model's, bit for bit, because W12 an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.config.method import Initialiser, Initialisers
-from pipeline.parallel.sharding import full_shape_of
-from pipeline.scale.mixture import AddedColumnLinear, AddedRowLinear, stacked
-from pipeline.scale.widened_embedding import WidenedEmbedding
-from pipeline.scale.widened_linear import WidenedLinear
-from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
+from pipeline.config.method import Initialiser
 
 
-def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str) -> Tensor:
+def base_to_expansion(
+    kind: Initialiser, base: Tensor, rows: int, *, seed: int, name: str
+) -> Tensor:
     """W21 [rows, in] for `base: [out, in]`. With SVD, rows beyond the rank of `base` are He-random.
 
     `name` and `seed` determine the random numbers, so that a block does not depend on the order of computation.
@@ -36,7 +31,9 @@ def base_to_expansion(kind: Initialiser, base: Tensor, rows: int, *, seed: int, 
     return block
 
 
-def expansion_to_expansion(kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str) -> Tensor:
+def expansion_to_expansion(
+    kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str
+) -> Tensor:
     """W22 [rows, columns] for `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the leading Σ."""
     if kind == "random":
         return he_random(rows, columns, seed=seed, name=name)
@@ -101,63 +98,3 @@ def _with_fixed_signs(rows: Tensor) -> Tensor:
 def _decomposing_device() -> torch.device:
     """A GPU if there is one: on a CPU the decompositions take minutes per billion parameters."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-ReadBase = Callable[[str], Tensor]
-Shapes = Mapping[str, tuple[int, ...]]
-"""The unsharded shapes of a model's parameters, by name."""
-
-
-def initial_expansion(
-    model: nn.Module, expansion_names: set[str], read_base: ReadBase, initialisers: Initialisers, seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Each of `expansion_names` with its unsharded initial value in fp32, one at a time.
-
-    `model` gives the structure only (it may be on the meta device); `read_base` reads a base parameter by name.
-    """
-    done, shapes = set(), {name: full_shape_of(parameter) for name, parameter in model.named_parameters()}
-    for path, module in model.named_modules():
-        for name, block in _of_module(path, module, shapes, read_base, initialisers, seed):
-            done.add(name)
-            yield name, block
-    # All other blocks start at zero: W12, W_out^up, the biases of the new part.
-    for name in sorted(expansion_names - done):
-        yield name, torch.zeros(shapes[name])
-
-
-def _of_module(
-    path: str, module: nn.Module, shapes: Shapes, read_base: ReadBase, initialisers: Initialisers, seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    is_added = isinstance(module, (AddedColumnLinear, AddedRowLinear))
-    if is_added or (isinstance(module, WidenedLinear) and module.base_to_expansion):
-        base = _base_map(path, module, shapes, read_base)
-        name, kind = f"{path}.base_to_expansion.weight", initialisers.base_to_expansion
-        rows, _ = shapes[name]
-        reads_sum = isinstance(module, AddedRowLinear)  # of the experts, which base.T would read
-        block = base_to_expansion(kind, base.T if reads_sum else base, rows, seed=seed, name=name)
-        if reads_sum and kind == "svd":
-            block[: min(base.shape)] = F.normalize(block[: min(base.shape)])
-        yield name, block
-        name, kind = f"{path}.expansion_to_expansion.weight", initialisers.expansion_to_expansion
-        rows, columns = shapes[name]
-        yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
-    elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion:
-        gain, shape = read_base(f"{path}.base.weight").float(), shapes[f"{path}.expansion.weight"]
-        of_heads = isinstance(module, WidenedHeadNorm) and gain.shape == shape  # the channels of a head correspond
-        yield f"{path}.expansion.weight", (gain if of_heads else gain.mean().expand(shape)).clone()
-    elif isinstance(module, WidenedEmbedding) and module.expansion:
-        name = f"{path}.expansion.weight"
-        _, columns = shapes[name]
-        yield name, leading_columns(read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name)
-
-
-def _base_map(path: str, module: nn.Module, shapes: Shapes, read_base: ReadBase) -> Tensor:
-    """W of a widened map, or in a mixture of experts that beside which the map is added: [out, in] in fp32."""
-    if isinstance(module, WidenedLinear):
-        return read_base(f"{path}.base.weight").float()
-    stem, leaf = path.rsplit(".", 1)
-    shared = f"{stem}.base.shared.{leaf}.base.weight"
-    if shared in shapes:
-        return read_base(shared).float()
-    experts = read_base(f"{stem}.base.experts.{leaf}.weight").float()
-    return stacked(experts, by_columns=isinstance(module, AddedRowLinear))

@@ -18,7 +18,13 @@ class WidenedEmbedding(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, expansion_size: int | None, *, new_rows: int = 0, tp: TensorParallel
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        expansion_size: int | None,
+        *,
+        new_rows: int = 0,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -30,12 +36,16 @@ class WidenedEmbedding(nn.Module):
             self.expansion = VocabularyParallelEmbedding(vocab_size, expansion_size, tp=tp)
         self.new_rows: VocabularyParallelEmbedding | None = None
         if new_rows:
-            self.new_rows = VocabularyParallelEmbedding(new_rows, hidden_size + (expansion_size or 0), tp=tp)
+            self.new_rows = VocabularyParallelEmbedding(
+                new_rows, hidden_size + (expansion_size or 0), tp=tp
+            )
 
     def forward(self, tokens: Tensor) -> Streams:
         if self.new_rows is not None:
             return self._with_new_rows(tokens, self.new_rows)
-        return leave_region(self.tp, self.base(tokens), None if self.expansion is None else self.expansion(tokens))
+        return leave_region(
+            self.tp, self.base(tokens), None if self.expansion is None else self.expansion(tokens)
+        )
 
     def _with_new_rows(self, tokens: Tensor, new_rows: nn.Module) -> Streams:
         is_new = tokens >= self.vocab_size

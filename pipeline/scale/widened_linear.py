@@ -24,7 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import ColumnParallelLinear, ExpertLinear, LowRankAdapter, RowParallelLinear
+from pipeline.parallel.layers import (
+    ColumnParallelLinear,
+    ExpertLinear,
+    LowRankAdapter,
+    RowParallelLinear,
+)
 from pipeline.parallel.topology import TensorParallel
 
 Streams = tuple[Tensor, Tensor | None]
@@ -54,7 +59,13 @@ class WidenedLinear(nn.Module):
     kind: type[ColumnParallelLinear] | type[RowParallelLinear]
 
     def __init__(
-        self, source: Parts, target: Parts, *, bias: bool, collaborative: bool = False, tp: TensorParallel
+        self,
+        source: Parts,
+        target: Parts,
+        *,
+        bias: bool,
+        collaborative: bool = False,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -92,7 +103,9 @@ def masked_sum(y: Tensor, change: Tensor, masked: bool | Tensor) -> Tensor:
 def base_maps(model: nn.Module) -> dict[str, nn.Module]:
     """The base's own maps W in all linear maps of `model`, those of experts too, by their path."""
     modules = list(model.named_modules())
-    maps = {f"{path}.base": module.base for path, module in modules if isinstance(module, WidenedLinear)}
+    maps = {
+        f"{path}.base": module.base for path, module in modules if isinstance(module, WidenedLinear)
+    }
     return maps | {path: module for path, module in modules if isinstance(module, ExpertLinear)}
 
 

@@ -54,14 +54,18 @@ class WidenedNorm(nn.Module):
     def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
         if isinstance(self.base, LayerNorm):
             of_base = x if self.statistics == "base" else None
-            return self.base(x), None if self.expansion is None or x_up is None else self.expansion(x_up, of_base)
+            return self.base(x), None if self.expansion is None or x_up is None else self.expansion(
+                x_up, of_base
+            )
         x_fp32, width = x.float(), x.shape[-1]
         mean_square = None if self.normed is None else self.normed.sum_of_squares(x_fp32) / width
         if self.expansion is None or x_up is None:
             return self.base(x, mean_square, x_fp32=x_fp32), None
         if self._stored_scale is not None:
             added = self._stored_scale**2 * x_up.float().square().sum(-1, keepdim=True)
-            mean_square = ((self.normed or NormedChannels(width, 1.0)).sum_of_squares(x_fp32) + added) / width
+            mean_square = (
+                (self.normed or NormedChannels(width, 1.0)).sum_of_squares(x_fp32) + added
+            ) / width
             return self.base(x, mean_square, x_fp32=x_fp32), self.expansion(x_up, mean_square)
         y = self.base(x, mean_square, x_fp32=x_fp32)
         if self.statistics == "separate":
@@ -80,7 +84,13 @@ class WidenedHeadNorm(nn.Module):
     """
 
     def __init__(
-        self, size: int, expansion_size: int | None, *, eps: float, gain_offset: bool, tp: TensorParallel
+        self,
+        size: int,
+        expansion_size: int | None,
+        *,
+        eps: float,
+        gain_offset: bool,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset, in_region=True)
@@ -89,7 +99,9 @@ class WidenedHeadNorm(nn.Module):
 
     def forward(self, heads: Tensor, heads_up: Tensor | None) -> Streams:
         up = self.base if self.expansion is None else self.expansion
-        return self._normed(self.base, heads), None if heads_up is None else self._normed(up, heads_up)
+        return self._normed(self.base, heads), None if heads_up is None else self._normed(
+            up, heads_up
+        )
 
     @staticmethod
     def _normed(norm: RMSNorm, flat: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ class Cluster:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.name != "on_cpu" and value <= 0:
-                raise ConfigError(f"--{setting.name.replace('_', '-')}: expected a number above 0, found {value}")
+                raise ConfigError(
+                    f"--{setting.name.replace('_', '-')}: expected a number above 0, found {value}"
+                )
         if self.mfu > 1:
             raise ConfigError(f"--mfu: expected a share of the peak, 0 to 1, found {self.mfu}")
 
@@ -59,7 +61,9 @@ class Cluster:
 
 def add_cluster_options(parser: argparse._ActionsContainer) -> None:
     """Adds the options that `cluster_of` reads; those that are not given are left out of the namespace."""
-    parser.add_argument("--gpus", type=int, default=argparse.SUPPRESS, help="in total (default: this machine's)")
+    parser.add_argument(
+        "--gpus", type=int, default=argparse.SUPPRESS, help="in total (default: this machine's)"
+    )
     for name, kind, meaning in (
         ("gpus_per_node", int, "GPUs that share a node"),
         ("gpu_memory_gib", float, "memory of one GPU"),
@@ -77,7 +81,9 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     given = vars(arguments)
     if "gpus" not in given:
         given = {**_this_machine(), **given}
-    return Cluster(**{field.name: given[field.name] for field in fields(Cluster) if field.name in given})
+    return Cluster(
+        **{field.name: given[field.name] for field in fields(Cluster) if field.name in given}
+    )
 
 
 def _this_machine() -> dict[str, object]:
@@ -88,6 +94,8 @@ def _this_machine() -> dict[str, object]:
     ranks = int(os.environ.get("NPROC") or (2 if on_cpu else torch.cuda.device_count()))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
     if not on_cpu:
-        memory = min(torch.cuda.get_device_properties(number).total_memory for number in range(ranks))
+        memory = min(
+            torch.cuda.get_device_properties(number).total_memory for number in range(ranks)
+        )
     gib = max(1.0, round(memory / GIB, 1))
     return {"gpus": ranks, "gpus_per_node": ranks, "gpu_memory_gib": gib, "on_cpu": on_cpu}

@@ -14,7 +14,12 @@ import torch
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.deepspeed_config import DeepSpeedConfig, accumulation_steps, deepspeed_config_of, why_not_zero3
+from pipeline.deepspeed_config import (
+    DeepSpeedConfig,
+    accumulation_steps,
+    deepspeed_config_of,
+    why_not_zero3,
+)
 from pipeline.errors import BaseModelError, UserError
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
@@ -47,7 +52,11 @@ class Choice(NamedTuple):
     activation_checkpointing: ActivationCheckpointing
 
     def __str__(self) -> str:
-        layers = "" if self.activation_checkpointing == "none" else f", checkpointing {self.activation_checkpointing}"
+        layers = (
+            ""
+            if self.activation_checkpointing == "none"
+            else f", checkpointing {self.activation_checkpointing}"
+        )
         return f"ZeRO-{self.zero_stage} x tp {self.tp_size}{layers}"
 
 
@@ -88,13 +97,17 @@ class Estimate:
 class Estimator:
     """Estimates one run on one cluster. What several layouts share is measured once."""
 
-    def __init__(self, config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster) -> None:
+    def __init__(
+        self, config: RunConfig, spec: DecoderSpec, deepspeed: DeepSpeedConfig, cluster: Cluster
+    ) -> None:
         self.config = config
         self.spec = spec
         self.deepspeed = deepspeed
         self.cluster = cluster
         self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
-        self.own_choice = Choice(deepspeed.zero_stage, config.parallel.tp_size, config.activation_checkpointing)
+        self.own_choice = Choice(
+            deepspeed.zero_stage, config.parallel.tp_size, config.activation_checkpointing
+        )
         self.flops_per_token = cache(self._count_flops)
         self._costs = cache(self._measure)
 
@@ -125,7 +138,9 @@ class Estimator:
         flops = self.flops_per_token(choice.activation_checkpointing).total * self.tokens_per_step
         compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
         step_s = _step_seconds(compute_s, traffic, zero, cluster)
-        return Estimate(choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s)
+        return Estimate(
+            choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s
+        )
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
         """The memory of a GPU, and the bytes that are offloaded to its host: the quickest part of an estimate.
@@ -135,7 +150,9 @@ class Estimator:
         """
         zero, costs = self._micro_batch(choice)
         dp_size = Layout(self.cluster.gpus, choice.tp_size).dp_size
-        return estimate_memory(costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous)
+        return estimate_memory(
+            costs, zero, dp_size, asynchronous=self.config.checkpoints.asynchronous
+        )
 
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth comparing, and the run's own.
@@ -143,9 +160,13 @@ class Estimator:
         Tensor parallelism stays inside a node; with a single replica of the model ZeRO has nothing to partition.
         """
         own = self.own_choice
-        sizes = {size for size in TP_SIZES if size <= min(self.cluster.gpus, self.cluster.gpus_per_node)}
+        sizes = {
+            size for size in TP_SIZES if size <= min(self.cluster.gpus, self.cluster.gpus_per_node)
+        }
         stages = (1, 2, 3) if why_not_zero3(self.config) is None else (1, 2)
-        for choice in starmap(Choice, product(stages, sorted(sizes | {own.tp_size}), CHECKPOINTINGS)):
+        for choice in starmap(
+            Choice, product(stages, sorted(sizes | {own.tp_size}), CHECKPOINTINGS)
+        ):
             if choice.zero_stage == 1 or choice.tp_size < self.cluster.gpus or choice == own:
                 yield choice
 
@@ -158,7 +179,10 @@ class Estimator:
         estimates: list[Estimate] = []
         refused: dict[int, str] = {}
         fitting: set[tuple[int, int]] = set()
-        choices = sorted(self.all_choices(), key=lambda choice: CHECKPOINTINGS.index(choice.activation_checkpointing))
+        choices = sorted(
+            self.all_choices(),
+            key=lambda choice: CHECKPOINTINGS.index(choice.activation_checkpointing),
+        )
         for choice in counted(choices, "estimating", len(choices), " layouts"):
             place = choice.zero_stage, choice.tp_size
             if place in fitting and choice != self.own_choice and not every:
@@ -184,10 +208,14 @@ class Estimator:
         return zero, self._costs(choice.tp_size, choice.activation_checkpointing)
 
     def _measure(self, tp_size: int, checkpointing: ActivationCheckpointing) -> MicroBatchCosts:
-        return measure_micro_batch(self.config, self.spec, tp_size, checkpointing, self.deepspeed.dtype)
+        return measure_micro_batch(
+            self.config, self.spec, tp_size, checkpointing, self.deepspeed.dtype
+        )
 
 
-def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfig, cluster: Cluster) -> float:
+def _step_seconds(
+    compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfig, cluster: Cluster
+) -> float:
     """The time of a step, in seconds.
 
     Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with it where
@@ -205,7 +233,9 @@ def _step_seconds(compute_s: float, traffic: list[Traffic], zero: DeepSpeedConfi
     return max(blocking, seconds(GATHER, REDUCE))
 
 
-def open_estimator(config: RunConfig, cluster: Cluster, *, base_config: Path | None = None) -> Estimator:
+def open_estimator(
+    config: RunConfig, cluster: Cluster, *, base_config: Path | None = None
+) -> Estimator:
     """Reads the run's base and DeepSpeed file. `base_config` is the base's config.json, if its folder is missing.
 
     Raises:
@@ -242,16 +272,27 @@ def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice |
             "take more GPUs, a smaller schedule.micro_batch_size, or ds_configs/zero3_offload.json"
         )
     fastest = min(estimate.step_s for estimate in fitting)
-    best = min((estimate for estimate in fitting if estimate.step_s <= fastest * (1 + _TOLERANCE)), key=_effort)
+    best = min(
+        (estimate for estimate in fitting if estimate.step_s <= fastest * (1 + _TOLERANCE)),
+        key=_effort,
+    )
     reasons = [f"{_gib(best)} of {usable} usable GiB, {best.step_s:.2f} s a step"]
-    too_large = [other for other in estimates if _effort(other) < _effort(best) and not other.is_safe(cluster)]
+    too_large = [
+        other
+        for other in estimates
+        if _effort(other) < _effort(best) and not other.is_safe(cluster)
+    ]
     if too_large:
         nearest = min(too_large, key=lambda estimate: estimate.memory.total)
         reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
     for other in estimates:
         if best.choice.zero_stage < 3 and other.choice == best.choice._replace(zero_stage=3):
-            more_gb = (other.inside_bytes + other.between_bytes - best.inside_bytes - best.between_bytes) / 1e9
-            reasons.append(f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits")
+            more_gb = (
+                other.inside_bytes + other.between_bytes - best.inside_bytes - best.between_bytes
+            ) / 1e9
+            reasons.append(
+                f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits"
+            )
     return best.choice, "; ".join(reasons)
 
 
@@ -283,7 +324,9 @@ def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | 
     chosen = {own: "this run's", recommended: "recommended"}
     if own == recommended:
         chosen = {own: "this run's, recommended"}
-    texts += [_detail(one, chosen[one.choice], estimator) for one in estimates if one.choice in chosen]
+    texts += [
+        _detail(one, chosen[one.choice], estimator) for one in estimates if one.choice in chosen
+    ]
     if own.tp_size in refused:
         texts.append(f"{own} (this run's): IMPOSSIBLE, for the reason above")
     texts += ["", f"recommended: {recommended or 'no layout'}: {reason}"]
@@ -294,7 +337,9 @@ def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | 
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, _COLUMNS, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _model_lines(estimator: Estimator) -> Iterator[str]:
@@ -336,8 +381,12 @@ def _table_lines(estimates: Sequence[Estimate], cluster: Cluster) -> Iterator[st
 def _detail(estimate: Estimate, whose: str, estimator: Estimator) -> str:
     steps, step_s, cluster = estimator.config.schedule.steps, estimate.step_s, estimator.cluster
     per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
-    on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory" if estimate.host_bytes else ""
-    kinds = ", ".join(f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}" for kind in fields(Memory))
+    on_host = (
+        f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory" if estimate.host_bytes else ""
+    )
+    kinds = ", ".join(
+        f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}" for kind in fields(Memory)
+    )
     room = ""
     if not estimate.fits(cluster):
         room = f"DOES NOT FIT, it needs {_gib(estimate)} of {cluster.usable_bytes / GIB:.0f} usable GiB: "

@@ -12,9 +12,9 @@ import yaml
 
 from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
-from pipeline.data.records import Keys
-from pipeline.data.tokenizer import Tokenizer, fertility, load_tokenizer
-from pipeline.data.units import sampled_documents
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.units import sampled_documents
+from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
 from pipeline.errors import LayoutError
 from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
@@ -26,7 +26,10 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 
 _SAMPLE_BYTES = 4 * 2**20
-_WIDER_BY, _L_FP_SHARE = 1 / 8, 3 / 16  # the paper's shares: of every width, and of the layers without W12
+_WIDER_BY, _L_FP_SHARE = (
+    1 / 8,
+    3 / 16,
+)  # the paper's shares: of every width, and of the layers without W12
 _WIDER_WITH_GATE = 1 / 4
 """With W12 in attention and FFN, 1.4 times the base's FLOPs and 1.5 times its parameters (docs/results/frontier.md)."""
 _MULTIPLE_OF = 8
@@ -92,11 +95,16 @@ def propose(
     learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, of_old)
     schedule, length = _schedule(learned, spec, cluster)
     own: dict[str, Any] = {
-        "tokens": max(20_000, min(4 * GateSettings().tokens if gated else 50_000_000, _read(learned) // 300)),
+        "tokens": max(
+            20_000, min(4 * GateSettings().tokens if gated else 50_000_000, _read(learned) // 300)
+        ),
         "max_tokens": min(length, 2048),
     }
     if not tokenizer.document_start:  # nothing to begin a text with
-        own |= {"openings": [*known.inputs], "opening_tokens": min(16, length // 4)}  # a copy, or YAML writes an anchor
+        own |= {
+            "openings": [*known.inputs],
+            "opening_tokens": min(16, length // 4),
+        }  # a copy, or YAML writes an anchor
     key, old_key = ({} if name == "text" else {"text_key": name} for name in (text_key, of_old))
     corpora = {
         "new": {**_corpus(learned, length), **key},
@@ -119,7 +127,9 @@ def propose(
     if vocabulary is not None:
         values["vocabulary"] = {"folder": str(vocabulary)}
     config, values = _fitted(values, cluster)
-    return config, with_pages_found(_as_yaml(values | {"base": str(base)}, spec, learned, known, cluster))
+    return config, with_pages_found(
+        _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
+    )
 
 
 def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
@@ -131,7 +141,11 @@ def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
     heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
     whole = asdict(stock_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
-    added = {name: whole[name] - width for name, width in asdict(base).items() if name != "num_key_value_heads"}
+    added = {
+        name: whole[name] - width
+        for name, width in asdict(base).items()
+        if name != "num_key_value_heads"
+    }
     l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
     own = {"collaborative_modules": "both"} if gated else {"norm": "base"}
     return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp, **own}
@@ -186,14 +200,26 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
     )
 
 
-def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster) -> str:
+def _as_yaml(
+    values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster
+) -> str:
     """The settings with comments on where each section's values come from."""
     schedule, base, added = values["schedule"], asdict(spec.widths), values["method"]["expansion"]
     gated = "gate" in values
-    names = {"hidden_size": "hidden", "intermediate_size": "FFN", "num_attention_heads": "attention heads"}
-    growth = ", ".join(f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items())
+    names = {
+        "hidden_size": "hidden",
+        "intermediate_size": "FFN",
+        "num_attention_heads": "attention heads",
+    }
+    growth = ", ".join(
+        f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items()
+    )
     tokens = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
-    more = "the gate learns from it where to stay closed" if gated else "it keeps the model near the base"
+    more = (
+        "the gate learns from it where to stay closed"
+        if gated
+        else "it keeps the model near the base"
+    )
     comments = {
         "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
         "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
@@ -214,6 +240,8 @@ def _as_yaml(values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: T
     for key, value in values.items():
         comment = "".join(f"# {line}\n" for line in comments.get(key, "").splitlines())
         style = None if isinstance(value, dict) else False
-        section = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, default_flow_style=style, width=110)
+        section = yaml.safe_dump(
+            {key: value}, sort_keys=False, allow_unicode=True, default_flow_style=style, width=110
+        )
         parts.append(("\n" if isinstance(value, dict) or comment else "") + comment + section)
     return "".join(parts).lstrip("\n")

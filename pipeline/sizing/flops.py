@@ -25,7 +25,9 @@ from pipeline.sizing.micro_batch import KnownSizes
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
 
-def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:  # noqa: ANN401
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:  # noqa: ANN401
     return int(sdpa_flop_count(query, key, value))
 
 
@@ -34,12 +36,18 @@ def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     return 2 * _attention_flops(*shapes)
 
 
-def _varlen_flops(query: Sequence[int], _: Sequence[int], value: Sequence[int], *rest: Any, **__: Any) -> int:  # noqa: ANN401
+def _varlen_flops(
+    query: Sequence[int], _: Sequence[int], value: Sequence[int], *rest: Any, **__: Any
+) -> int:  # noqa: ANN401
     """Rows laid end to end, [B·S, H, K]: a token has S keys, rest[2], or those of its window, the only list."""
     tokens, heads, head_dim = query
     earlier, _later = next(given for given in rest if isinstance(given, list))
     keys = rest[2] if earlier < 0 else min(rest[2], earlier + 1)
-    return int(sdpa_flop_count((1, heads, tokens, head_dim), (1, heads, keys, head_dim), (1, heads, keys, value[-1])))
+    return int(
+        sdpa_flop_count(
+            (1, heads, tokens, head_dim), (1, heads, keys, head_dim), (1, heads, keys, value[-1])
+        )
+    )
 
 
 def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:  # noqa: ANN401
@@ -52,7 +60,9 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:  #
 _COUNTED = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_attention_backward_flops),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
+        _attention_backward_flops
+    ),
     torch.ops.torch_attn._varlen_attn: shape_wrapper(_varlen_flops),
     torch.ops.torch_attn._varlen_attn_backward: shape_wrapper(_varlen_backward_flops),
 }
@@ -65,11 +75,15 @@ class _FlopCount(KnownSizes):
         super().__init__()
         self.flops: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: ANN401
         result = super().__torch_dispatch__(operation, types, args, kwargs)
         formula = _COUNTED.get(operation.overloadpacket)
         if formula is not None:
-            self.flops[str(operation.overloadpacket)] += formula(*args, **(kwargs or {}), out_val=result)
+            self.flops[str(operation.overloadpacket)] += formula(
+                *args, **(kwargs or {}), out_val=result
+            )
         return result
 
 
@@ -86,7 +100,9 @@ class FlopsPerToken:
         return self.matrix + self.attention
 
 
-def count_flops(meta_model: Decoder, sequence_length: int, kl_fraction: float = 0.0) -> FlopsPerToken:
+def count_flops(
+    meta_model: Decoder, sequence_length: int, kl_fraction: float = 0.0
+) -> FlopsPerToken:
     """Counts one step of `meta_model`, which was built under `torch.device("meta")` and has `requires_grad` set.
 
     Where gradients are off it is the forward pass. `kl_fraction` of the sequences also take what KL(base || model)
@@ -139,7 +155,9 @@ def dense_tflops(device_name: str) -> float | None:
     words = set(device_name.replace("-", " ").split())
     if "MIG" in words:
         return None
-    return next((tflops for needed, tflops in _DENSE_16_BIT_TFLOPS.items() if words >= set(needed)), None)
+    return next(
+        (tflops for needed, tflops in _DENSE_16_BIT_TFLOPS.items() if words >= set(needed)), None
+    )
 
 
 def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> float | None:

@@ -51,11 +51,27 @@ def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) 
     pretrained = sum(parameter.numel() for parameter in base.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
     mixture = base.spec.mixture
-    experts = [module.weight.numel() for module in base.modules() if isinstance(module, ExpertLinear)]
-    idle = 0 if mixture is None else sum(experts) * (mixture.experts - mixture.top_k) // mixture.experts
-    matrices = [weight.numel() for name, weight in named_trained_parameters(model) if is_layer_matrix(name, weight)]
+    experts = [
+        module.weight.numel() for module in base.modules() if isinstance(module, ExpertLinear)
+    ]
+    idle = (
+        0
+        if mixture is None
+        else sum(experts) * (mixture.experts - mixture.top_k) // mixture.experts
+    )
+    matrices = [
+        weight.numel()
+        for name, weight in named_trained_parameters(model)
+        if is_layer_matrix(name, weight)
+    ]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Parameters(pretrained, total - pretrained, trained, pretrained - idle, sum(matrices) if with_muon else 0)
+    return Parameters(
+        pretrained,
+        total - pretrained,
+        trained,
+        pretrained - idle,
+        sum(matrices) if with_muon else 0,
+    )
 
 
 _MASTER_AND_MOMENTS = 12  # bytes of an element's fp32 master weight and two Adam moments
@@ -102,19 +118,26 @@ def estimate_memory(
 
     def held(sizes: list[int]) -> int:
         """A rank's elements: of each parameter (ZeRO-3), or of all in a row."""
-        return sum(partition_size(size, dp_size) for size in (sizes if stage == 3 else [sum(sizes)]))
+        return sum(
+            partition_size(size, dp_size) for size in (sizes if stage == 3 else [sum(sizes)])
+        )
 
     trained = sum(parameter.size for parameter in costs.trained)
     partition = held([parameter.size for parameter in costs.trained])
     by_muon = held([parameter.size for parameter in costs.parameters if parameter.muon_size])
     weights = costs.parameter_bytes
     if stage == 3:  # small ones are there whole as well
-        sizes, threshold = [one.size for one in costs.parameters], zero.elements("stage3_param_persistence_threshold")
+        sizes, threshold = (
+            [one.size for one in costs.parameters],
+            zero.elements("stage3_param_persistence_threshold"),
+        )
         weights = (held(sizes) + sum(size for size in sizes if size <= threshold)) * itemsize
     gradients = (trained if stage == 1 else partition) * zero.accumulation_dtype.itemsize
     # The copies of the optimizer's update: ZeRO-1 may send all gradients at once, the others copy their own in fp32.
     update = partition * torch.float32.itemsize
-    if stage == 1 and zero.dtype != zero.accumulation_dtype:  # DeepSpeed's BF16_Optimizer: both kinds are whole
+    if (
+        stage == 1 and zero.dtype != zero.accumulation_dtype
+    ):  # DeepSpeed's BF16_Optimizer: both kinds are whole
         gradients += trained * itemsize
         update = trained * sent
     largest_matrix = max((parameter.muon_size for parameter in costs.parameters), default=0)
@@ -136,7 +159,9 @@ def estimate_memory(
         activations=costs.activation_bytes,
         loss=costs.loss_bytes,
         gathered=estimate_gathering(costs, zero).most_at_once * itemsize,
-        temporary=max(costs.temporary_bytes + buckets, update - costs.activation_bytes - costs.loss_bytes),
+        temporary=max(
+            costs.temporary_bytes + buckets, update - costs.activation_bytes - costs.loss_bytes
+        ),
     )
     at_start = 2 * trained * itemsize if stage < 3 else 0
     return memory, max(on_host, at_start)
@@ -152,7 +177,9 @@ def checkpoint_bytes(parameters: Parameters) -> int:
 
 def most_checkpoints(config: RunConfig) -> int:
     """The most on the disk at once: the last ones, those that are kept for good, and one that is being written."""
-    kept = config.schedule.steps // (config.checkpoints.keep_every_steps or config.schedule.steps + 1)
+    kept = config.schedule.steps // (
+        config.checkpoints.keep_every_steps or config.schedule.steps + 1
+    )
     before_spike = 1 + math.ceil(config.stability.rollback_steps / config.checkpoints.every_steps)
     return max(config.checkpoints.keep_last, before_spike) + kept + 1
 

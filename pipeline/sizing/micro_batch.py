@@ -27,7 +27,12 @@ from pipeline.model.attention import Documents
 from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
 from pipeline.model.layers import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.sharding import default_dtype, full_shape_of, named_trained_parameters, partition_of
+from pipeline.parallel.sharding import (
+    default_dtype,
+    full_shape_of,
+    named_trained_parameters,
+    partition_of,
+)
 from pipeline.parallel.topology import TensorParallel
 
 
@@ -106,10 +111,16 @@ def measure_micro_batch(
         payload_bytes.clear()
         _run(model, config, 0)
         share /= math.ceil(rows)
-        sent = Counter({kind: round(share * payload_bytes[kind] + (1 - share) * sent[kind]) for kind in sent})
+        sent = Counter(
+            {kind: round(share * payload_bytes[kind] + (1 - share) * sent[kind]) for kind in sent}
+        )
 
     def use_of(name: str, weight: nn.Parameter) -> ParameterUse:
-        by_muon = config.schedule.optimizer == "muon" and weight.requires_grad and is_layer_matrix(name, weight)
+        by_muon = (
+            config.schedule.optimizer == "muon"
+            and weight.requires_grad
+            and is_layer_matrix(name, weight)
+        )
         whole = math.prod(full_shape_of(weight)) if by_muon else 0
         return ParameterUse(
             size=weight.numel(),
@@ -136,7 +147,11 @@ def _run(
     shape = config.schedule.micro_batch_size, config.data.sequence_length
     tokens = torch.zeros(shape, dtype=torch.long, device="meta")
     ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
-    documents = Documents(torch.zeros_like(tokens), ends, (1,) * shape[0]) if config.data.document_mask else None
+    documents = (
+        Documents(torch.zeros_like(tokens), ends, (1,) * shape[0])
+        if config.data.document_mask
+        else None
+    )
     live = LiveMemory(*model.parameters())
     forward_peak = activations = 0
     read_again: set[nn.Parameter] = set()
@@ -148,10 +163,14 @@ def _run(
         live.peak = live.now
 
     def after(module: nn.Module, _: object, outputs: object) -> None:
-        if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)):
+        if any(
+            isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)
+        ):
             read_again.update(module.parameters(recurse=False))
             if module in again:
-                recomputed.update(weight for weight in module.parameters() if not weight.requires_grad)
+                recomputed.update(
+                    weight for weight in module.parameters() if not weight.requires_grad
+                )
 
     again = {layer for layer in model.layers if model.is_checkpointed(layer)}
     with ExitStack() as hooks:
@@ -162,7 +181,9 @@ def _run(
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
-            free = parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            free = parameter.register_post_accumulate_grad_hook(
+                lambda parameter: setattr(parameter, "grad", None)
+            )
             hooks.enter_context(free)
         with live:
             losses = model(tokens, tokens, tokens, documents, kl_rows, kl_rows)
@@ -189,7 +210,9 @@ class KnownSizes(TorchDispatchMode):
         """Nothing is compiled here: to keep the compiler out of every call would take a third of the time."""
         return False
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
         key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         sizes = _sizes_of_results.get(key)
@@ -198,7 +221,9 @@ class KnownSizes(TorchDispatchMode):
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         result = operation(*args, **kwargs)
         if key not in _sizes_of_results:
-            _sizes_of_results[key] = _sizes(result) if _is_new_meta_tensor(result, (args, kwargs)) else None
+            _sizes_of_results[key] = (
+                _sizes(result) if _is_new_meta_tensor(result, (args, kwargs)) else None
+            )
         return result
 
 
@@ -240,7 +265,9 @@ class LiveMemory(KnownSizes):
         self._sizes: dict[int, int] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: ANN401
         result = super().__torch_dispatch__(operation, types, args, kwargs)
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -291,4 +318,6 @@ def imagined_ranks(
         return TensorParallel()
     shared = [size for size in range(2, tp_size) if tp_size % size == 0]
     groups = tuple((size, RecordingGroup(size, payload_bytes)) for size in shared)
-    return TensorParallel(0, tp_size, RecordingGroup(tp_size, payload_bytes), groups, sequence_parallel)
+    return TensorParallel(
+        0, tp_size, RecordingGroup(tp_size, payload_bytes), groups, sequence_parallel
+    )

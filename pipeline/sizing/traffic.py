@@ -45,9 +45,17 @@ def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gatheri
     threshold = zero.elements("stage3_param_persistence_threshold")
     partitioned = [parameter for parameter in costs.parameters if parameter.size > threshold]
     whole = _elements(partitioned)
-    live = zero.elements("stage3_max_live_parameters") if zero.elements("stage3_prefetch_bucket_size") else 0
-    kept = min(whole, max(live, zero.elements("stage3_max_reuse_distance") // 2))  # a way up and down again
-    again = _elements(one for one in partitioned if one.read_again) * (1 - kept / whole) if whole else 0
+    live = (
+        zero.elements("stage3_max_live_parameters")
+        if zero.elements("stage3_prefetch_bucket_size")
+        else 0
+    )
+    kept = min(
+        whole, max(live, zero.elements("stage3_max_reuse_distance") // 2)
+    )  # a way up and down again
+    again = (
+        _elements(one for one in partitioned if one.read_again) * (1 - kept / whole) if whole else 0
+    )
     total = whole + round(again) + _elements(one for one in partitioned if one.recomputed)
     return Gathering(total, min(whole, kept + max((one.size for one in partitioned), default=0)))
 
@@ -86,11 +94,21 @@ class Traffic:
 
     def seconds(self, cluster: Cluster) -> float:
         """How long the rings take, without contention."""
-        return max(self.sent_bytes / cluster.node_gb_per_s, self.between_bytes / cluster.network_gb_per_s) / 1e9
+        return (
+            max(
+                self.sent_bytes / cluster.node_gb_per_s,
+                self.between_bytes / cluster.network_gb_per_s,
+            )
+            / 1e9
+        )
 
 
 def estimate_traffic(
-    costs: MicroBatchCosts, zero: DeepSpeedConfig, layout: Layout, micro_batches: int, cluster: Cluster
+    costs: MicroBatchCosts,
+    zero: DeepSpeedConfig,
+    layout: Layout,
+    micro_batches: int,
+    cluster: Cluster,
 ) -> list[Traffic]:
     """The messages of a rank in an optimizer step of `micro_batches`."""
     trained, dp_size, tp_size = _elements(costs.trained), layout.dp_size, layout.tp_size
@@ -98,15 +116,27 @@ def estimate_traffic(
     traffic = []
     if dp_size > 1:
         updated = trained
-        if zero.zero_stage == 3:  # parameters that are never partitioned are gathered once, after the update
+        if (
+            zero.zero_stage == 3
+        ):  # parameters that are never partitioned are gathered once, after the update
             threshold = zero.elements("stage3_param_persistence_threshold")
-            sizes = (parameter.size for parameter in costs.parameters if parameter.size <= threshold)
+            sizes = (
+                parameter.size for parameter in costs.parameters if parameter.size <= threshold
+            )
             gathered = estimate_gathering(costs, zero).total
-            updated = gathered * micro_batches + sum(partition_size(size, dp_size) * dp_size for size in sizes)
-        reduced = trained * zero.communication_dtype.itemsize * (1 if zero.zero_stage == 1 else micro_batches)
+            updated = gathered * micro_batches + sum(
+                partition_size(size, dp_size) * dp_size for size in sizes
+            )
+        reduced = (
+            trained
+            * zero.communication_dtype.itemsize
+            * (1 if zero.zero_stage == 1 else micro_batches)
+        )
         reduction = "reduce-scatter" if zero.zero_stage == 3 else "all-reduce"
         on_node = max(1, min(dp_size, cluster.gpus_per_node // tp_size))
-        traffic.append(Traffic(GATHER, "all-gather", updated * zero.dtype.itemsize, dp_size, on_node))
+        traffic.append(
+            Traffic(GATHER, "all-gather", updated * zero.dtype.itemsize, dp_size, on_node)
+        )
         traffic.append(Traffic(REDUCE, reduction, reduced, dp_size, on_node))
         if by_muon:
             traffic.append(Traffic(MUON, "all-reduce", 4 * _elements(by_muon), dp_size, on_node))

@@ -14,9 +14,9 @@ from torch import Tensor
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.data.packing import IGNORED
-from pipeline.data.samples import HeldoutSamples, load_heldout
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.dataset.packing import IGNORED
+from pipeline.data.dataset.samples import HeldoutSamples, load_heldout
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.gating.effect import decoder_inputs, loaded
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.model.decoder import Decoder
@@ -44,7 +44,9 @@ class AveragedModel(TrainedModel):
         found = super().read_stored(name)
         if name not in self.trained or is_new_row(name):
             return found
-        return torch.lerp(self.base.read(self.method.base_name(name, self.base.spec)).float(), found, self.share)
+        return torch.lerp(
+            self.base.read(self.method.base_name(name, self.base.spec)).float(), found, self.share
+        )
 
 
 @torch.no_grad()
@@ -59,7 +61,9 @@ def derived_perplexities(
     Raises CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
     """
     model = open_trained(newest_checkpoint(config), config.base)
-    heldout = load_heldout(config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint)
+    heldout = load_heldout(
+        config.data, tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint
+    )
 
     def nll_of(decoder: Decoder) -> NllOf:
         def nll(group: Windows) -> Tensor:
@@ -89,7 +93,9 @@ def derived_perplexities(
     yield BY_DOCUMENT, _perplexities(heldout, config, chosen)
 
 
-def _perplexities(heldout: Mapping[str, HeldoutSamples], config: RunConfig, nll_of: NllOf) -> dict[str, float]:
+def _perplexities(
+    heldout: Mapping[str, HeldoutSamples], config: RunConfig, nll_of: NllOf
+) -> dict[str, float]:
     """Of the samples that validation reads."""
     found = {}
     for name, samples in heldout.items():

@@ -14,9 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from pipeline import log
-from pipeline.data.sentencepiece_model import ModelType, converted, read_model, train_model
-from pipeline.data.tokenizer import TOKENIZER_FILE, json_file, load_tokenizer
-from pipeline.data.units import texts
+from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenizer.load import TOKENIZER_FILE, json_file, load_tokenizer
+from pipeline.data.tokenizer.sentencepiece_model import (
+    ModelType,
+    converted,
+    read_model,
+    train_model,
+)
 from pipeline.errors import ConfigError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.model.from_hf import read_spec
@@ -50,7 +55,9 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
         else:
             _train_tokenizer(wanted.tokenizer, unfinished)
         tokenizer = load_tokenizer(unfinished)
-        config = AutoConfig.from_pretrained(wanted.architecture, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            wanted.architecture, local_files_only=True, trust_remote_code=False
+        )
         config.vocab_size = max(tokenizer.vocab_size, config.vocab_size)
         config.eos_token_id = tokenizer.document_end[-1]
         config.bos_token_id = [*tokenizer.document_start, config.eos_token_id][0]
@@ -72,17 +79,24 @@ def _copy_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
-    parts = (texts(part.input, text_key=part.text_key, max_bytes=int(part.mib * 2**20)) for part in wanted.texts)
+    parts = (
+        texts(part.input, text_key=part.text_key, max_bytes=int(part.mib * 2**20))
+        for part in wanted.texts
+    )
     tokenizer = train_tokenizer(chain.from_iterable(parts), wanted.vocab_size)
     if wanted.start_token:
         start = ("<s>", tokenizer.token_to_id("<s>"))
-        tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
+        tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[start]
+        )
     tokenizer.save(str(folder / TOKENIZER_FILE))
     _write_tokenizer_config(folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def _write_tokenizer_config(folder: Path, **special: str) -> None:
-    write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    write_json(
+        folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    )
 
 
 def train_tokenizer(
@@ -97,5 +111,7 @@ def train_tokenizer(
     Raises:
         DataError: there is too little text, or it is too uniform, for this vocabulary size.
     """
-    content = train_model(documents, vocab_size, model_type=model_type, character_coverage=character_coverage)
+    content = train_model(
+        documents, vocab_size, model_type=model_type, character_coverage=character_coverage
+    )
     return converted(read_model(Path("tokenizer.model"), content))

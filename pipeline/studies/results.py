@@ -62,7 +62,9 @@ class Row(BaseModel):
         return [first, *self.during, ValidationRecord(step=self.steps, figures=self.after)]
 
 
-def with_perplexities(row: Row, suffix: str, perplexities: Mapping[str, float], **changes: object) -> Row:
+def with_perplexities(
+    row: Row, suffix: str, perplexities: Mapping[str, float], **changes: object
+) -> Row:
     """The row of a model that was made of `row`'s without more training, of which only perplexities are known.
 
     Its label is `row`'s with `suffix`; `changes` are other fields of it.
@@ -75,7 +77,12 @@ def with_perplexities(row: Row, suffix: str, perplexities: Mapping[str, float], 
             # Bits per byte are in proportion to the logarithm, as before.
             bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])
             after[name]["bits_per_byte"] = bits
-    own: dict[str, object] = {"label": f"{row.label}{suffix}", "folder": None, "during": [], "after": after}
+    own: dict[str, object] = {
+        "label": f"{row.label}{suffix}",
+        "folder": None,
+        "during": [],
+        "after": after,
+    }
     return row.model_copy(update=own | changes)
 
 
@@ -132,7 +139,9 @@ def read_rows(folder: Path) -> list[Row]:
             f"with its {METRICS}"
         ) from None
     except ValidationError as error:
-        raise RunFolderError(f"{path}: {first_fault(error)}; write or copy the file again") from None
+        raise RunFolderError(
+            f"{path}: {first_fault(error)}; write or copy the file again"
+        ) from None
 
 
 def read_runs(folders: Iterable[Path]) -> list[Row]:

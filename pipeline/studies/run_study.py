@@ -57,9 +57,13 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
     _logger.info("%s: %s; %d at a time", runs.study.folder, runs.progress(), jobs)
     running: list[_Process] = []
     failed: dict[str, StudyError] = {}
-    signals: list[int] = []  # acted on below, so that no process is lost between its start and its place in the list
+    signals: list[
+        int
+    ] = []  # acted on below, so that no process is lost between its start and its place in the list
     numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = {number: signal.signal(number, lambda found, _: signals.append(found)) for number in numbers}
+    handlers = {
+        number: signal.signal(number, lambda found, _: signals.append(found)) for number in numbers
+    }
     try:
         while not signals:
             started = {process.task.name for process in running} | failed.keys()
@@ -67,7 +71,9 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
             if not waiting and not running:
                 break
             for task in waiting[: jobs - len(running)]:
-                running.append(_Process(task, side_by_side=min(jobs, len(tasks))))  # a single task gets all cores
+                running.append(
+                    _Process(task, side_by_side=min(jobs, len(tasks)))
+                )  # a single task gets all cores
             time.sleep(_POLL_EVERY_S)
             ended = [process for process in running if process.popen.poll() is not None]
             running = [process for process in running if process not in ended]
@@ -76,7 +82,13 @@ def run_study(runs: StudyRuns, jobs: int) -> None:
                 name = process.task.name
                 if name in {task.name for task in tasks}:
                     failed[name] = process.error()
-                outcome = "failed" if name in failed else "diverged" if process.popen.returncode else "done"
+                outcome = (
+                    "failed"
+                    if name in failed
+                    else "diverged"
+                    if process.popen.returncode
+                    else "done"
+                )
                 took = timedelta(seconds=round(time.monotonic() - process.started))
                 _logger.info("%s: %s in %s; %s", name, outcome, took, runs.progress())
     finally:
@@ -104,7 +116,9 @@ class _Process:
         task.run.write()
         self.log = task.run.folder / LOG
         environment = {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // (side_by_side * task.ranks))),
+            "OMP_NUM_THREADS": str(
+                max(1, len(os.sched_getaffinity(0)) // (side_by_side * task.ranks))
+            ),
             **os.environ,
             # The script takes the first python on the path.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -117,7 +131,9 @@ class _Process:
         with self.log.open("ab") as file:
             self._log_start = file.tell()
             # A session of its own: Ctrl-C is passed on once, by this process, and not by the terminal too.
-            self.popen = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+            self.popen = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=file, start_new_session=True
+            )
 
     def error(self) -> StudyError:
         """Why the task did not finish: its first error message, or else its last line."""
@@ -126,5 +142,6 @@ class _Process:
         said = [*errors, *reversed(lines), "without any output"][0]
         code = self.popen.returncode
         return StudyError(
-            f"{self.task.name} ended with exit code {code}: {said} (all output: {self.log})", code or INTERNAL_FAULT
+            f"{self.task.name} ended with exit code {code}: {said} (all output: {self.log})",
+            code or INTERNAL_FAULT,
         )

@@ -14,8 +14,13 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.config.sources import CHECKPOINTS, RUN_FILE, merged
 from pipeline.conversion.convert import HF_FOLDER, VERIFICATION
-from pipeline.data.corpora import has_heldout, is_tokenized, named_inputs, unfinished_corpora
-from pipeline.data.units import input_files
+from pipeline.data.tokenize.corpora import (
+    has_heldout,
+    is_tokenized,
+    named_inputs,
+    unfinished_corpora,
+)
+from pipeline.data.tokenize.units import input_files
 from pipeline.errors import CONFIG_ERROR, CheckpointError, ConfigError, StudyError
 from pipeline.hub import source_of
 from pipeline.model.from_hf import read_spec
@@ -57,7 +62,9 @@ class StudyRun:
         if not self.path.exists():
             return
         runs = load_config(self.path, base="named"), self.config
-        found, wanted = (run.model_dump(exclude={"gate"}) for run in runs)  # a gate may be added to a finished run
+        found, wanted = (
+            run.model_dump(exclude={"gate"}) for run in runs
+        )  # a gate may be added to a finished run
         for values in (found, wanted):  # models of the hub by their names, as in the file
             for section, key in ((values, "base"), (values["vocabulary"] or {}, "folder")):
                 if key in section:
@@ -107,8 +114,13 @@ class StudyRun:
         Raises:
             RunFolderError: the run's metrics are missing or damaged.
         """
-        figures, corpora = read_history(self.folder / METRICS).validations[-1].figures, self.config.data.corpora
-        return geometric_mean([figures[name]["perplexity"] for name in figures if corpora[name].role == "new"])
+        figures, corpora = (
+            read_history(self.folder / METRICS).validations[-1].figures,
+            self.config.data.corpora,
+        )
+        return geometric_mean(
+            [figures[name]["perplexity"] for name in figures if corpora[name].role == "new"]
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,9 @@ class Task:
     @property
     def name(self) -> str:
         """The run's name, and the stages where training is not among them."""
-        return self.run.name if "train" in self.stages else f"{self.run.name}: {' '.join(self.stages)}"
+        return (
+            self.run.name if "train" in self.stages else f"{self.run.name}: {' '.join(self.stages)}"
+        )
 
 
 class StudyRuns:
@@ -145,7 +159,10 @@ class StudyRuns:
             self.base = self.stages[-1].folder / HF_FOLDER
         self._first = {name: self.grid(name)[0] for name in study.methods}
         for data in (run.config.data for run in self._first.values()):
-            if not any(corpus.role == "new" and has_heldout(data, name) for name, corpus in data.corpora.items()):
+            if not any(
+                corpus.role == "new" and has_heldout(data, name)
+                for name, corpus in data.corpora.items()
+            ):
                 raise ConfigError(
                     f"{source}: settings.data.corpora: expected a held-out part of a corpus of role new, by which "
                     "learning rates are chosen, found none; set heldout_input or heldout_fraction"
@@ -160,11 +177,20 @@ class StudyRuns:
             "schedule": {"learning_rate": learning_rate},
         }
         settings = merged(merged(self.study.settings, compared.settings), varied)
-        return self._run(f"{method}.lr_{learning_rate:g}.seed_{seed}", settings, f"settings, for {method}", method)
+        return self._run(
+            f"{method}.lr_{learning_rate:g}.seed_{seed}",
+            settings,
+            f"settings, for {method}",
+            method,
+        )
 
     def _run(self, name: str, settings: RunSettings, where: str, method: str = "") -> StudyRun:
         study = self.study
-        own = {"name": f"{study.name}.{name}", "folder": str(study.folder / name), "base": str(self.base)}
+        own = {
+            "name": f"{study.name}.{name}",
+            "folder": str(study.folder / name),
+            "base": str(self.base),
+        }
         values = merged(own | {"data": {"folder": str(study.folder / TOKENS)}}, settings)
         return StudyRun(parse_config(values, source=f"{self.source}: {where}"), method)
 
@@ -186,7 +212,10 @@ class StudyRuns:
 
     def grid(self, method: str) -> list[StudyRun]:
         """The runs among which the learning rate of `method` is chosen."""
-        return [self.compared(method, rate, self.study.seeds[0]) for rate in self.study.methods[method].learning_rates]
+        return [
+            self.compared(method, rate, self.study.seeds[0])
+            for rate in self.study.methods[method].learning_rates
+        ]
 
     def chosen_rate(self, method: str) -> float | None:
         """The learning rate at which `method` learned most, whatever it forgot, the lower one of equal ones.
@@ -197,15 +226,21 @@ class StudyRuns:
             StudyError: all of them diverged.
         """
         seed = self.study.seeds[0]
-        runs = {rate: self.compared(method, rate, seed) for rate in sorted(self.study.methods[method].learning_rates)}
+        runs = {
+            rate: self.compared(method, rate, seed)
+            for rate in sorted(self.study.methods[method].learning_rates)
+        }
         if len(runs) == 1:
             return next(iter(runs))
         if not all(map(self.is_over, runs.values())):
             return None
-        perplexities = {rate: run.perplexity() for rate, run in runs.items() if not run.has_diverged}
+        perplexities = {
+            rate: run.perplexity() for rate, run in runs.items() if not run.has_diverged
+        }
         if not perplexities:
             raise StudyError(
-                f"methods.{method}: every one of its learning_rates diverged; give lower ones", CONFIG_ERROR
+                f"methods.{method}: every one of its learning_rates diverged; give lower ones",
+                CONFIG_ERROR,
             )
         return min(perplexities, key=perplexities.__getitem__)
 
@@ -223,14 +258,22 @@ class StudyRuns:
         if run.is_trained:
             return run.has_its_gate
         is_of_grid = run.config.seed == self.study.seeds[0]
-        return is_of_grid and len(self.study.methods[run.method].learning_rates) > 1 and run.has_diverged
+        return (
+            is_of_grid
+            and len(self.study.methods[run.method].learning_rates) > 1
+            and run.has_diverged
+        )
 
     def progress(self) -> str:
         """How many of the runs are finished, those that train the base included."""
         methods = self.study.methods.values()
-        total = len(self.stages) + sum(len(own.learning_rates) + len(self.study.seeds) - 1 for own in methods)
+        total = len(self.stages) + sum(
+            len(own.learning_rates) + len(self.study.seeds) - 1 for own in methods
+        )
         stages = sum(run.is_converted for run in self.stages)
-        finished = stages + (sum(map(self.is_over, self.known_runs())) if stages == len(self.stages) else 0)
+        finished = stages + (
+            sum(map(self.is_over, self.known_runs())) if stages == len(self.stages) else 0
+        )
         return f"{finished} of {total} runs are done"
 
     def pending_tasks(self, ended: Collection[str] = ()) -> list[Task]:
@@ -244,7 +287,10 @@ class StudyRuns:
         """
         tasks = self._pending()
         if unfinished := [task for task in tasks if task.name in ended]:
-            status, names = read_status(unfinished[0].run.folder), ", ".join(task.name for task in unfinished)
+            status, names = (
+                read_status(unfinished[0].run.folder),
+                ", ".join(task.name for task in unfinished),
+            )
             raise StudyError(
                 f"{names}: not finished, though the jobs have ended; the first is "
                 f"{status.state}: {status.why}; the output of its job says more; submit the study again to continue"
@@ -254,8 +300,14 @@ class StudyRuns:
     def _pending(self) -> list[Task]:
         for run, stage in zip(self.stages, self.study.stages.values(), strict=True):
             if not run.is_converted:
-                sampling = ("sample",) if any(corpus.sample for corpus in run.config.data.corpora.values()) else ()
-                return [Task(run, ("tokenize", *sampling, *run.training_stages, "convert"), stage.ranks)]
+                sampling = (
+                    ("sample",)
+                    if any(corpus.sample for corpus in run.config.data.corpora.values())
+                    else ()
+                )
+                return [
+                    Task(run, ("tokenize", *sampling, *run.training_stages, "convert"), stage.ranks)
+                ]
         runs = self.known_runs()
         first = runs[0]
         # The compared runs share their base and their corpora. Sampling is a task of its own: tokenizing needs no GPU.
@@ -263,5 +315,18 @@ class StudyRuns:
         if unfinished := [corpora[name] for name in unfinished_corpora(first.config.data)]:
             if all(corpus.sample for corpus in unfinished):
                 return [Task(first, ("sample",), 1)]
-            return [Task(first, (*(["clean"] if any(corpus.clean for corpus in unfinished) else []), "tokenize"), 1)]
-        return [Task(run, run.training_stages, self.study.ranks) for run in runs if not self.is_over(run)]
+            return [
+                Task(
+                    first,
+                    (
+                        *(["clean"] if any(corpus.clean for corpus in unfinished) else []),
+                        "tokenize",
+                    ),
+                    1,
+                )
+            ]
+        return [
+            Task(run, run.training_stages, self.study.ranks)
+            for run in runs
+            if not self.is_over(run)
+        ]

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.config.method import Method
-from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked, flattened
+from pipeline.config.reading import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    checked,
+    flattened,
+)
 from pipeline.config.sources import read_settings
 from pipeline.errors import ConfigError
 
@@ -34,7 +41,9 @@ def _without(*keys: str) -> AfterValidator:
 
 
 def _each_once(values: list[Any]) -> list[Any]:
-    names = {f"{value:g}" if isinstance(value, float) else value for value in values}  # as folders have them
+    names = {
+        f"{value:g}" if isinstance(value, float) else value for value in values
+    }  # as folders have them
     if len(names) < len(values):
         raise ValueError("each once")
     return values
@@ -43,7 +52,9 @@ def _each_once(values: list[Any]) -> list[Any]:
 # The study decides these; given in `settings` they would be ignored, or make two runs share a folder.
 _FROM_STUDY = ("name", "folder", "base")
 StageSettings = Annotated[RunSettings, _without(*_FROM_STUDY)]
-ComparedSettings = Annotated[RunSettings, _without(*_FROM_STUDY, "method", "seed", "schedule.learning_rate")]
+ComparedSettings = Annotated[
+    RunSettings, _without(*_FROM_STUDY, "method", "seed", "schedule.learning_rate")
+]
 
 
 class TokenizerText(Section):
@@ -132,17 +143,23 @@ class Study(Section):
         if (self.base is None) == (self.scratch is None):
             raise ValueError("give base or scratch, one of them")
         if taken := {SCRATCH, TOKENS} & self.stages.keys():
-            raise ValueError(f"stages.{min(taken)}: the study uses a folder of that name itself; choose another name")
+            raise ValueError(
+                f"stages.{min(taken)}: the study uses a folder of that name itself; choose another name"
+            )
         for name, compared in self.methods.items():
             if compared.averages and compared.method.name != "fft":
-                raise ValueError(f"methods.{name}.averages: only of method fft, whose parameters are the base's own")
+                raise ValueError(
+                    f"methods.{name}.averages: only of method fft, whose parameters are the base's own"
+                )
             if (gated := compared.chosen_by) is not None and not (
                 gated in self.methods and (self.settings | self.methods[gated].settings).get("gate")
             ):
                 raise ValueError(f"methods.{name}.chosen_by: {gated} is no method here with a gate")
         labels = [compared.label for compared in self.methods.values()]
         if repeated := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"methods: expected a different label for each, found {repeated[0]!r} twice")
+            raise ValueError(
+                f"methods: expected a different label for each, found {repeated[0]!r} twice"
+            )
         return self
 
 

@@ -34,7 +34,11 @@ def summarise(runs: StudyRuns) -> str:
     rows = [row for run in runs.known_runs() for row in _rows_of(run, runs)]
     write_json(runs.study.folder / SUMMARY, [row.model_dump() for row in rows])
     groups = group(rows)
-    made = [rates_table(groups), as_text(tables.results(groups, parts(groups))), as_text(tables.costs(groups))]
+    made = [
+        rates_table(groups),
+        as_text(tables.results(groups, parts(groups))),
+        as_text(tables.costs(groups)),
+    ]
     return "\n\n".join([*filter(None, made), "± is one standard deviation over seeds."])
 
 
@@ -48,7 +52,9 @@ def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
         **found
         | {
             "label": compared.label,
-            "method": config.method.variant if isinstance(config.method, ScaleMethod) else config.method.name,
+            "method": config.method.variant
+            if isinstance(config.method, ScaleMethod)
+            else config.method.name,
             "seed": config.seed,
             "learning_rate": rate,
             "chosen": rate == runs.chosen_rate(run.method),
@@ -67,14 +73,22 @@ def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
         if not any(text.impossible_fraction for text in heldout.values()):
             yield with_perplexities(row, " + gate", gated_perplexities(heldout))
     gated = None
-    if compared.chosen_by is not None and (best := runs.chosen_rate(compared.chosen_by)) is not None:
+    if (
+        compared.chosen_by is not None
+        and (best := runs.chosen_rate(compared.chosen_by)) is not None
+    ):
         gated = runs.compared(compared.chosen_by, best, config.seed).config
     if compared.averages or gated is not None:
-        whole = compared.method.name in ("fft", "freeze")  # what it trained of the base is needed as it was, too
+        whole = compared.method.name in (
+            "fft",
+            "freeze",
+        )  # what it trained of the base is needed as it was, too
         both = (row.total_parameters or 0) + (row.trainable_parameters or 0)
         for suffix, perplexities in derived_perplexities(config, compared.averages, gated):
             is_both = whole and suffix == BY_DOCUMENT
-            yield with_perplexities(row, suffix, perplexities, **({"total_parameters": both} if is_both else {}))
+            yield with_perplexities(
+                row, suffix, perplexities, **({"total_parameters": both} if is_both else {})
+            )
 
 
 def rates_table(groups: Sequence[Group]) -> str:
@@ -87,12 +101,18 @@ def rates_table(groups: Sequence[Group]) -> str:
             outcome = "diverged" if not row.after else f"chosen{edge}" if row.chosen else ""
             cells = ["" if end is None else readable(end) for end in ends]
             lines.append([own.label, f"{row.learning_rate:g}", *cells, outcome])
-    return table(["", "learning rate", *(f"{name}: perplexity" for name in shown), ""], lines) if lines else ""
+    return (
+        table(["", "learning rate", *(f"{name}: perplexity" for name in shown), ""], lines)
+        if lines
+        else ""
+    )
 
 
 def as_text(shown: tables.Table) -> str:
     """A table of a report for a terminal."""
-    above = [f": {name}" for name, span in shown.above for _ in range(span)] or [""] * len(shown.header)
+    above = [f": {name}" for name, span in shown.above for _ in range(span)] or [""] * len(
+        shown.header
+    )
     header = ["", *map("".join, zip(shown.header, above, strict=True))]
     return table(header, [[label, *map(" ".join, cells)] for label, _, cells in shown.rows])
 
@@ -101,6 +121,9 @@ def _inference_cost(config: RunConfig) -> float:
     """The FLOPs of a token's forward pass over the base's; a gate's one product of vectors does not count."""
     spec, length = read_spec(config.base), config.data.sequence_length
     with torch.device("meta"), torch.no_grad():
-        models = training_method(config).build(extended_spec(config, spec), SINGLE, "none"), Decoder(spec)
+        models = (
+            training_method(config).build(extended_spec(config, spec), SINGLE, "none"),
+            Decoder(spec),
+        )
         own, base = (count_flops(model, length).total for model in models)
     return own / base

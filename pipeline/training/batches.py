@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.run import RunConfig
-from pipeline.data.packing import Sample
-from pipeline.data.samples import TrainingSamples, rank_indices
+from pipeline.data.dataset.packing import Sample
+from pipeline.data.dataset.samples import TrainingSamples, rank_indices
 from pipeline.deepspeed_config import accumulation_steps
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import Layout
@@ -50,7 +50,9 @@ class MicroBatch(NamedTuple):
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         tokens, targets, positions = map(change, (self.tokens, self.targets, self.positions))
         documents = None if self.documents is None else self.documents.moved(change)
-        return self._replace(tokens=tokens, targets=targets, positions=positions, documents=documents)
+        return self._replace(
+            tokens=tokens, targets=targets, positions=positions, documents=documents
+        )
 
 
 class TrainingBatches:
@@ -61,7 +63,12 @@ class TrainingBatches:
     """
 
     def __init__(
-        self, samples: TrainingSamples, config: RunConfig, layout: Layout, rank: int, device: torch.device
+        self,
+        samples: TrainingSamples,
+        config: RunConfig,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
     ) -> None:
         self.samples = samples
         self.schedule = config.schedule
@@ -109,7 +116,9 @@ class TrainingBatches:
         own, fullest = (part[place] for part in self._planned[1])
         batch = collate([self.samples[index] for index in own], self.document_mask)
         if self.rehearses:
-            batch = batch._replace(kl_rows=self._kl_rows(own), reference_rows=self._kl_rows(fullest))
+            batch = batch._replace(
+                kl_rows=self._kl_rows(own), reference_rows=self._kl_rows(fullest)
+            )
         return batch.pinned_for(self.device)
 
     def _plan(self, step: int) -> Plan:
@@ -118,16 +127,24 @@ class TrainingBatches:
         In their own order, with many ranks almost every micro-batch would have one on some rank, and all ranks would
         run the base in almost every one.
         """
-        batch_size, micro_batch_size = self.schedule.global_batch_size, self.schedule.micro_batch_size
+        batch_size, micro_batch_size = (
+            self.schedule.global_batch_size,
+            self.schedule.micro_batch_size,
+        )
         first = step * batch_size
         if not self.rehearses:
-            sizes = {"global_batch_size": batch_size, "micro_batch_size": micro_batch_size, "dp_size": self.dp_size}
+            sizes = {
+                "global_batch_size": batch_size,
+                "micro_batch_size": micro_batch_size,
+                "dp_size": self.dp_size,
+            }
             own = rank_indices(first, dp_rank=self.dp_rank, **sizes)
             return own, own
         ordered = sorted(range(first, first + batch_size), key=lambda index: not self._is_kl(index))
         stride = batch_size // micro_batch_size  # micro-batches over all ranks
         own, fullest = (
-            [ordered[start::stride] for start in range(rank, stride, self.dp_size)] for rank in (self.dp_rank, 0)
+            [ordered[start::stride] for start in range(rank, stride, self.dp_size)]
+            for rank in (self.dp_rank, 0)
         )
         return own, fullest
 
@@ -145,6 +162,7 @@ def collate(samples: Sequence[Sample], document_mask: bool) -> MicroBatch:
     """
     fields = ("tokens", "targets", "positions", "document_ids")
     tokens, targets, positions, ids = (
-        torch.from_numpy(np.stack([getattr(sample, field) for sample in samples])) for field in fields
+        torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
+        for field in fields
     )
     return MicroBatch(tokens, targets, positions, Documents.of(ids) if document_mask else None)

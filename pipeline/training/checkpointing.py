@@ -23,12 +23,28 @@ from pipeline import log
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint import manifest as manifests
 from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
-from pipeline.checkpoint.rank_files import RankState, rank_file, read_index, read_random_state, write_rank_file
+from pipeline.checkpoint.rank_files import (
+    RankState,
+    rank_file,
+    read_index,
+    read_random_state,
+    write_rank_file,
+)
 from pipeline.config.run import Checkpoints as Settings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash
-from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, raise_on_all_ranks, run_on_all_ranks
-from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, checkpoint_name, named_checkpoint
+from pipeline.parallel.ranks import (
+    all_gathered,
+    broadcast_from_rank0,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
+from pipeline.run_folder.checkpoint_names import (
+    LATEST,
+    all_checkpoints,
+    checkpoint_name,
+    named_checkpoint,
+)
 from pipeline.training.engine import Engine
 from pipeline.training.launch import COLLECTIVE_TIMEOUT
 
@@ -69,7 +85,9 @@ class Checkpoints:
         state = engine.state()
         if self.settings.asynchronous:
             copies = {name: value.to("cpu", copy=True) for name, value in state.values.items()}
-            self._finish = in_background(partial(self._write, final, position, state._replace(values=copies)))
+            self._finish = in_background(
+                partial(self._write, final, position, state._replace(values=copies))
+            )
         else:
             self._write(final, position, state)
         if last:
@@ -93,7 +111,11 @@ class Checkpoints:
         """
         damaged: tuple[Path, str] | None = None
         while found := broadcast_from_rank0(partial(self._next_candidate, before, damaged)):
-            damages = [text for text in all_gathered(run_on_all_ranks(partial(self._examine, *found))) if text]
+            damages = [
+                text
+                for text in all_gathered(run_on_all_ranks(partial(self._examine, *found)))
+                if text
+            ]
             checkpoint, manifest = found
             if not damages:
                 self._restore(engine, checkpoint, manifest)
@@ -108,10 +130,14 @@ class Checkpoints:
 
         def amend() -> None:
             if self.rank == 0:
-                manifests.load_manifest(checkpoint).model_copy(update={"position": position}).save(checkpoint)
+                manifests.load_manifest(checkpoint).model_copy(update={"position": position}).save(
+                    checkpoint
+                )
 
         if fault := self._disk_fault(amend):
-            _logger.error("%s: the rollback is not on record until the next save: %s", checkpoint, fault)
+            _logger.error(
+                "%s: the rollback is not on record until the next save: %s", checkpoint, fault
+            )
 
     def _write(self, final: Path, position: Position, state: RankState) -> None:
         """Writes the files of all ranks and publishes them as a checkpoint, possibly on a background thread."""
@@ -130,9 +156,15 @@ class Checkpoints:
             files[own.name] = FileRecord(bytes=own.stat().st_size, sha256=file_hash(own))
 
         def publish() -> None:
-            written = {name: record for part in all_gathered(files, self._group) for name, record in part.items()}
+            written = {
+                name: record
+                for part in all_gathered(files, self._group)
+                for name, record in part.items()
+            }
             if self.rank == 0:
-                manifest = Manifest(run=self.run, position=position, layout=self.layout, files=written)
+                manifest = Manifest(
+                    run=self.run, position=position, layout=self.layout, files=written
+                )
                 manifest.save(unfinished)
                 folders.publish(unfinished, final)
                 self._remove_superseded()
@@ -150,7 +182,10 @@ class Checkpoints:
         steps = {folders.step_of(path): path for path in all_checkpoints(self.folder)}
         keep_last, keep_every_steps = self.settings.keep_last, self.settings.keep_every_steps
         gone = folders.superseded([*steps], keep_last, keep_every_steps, self.rollback_steps)
-        for path in [*(steps[step] for step in gone), *self.folder.glob(f"step_*{folders.ROLLED_BACK}*")]:
+        for path in [
+            *(steps[step] for step in gone),
+            *self.folder.glob(f"step_*{folders.ROLLED_BACK}*"),
+        ]:
             folders.discard(path)
 
     def _disk_fault(self, work: Callable[[], object]) -> str | None:
@@ -162,7 +197,9 @@ class Checkpoints:
             fault = f"rank {self.rank} on {socket.gethostname()}: {error.strerror or error}"
         return next((text for text in all_gathered(fault, self._group) if text is not None), None)
 
-    def _next_candidate(self, before: int | None, damaged: tuple[Path, str] | None) -> tuple[Path, Manifest] | None:
+    def _next_candidate(
+        self, before: int | None, damaged: tuple[Path, str] | None
+    ) -> tuple[Path, Manifest] | None:
         """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to try."""
         named = named_checkpoint(self.folder)
         if damaged is not None:
@@ -172,13 +209,17 @@ class Checkpoints:
         found = folders.candidates(self.folder)
         if before is not None:
             found = [checkpoint for checkpoint in found if folders.step_of(checkpoint) < before]
-        elif not found and (named is not None or any(self.folder.glob(f"step_*{folders.DAMAGED}*"))):
+        elif not found and (
+            named is not None or any(self.folder.glob(f"step_*{folders.DAMAGED}*"))
+        ):
             raise CheckpointError(
                 f"{self.folder}: no checkpoint is whole; the damaged ones end in {folders.DAMAGED}. Copy a whole one "
                 "back, or remove the folder to start the run from step 0"
             )
         elif found and damaged is None and found[0] != named:
-            _logger.warning("%s names no checkpoint; trying %s", self.folder / LATEST, found[0].name)
+            _logger.warning(
+                "%s names no checkpoint; trying %s", self.folder / LATEST, found[0].name
+            )
         if not found:
             return None
         try:
@@ -202,7 +243,10 @@ class Checkpoints:
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
         if unknown := manifests.not_recorded(manifest):
-            _logger.info("an earlier version wrote it without a record of %s: not compared", " and ".join(unknown))
+            _logger.info(
+                "an earlier version wrote it without a record of %s: not compared",
+                " and ".join(unknown),
+            )
         index = broadcast_from_rank0(partial(read_index, checkpoint))
 
         def read() -> dict[str, Tensor]:

@@ -23,7 +23,12 @@ from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
 from pipeline.model.decoder import is_layer_matrix
-from pipeline.parallel.sharding import MasterPiece, ZeroPartition, named_trained_parameters, zero_partition_of
+from pipeline.parallel.sharding import (
+    MasterPiece,
+    ZeroPartition,
+    named_trained_parameters,
+    zero_partition_of,
+)
 from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel
 from pipeline.training.muon import Muon, moments_of
 
@@ -36,7 +41,9 @@ def init_distributed(backend: str, timeout: timedelta) -> None:
     if backend == "gloo":
         # Otherwise its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+    )
 
 
 def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: Layout) -> None:
@@ -48,8 +55,12 @@ def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: L
     try:
         DeepSpeedReader(values)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {faults}; correct the file") from None
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+        )
+        raise ConfigError(
+            f"{deepspeed_config.path}: DeepSpeed refuses it: {faults}; correct the file"
+        ) from None
     # Its reader has no error of its own: it raises what a value of another type happens to make.
     except Exception as error:  # noqa: BLE001
         raise ConfigError(
@@ -90,7 +101,9 @@ def attach_zero_partitions(model: nn.Module) -> None:
         if hasattr(parameter, "ds_tensor"):
             values, shard_size = parameter.ds_tensor, parameter.ds_numel
             first = min(shard_size, values.ds_numel * dist.get_rank(parameter.ds_process_group))
-            parameter.zero_partition = ZeroPartition(values, first, min(values.ds_numel, shard_size - first))
+            parameter.zero_partition = ZeroPartition(
+                values, first, min(values.ds_numel, shard_size - first)
+            )
 
 
 # --- Weights and optimizer state: to a checkpoint, and from one of any layout -----------------------------------------
@@ -98,7 +111,9 @@ def attach_zero_partitions(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def optimizer_state(engine: Any, model: nn.Module) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:  # noqa: ANN401
+def optimizer_state(
+    engine: Any, model: nn.Module
+) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:  # noqa: ANN401
     """What this rank's optimizer holds: `first`, `values` (views) and `adam_step` of a `RankState`; no collective."""
     first, values, adam_step = {}, {}, torch.tensor(0.0)
     for name, piece in _master_pieces(model, engine.optimizer):
@@ -118,10 +133,14 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
         span = (piece.first, piece.first + piece.length)
         piece.within(piece.flat).copy_(reader.read_span(name, "fp32", tp.rank, tp.size, span))
         for moment in moments:
-            piece.within(slots[moment]).copy_(reader.read_span(name, moment, tp.rank, tp.size, span))
+            piece.within(slots[moment]).copy_(
+                reader.read_span(name, moment, tp.rank, tp.size, span)
+            )
 
 
-def _slots(engine: Any, name: str, piece: MasterPiece) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:  # noqa: ANN401
+def _slots(
+    engine: Any, name: str, piece: MasterPiece
+) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:  # noqa: ANN401
     """What the optimizer holds for `piece.flat`, as it makes it itself if it has made no step yet, and its moments."""
     optimizer = engine.optimizer.optimizer
     slots: dict[str, Tensor] = optimizer.state[piece.flat]
@@ -152,7 +171,11 @@ def publish(engine: Any, model: nn.Module, step: int) -> None:  # noqa: ANN401
 def _master_pieces(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, MasterPiece]]:  # noqa: ANN401
     """What this rank's optimizer holds of each trained parameter, by name."""
     for name, parameter in named_trained_parameters(model):
-        piece = _piece_of_zero3(parameter, optimizer) if _is_zero3(optimizer) else _piece(parameter, optimizer)
+        piece = (
+            _piece_of_zero3(parameter, optimizer)
+            if _is_zero3(optimizer)
+            else _piece(parameter, optimizer)
+        )
         if piece is not None and piece.length > 0:
             yield name, piece
 
@@ -162,12 +185,17 @@ def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:  
     optimizer, muon = engine.optimizer, engine.optimizer.optimizer
     if not isinstance(muon, Muon):
         return
-    matrices = [weight for name, weight in named_trained_parameters(model) if is_layer_matrix(name, weight)]
+    matrices = [
+        weight for name, weight in named_trained_parameters(model) if is_layer_matrix(name, weight)
+    ]
     if _is_zero3(optimizer):
         muon.attach([_piece_of_zero3(weight, optimizer) for weight in matrices], groups)
         return
     (flat,) = muon.param_groups[0]["params"]  # Muon's group comes first
-    muon.attach([_piece(weight, optimizer) or MasterPiece(weight, flat, 0, 0, 0) for weight in matrices], groups)
+    muon.attach(
+        [_piece(weight, optimizer) or MasterPiece(weight, flat, 0, 0, 0) for weight in matrices],
+        groups,
+    )
 
 
 def _is_zero3(optimizer: Any) -> bool:  # noqa: ANN401

@@ -20,12 +20,16 @@ from pipeline.parallel.ranks import raise_on_all_ranks
 REPORT = "divergence.json"
 
 
-def remembered(recent: Sequence[StepRecord], record: StepRecord, stability: Stability) -> tuple[StepRecord, ...]:
+def remembered(
+    recent: Sequence[StepRecord], record: StepRecord, stability: Stability
+) -> tuple[StepRecord, ...]:
     """`recent` and `record`, as far back as `find_spike` may need them."""
     return (*recent, record)[-(stability.window + stability.spike_steps) :]
 
 
-def find_spike(recent: Sequence[StepRecord], stability: Stability, gradient_clipping: float) -> list[StepRecord]:
+def find_spike(
+    recent: Sequence[StepRecord], stability: Stability, gradient_clipping: float
+) -> list[StepRecord]:
     """The last `spike_steps` steps, if each is a spike against the `window` steps before them; else none.
 
     That is a loss `loss_increase` nats above their median, or a gradient norm that is clipped and
@@ -40,7 +44,9 @@ def find_spike(recent: Sequence[StepRecord], stability: Stability, gradient_clip
     if stability.gradient_norm_factor is not None:
         norm = median(record.gradient_norm for record in before)
         highest_norm = max(gradient_clipping, norm * stability.gradient_norm_factor)
-    is_spike = all(record.loss > highest_loss or record.gradient_norm > highest_norm for record in last)
+    is_spike = all(
+        record.loss > highest_loss or record.gradient_norm > highest_norm for record in last
+    )
     return last if is_spike else []
 
 
@@ -48,7 +54,11 @@ def check_skipped_steps(config: RunConfig, position: Position) -> None:
     """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call it."""
     skipped, most = len(position.skipped_steps), config.stability.max_skipped_steps
     if skipped > most:
-        end_diverged(config, position, f"{skipped} steps were skipped, more than stability.max_skipped_steps {most}")
+        end_diverged(
+            config,
+            position,
+            f"{skipped} steps were skipped, more than stability.max_skipped_steps {most}",
+        )
 
 
 def end_diverged(config: RunConfig, position: Position, reason: str) -> NoReturn:
@@ -56,7 +66,14 @@ def end_diverged(config: RunConfig, position: Position, reason: str) -> NoReturn
     path = config.folder / REPORT
     if dist.get_rank() == 0:
         figures = position.model_dump(
-            mode="json", include={"step", "skipped_steps", "recomputed_steps", "rollbacks", "learning_rate_factor"}
+            mode="json",
+            include={
+                "step",
+                "skipped_steps",
+                "recomputed_steps",
+                "rollbacks",
+                "learning_rate_factor",
+            },
         )
         recent = [record._asdict() for record in position.recent]
         settings = config.stability.model_dump(mode="json")

@@ -54,7 +54,11 @@ class Engine:
     """
 
     def __init__(
-        self, model: Decoder, config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
+        self,
+        model: Decoder,
+        config: RunConfig,
+        deepspeed_config: DeepSpeedConfig,
+        groups: ProcessGroups,
     ) -> None:
         """Wraps `model` in DeepSpeed's engine; every rank must call it."""
         sizes = [
@@ -66,17 +70,27 @@ class Engine:
         self.total_parameters = sum(size for size, _ in sizes)
         self.routed = model.plan is not None and model.plan.routed
         self.tensor_parallel = groups.tensor_parallel
-        self._tokens_per_micro_batch = config.schedule.micro_batch_size * config.data.sequence_length
+        self._tokens_per_micro_batch = (
+            config.schedule.micro_batch_size * config.data.sequence_length
+        )
         if config.compile:
             model.compile_layers()
         optimizer = make_optimizer(model, config.schedule)
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
             self._engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=values, mpu=groups, dist_init_required=False
+                model=model,
+                optimizer=optimizer,
+                config=values,
+                mpu=groups,
+                dist_init_required=False,
             )
-        except AssertionError as error:  # its ZeRO optimizers say so of settings that exclude each other
-            raise ConfigError(f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}") from None
+        except (
+            AssertionError
+        ) as error:  # its ZeRO optimizers say so of settings that exclude each other
+            raise ConfigError(
+                f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}"
+            ) from None
         self.model: Decoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
         deepspeed_internals.attach_muon(self._engine, self.model, groups)
@@ -125,7 +139,9 @@ class Engine:
         # ZeRO-3 gathers parameters only around a module's forward, which this is not.
         with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
             for rows in output.chunks(len(hidden[0].x)):
-                yield tuple(output.logits(states.rows(rows))[:, : output.columns] for states in hidden)
+                yield tuple(
+                    output.logits(states.rows(rows))[:, : output.columns] for states in hidden
+                )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -143,7 +159,14 @@ class Engine:
         random_state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             random_state["cuda"] = torch.cuda.get_rng_state()
-        return RankState(self.tensor_parallel.rank, self.tensor_parallel.size, first, values, adam_step, random_state)
+        return RankState(
+            self.tensor_parallel.rank,
+            self.tensor_parallel.size,
+            first,
+            values,
+            adam_step,
+            random_state,
+        )
 
     def restore(self, index: Index) -> None:
         """Loads this rank's optimizer state from a checkpoint of any layout; no collective. The base is there."""

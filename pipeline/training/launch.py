@@ -65,20 +65,30 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     rank, local_rank, world_size = [_number(environment, name) for name in names] or (0, 0, 1)
     # A process started without its launcher would train alone, or wait for ranks that nobody starts.
     expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
-    tasks = _number(environment, "SLURM_NTASKS", default=1)  # torchrun under srun may start several ranks a task
+    tasks = _number(
+        environment, "SLURM_NTASKS", default=1
+    )  # torchrun under srun may start several ranks a task
     if (expected and world_size != expected) or (not expected and world_size < tasks):
         raise LayoutError(
             f"rank {rank} on {node()} is one of {world_size} process(es), but {expected or tasks} were allocated; "
             "start them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
         )
     if world_size == 1:
-        return Launch(0, local_rank, 1, "127.0.0.1", _number(environment, "MASTER_PORT", default=_ANY_PORT))
+        return Launch(
+            0, local_rank, 1, "127.0.0.1", _number(environment, "MASTER_PORT", default=_ANY_PORT)
+        )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         raise LayoutError(
             f"{' and '.join(missing)} not set, and {world_size} processes need a rendezvous; start them with "
             "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
         )
-    launch = Launch(rank, local_rank, world_size, environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
+    launch = Launch(
+        rank,
+        local_rank,
+        world_size,
+        environment["MASTER_ADDR"],
+        _number(environment, "MASTER_PORT"),
+    )
     if next((_number(environment, name) for name in _HOST_COUNTS if name in environment), 1) > 1:
         remedy = "set MASTER_ADDR to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
         _check_reachable("MASTER_ADDR", launch.master_addr, remedy)
@@ -125,17 +135,25 @@ def initialise(launch: Launch) -> torch.device:
     """
     on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
     os.environ.update(launch.environment)
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each group holds a socket to each of a thousand ranks
+    os.environ.setdefault(
+        "TORCH_GLOO_LAZY_INIT", "1"
+    )  # else each group holds a socket to each of a thousand ranks
     # DeepSpeed's engine refuses a LOCAL_RANK that is not mpirun's, as with bound GPUs, or in a shell under mpirun.
     under_mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None) is not None
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
-    from pipeline.training import deepspeed_internals  # DeepSpeed chooses its accelerator when it is imported
+    from pipeline.training import (
+        deepspeed_internals,
+    )  # DeepSpeed chooses its accelerator when it is imported
 
     device = torch.device("cpu")
     if on_gpu:
         bound = under_mpirun or slurm_binds_gpus(os.environ)
-        device = torch.device("cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound))
-        os.environ["LOCAL_RANK"] = str(device.index)  # DeepSpeed's engine takes its device from here
+        device = torch.device(
+            "cuda", device_index(launch.local_rank, torch.cuda.device_count(), bound=bound)
+        )
+        os.environ["LOCAL_RANK"] = str(
+            device.index
+        )  # DeepSpeed's engine takes its device from here
         torch.cuda.set_device(device)
     try:
         deepspeed_internals.init_distributed("nccl" if on_gpu else "gloo", COLLECTIVE_TIMEOUT)
@@ -150,7 +168,9 @@ def initialise(launch: Launch) -> torch.device:
 
 def slurm_binds_gpus(environment: Mapping[str, str]) -> bool:
     """Whether srun may show each task only its own GPUs: --gpus-per-task, or --tres-per-task=gres/gpu:1."""
-    return "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
+    return "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get(
+        "SLURM_TRES_PER_TASK", ""
+    )
 
 
 def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
@@ -168,18 +188,24 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
 def extend_collectives(limits: Watchdog) -> timedelta:
     """Lets collectives take longer than the watchdog allows any phase, so that it names the missing rank before gloo or
     NCCL end those that wait for it; returns how long."""
-    timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s)))
+    timeout = max(
+        COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s))
+    )
     _set_pg_timeout(timeout)
     return timeout
 
 
 def use_deterministic_kernels() -> None:
     """Makes torch and cuBLAS compute the same bits each time, where they can; NCCL needs the user's NCCL_ALGO."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product, which is yet to come
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # read with the first product, which is yet to come
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Otherwise torch would fill memory that is never read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not reproducible; flash attention's then is
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # its backward is not reproducible; flash attention's then is
 
 
 def leave_after(program: Callable[[], None]) -> NoReturn:
@@ -192,7 +218,9 @@ def leave_after(program: Callable[[], None]) -> NoReturn:
         code = end.code
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the terminal or the reader is gone; the work may be saved all the same
+        with contextlib.suppress(
+            OSError
+        ):  # the terminal or the reader is gone; the work may be saved all the same
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 
@@ -218,7 +246,9 @@ class StopSignals:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         # Into it the interpreter writes the number of each signal as it arrives, whatever the main thread does.
-        self._previous_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous_wakeup = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
         self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
         return self
 

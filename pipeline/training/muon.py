@@ -41,7 +41,11 @@ _RMS = 0.2
 def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
     """The optimizer of the trained parameters alone; vectors (gains, biases) do not decay."""
     trained = dict(named_trained_parameters(model))
-    by_muon = [name for name in trained if schedule.optimizer == "muon" and is_layer_matrix(name, trained[name])]
+    by_muon = [
+        name
+        for name in trained
+        if schedule.optimizer == "muon" and is_layer_matrix(name, trained[name])
+    ]
     # By the full shapes: ZeRO-3's partitions are flat.
     vectors = [name for name in trained if len(full_shape_of(trained[name])) <= 1]
     others = [name for name in trained if name not in {*by_muon, *vectors}]
@@ -51,14 +55,20 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": 0.0, "muon": False},
     ]
     return (Muon if by_muon else torch.optim.AdamW)(
-        [{**group, "params": [trained[name] for name in group["params"]]} for group in groups if group["params"]],
+        [
+            {**group, "params": [trained[name] for name in group["params"]]}
+            for group in groups
+            if group["params"]
+        ],
         lr=schedule.learning_rate,
         betas=schedule.betas,
         fused=True,
     )
 
 
-def moments_of(optimizer: torch.optim.Optimizer, name: str, parameter: nn.Parameter) -> tuple[Kind, ...]:
+def moments_of(
+    optimizer: torch.optim.Optimizer, name: str, parameter: nn.Parameter
+) -> tuple[Kind, ...]:
     """What the optimizer holds of a parameter beside it. Muon's momentum is called as AdamW's first moment."""
     by_muon = isinstance(optimizer, Muon) and is_layer_matrix(name, parameter)
     return ("exp_avg",) if by_muon else ("exp_avg", "exp_avg_sq")
@@ -88,7 +98,10 @@ class Muon(torch.optim.AdamW):
         state, gradient = self.state[flat], flat.grad
         assert gradient is not None
         if not state:
-            state |= {"step": torch.zeros((), device=flat.device), "exp_avg": torch.zeros_like(flat)}
+            state |= {
+                "step": torch.zeros((), device=flat.device),
+                "exp_avg": torch.zeros_like(flat),
+            }
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
         update = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
@@ -103,7 +116,9 @@ class Muon(torch.optim.AdamW):
             return
         rate = learning_rate * _RMS * math.sqrt(max(whole.shape[-2:]))
         tp = self._ranks.tensor_parallel
-        own = split(orthogonalised(whole), partition_of(piece.parameter), tp.rank, tp.size).flatten()
+        own = split(
+            orthogonalised(whole), partition_of(piece.parameter), tp.rank, tp.size
+        ).flatten()
         piece.within(piece.flat).add_(own[piece.first : piece.first + piece.length], alpha=-rate)
 
     def _put_together(self, piece: MasterPiece, update: Tensor) -> Tensor:
@@ -129,7 +144,9 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if is_tall else matrices).to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+    x = (matrices.mT if is_tall else matrices).to(
+        torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
+    )
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):

@@ -14,7 +14,14 @@ from pipeline import log
 from pipeline.checks.door import begin
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
-from pipeline.errors import FINISHED, INTERRUPTED, RESUME_LATER, UserError, exit_code_of, in_one_line
+from pipeline.errors import (
+    FINISHED,
+    INTERRUPTED,
+    RESUME_LATER,
+    UserError,
+    exit_code_of,
+    in_one_line,
+)
 from pipeline.files import write_json
 from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
 from pipeline.health.watchdog import Watchdog, lost_a_peer
@@ -32,7 +39,10 @@ _logger = log.get_logger(__name__)
 
 
 def run_training(
-    config_path: Path, device: torch.device, make_observers: ObserverFactory, changes: Sequence[str] = ()
+    config_path: Path,
+    device: torch.device,
+    make_observers: ObserverFactory,
+    changes: Sequence[str] = (),
 ) -> int:
     """Trains the run that `config_path` and `changes` describe; every rank must call it. Returns the exit code."""
     phases = Phases(device)
@@ -65,16 +75,27 @@ def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
         yield
     except Exception as error:
         if not lost_a_peer(error):
-            record_end(folder, exit_code=exit_code_of(error), step=phases.state.step, error=in_one_line(error))
+            record_end(
+                folder,
+                exit_code=exit_code_of(error),
+                step=phases.state.step,
+                error=in_one_line(error),
+            )
         raise
     except KeyboardInterrupt:
         if dist.get_rank() == 0:  # every rank has got it
-            record_end(folder, exit_code=INTERRUPTED, step=phases.state.step, error=INTERRUPTION.text)
+            record_end(
+                folder, exit_code=INTERRUPTED, step=phases.state.step, error=INTERRUPTION.text
+            )
         raise
 
 
 def attempt(
-    inputs: Inputs, device: torch.device, phases: Phases, signals: StopSignals, make_observers: ObserverFactory
+    inputs: Inputs,
+    device: torch.device,
+    phases: Phases,
+    signals: StopSignals,
+    make_observers: ObserverFactory,
 ) -> int:
     """Trains until the end or a signal, and returns the exit code.
 
@@ -84,12 +105,16 @@ def attempt(
     config = inputs.config
 
     def record_verdict(verdict: Verdict) -> None:
-        record_end(config.folder, exit_code=verdict.exit_code, step=phases.state.step, error=verdict.text)
+        record_end(
+            config.folder, exit_code=verdict.exit_code, step=phases.state.step, error=verdict.text
+        )
 
     with ExitStack() as ending:
         with _faults_on_record(config.folder, phases):
             stacks = config.folder / STACKS
-            watchdog = Watchdog(config.watchdog, phases, stacks, record_verdict, signals.is_insistent)
+            watchdog = Watchdog(
+                config.watchdog, phases, stacks, record_verdict, signals.is_insistent
+            )
             ending.enter_context(watchdog)
             trainer = Trainer(inputs, device, phases, make_observers)
 
@@ -114,7 +139,10 @@ def attempt(
         if dist.get_rank() == 0:
             record_end(config.folder, exit_code=code, step=phases.state.step)
     if not trainer.finished:
-        _logger.info("stopped by a signal at step %d; the same command resumes from there", trainer.position.step)
+        _logger.info(
+            "stopped by a signal at step %d; the same command resumes from there",
+            trainer.position.step,
+        )
     return code
 
 

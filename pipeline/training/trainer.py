@@ -17,13 +17,19 @@ from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, 
 from pipeline.checks.door import check_allocation
 from pipeline.checks.inputs import Inputs
 from pipeline.config.schedule import learning_rate
-from pipeline.data.packing import IGNORED
+from pipeline.data.dataset.packing import IGNORED
 from pipeline.errors import UserError
 from pipeline.files import file_hash
 from pipeline.health.liveness import Phases
 from pipeline.model.decoder import Decoder
 from pipeline.model.output import Losses
-from pipeline.parallel.ranks import all_gathered, raise_on_all_ranks, run_on_all_ranks, summed, warn_on_rank0
+from pipeline.parallel.ranks import (
+    all_gathered,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+    summed,
+    warn_on_rank0,
+)
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import TrainingBatches
 from pipeline.training.checkpointing import Checkpoints
@@ -41,10 +47,18 @@ _logger = log.get_logger(__name__)
 class Trainer:
     """A run that is about to start or to resume; every rank makes it and calls its methods."""
 
-    def __init__(self, inputs: Inputs, device: torch.device, phases: Phases, make_observers: ObserverFactory) -> None:
+    def __init__(
+        self, inputs: Inputs, device: torch.device, phases: Phases, make_observers: ObserverFactory
+    ) -> None:
         """Checks the allocation, loads the model and the newest checkpoint."""
         config, layout = inputs.config, inputs.layout
-        self.inputs, self.config, self.device, self.phases, self.rank = inputs, config, device, phases, dist.get_rank()
+        self.inputs, self.config, self.device, self.phases, self.rank = (
+            inputs,
+            config,
+            device,
+            phases,
+            dist.get_rank(),
+        )
         self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
         timeout = extend_collectives(config.watchdog)
         groups = ProcessGroups(layout, timeout, sequence_parallel=config.parallel.sequence_parallel)
@@ -63,9 +77,16 @@ class Trainer:
             probe = next(self.batches.of_step(0))
             self.step0_difference = check_preservation(self.engine, probe, config)
 
-        written_at = describe_layout(layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype)
+        written_at = describe_layout(
+            layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype
+        )
         self.checkpoints = Checkpoints(
-            config.checkpoint_folder, run, written_at, config.checkpoints, timeout, config.stability.rollback_steps
+            config.checkpoint_folder,
+            run,
+            written_at,
+            config.checkpoints,
+            timeout,
+            config.stability.rollback_steps,
         )
         self.position = self.checkpoints.resume(self.engine) or Position()
         if self.rank == 0:
@@ -86,7 +107,9 @@ class Trainer:
             event, stop = self.take_step(signals)
             phases.finished(event.step)
             check_skipped_steps(config, self.position)
-            if spike := find_spike(self.position.recent, config.stability, config.schedule.gradient_clipping):
+            if spike := find_spike(
+                self.position.recent, config.stability, config.schedule.gradient_clipping
+            ):
                 with phases("checkpoint"):
                     self._roll_back(spike)
                 continue
@@ -129,7 +152,11 @@ class Trainer:
                     event.seconds = seconds
                     self._record(event, totals, rate, recomputed=attempt > 0)
                     return event, stop
-                warn_on_rank0(_logger, "step %d: its loss or gradient is not finite; no weight was changed", number)
+                warn_on_rank0(
+                    _logger,
+                    "step %d: its loss or gradient is not finite; no weight was changed",
+                    number,
+                )
             self.position = self.position.skipping(number)
         warn_on_rank0(_logger, "step %d: skipped; no weight was changed", number)
         event.figures["skipped_steps"] = sum(step <= number for step in self.position.skipped_steps)
@@ -155,7 +182,9 @@ class Trainer:
         with phases("communication"):
             return sums.over_all_ranks(self.engine, stop=stop)
 
-    def _record(self, event: StepEvent, totals: StepTotals, rate: float, *, recomputed: bool) -> None:
+    def _record(
+        self, event: StepEvent, totals: StepTotals, rate: float, *, recomputed: bool
+    ) -> None:
         """Records a step that changed the weights: its figures in `event`, what later decisions need in `position`."""
         figures = event.figures
         if totals.nll_per_token is not None:  # a small batch may be rehearsed as a whole
@@ -198,10 +227,16 @@ class Trainer:
     def _roll_back(self, spike: Sequence[StepRecord]) -> None:
         """Restores the newest checkpoint before `spike`, whose samples are then skipped; without one, ends the run."""
         config, position = self.config, self.position
-        skipped = range(spike[0].step - 1, spike[-1].step + 1)  # also the step whose update began it
+        skipped = range(
+            spike[0].step - 1, spike[-1].step + 1
+        )  # also the step whose update began it
         found = f"steps {spike[0].step} to {spike[-1].step} are a spike (loss {spike[-1].loss:.4f})"
         if (count := position.rollbacks) >= config.stability.max_rollbacks:
-            end_diverged(config, position, f"{found} after {count} rollbacks, as many as stability.max_rollbacks")
+            end_diverged(
+                config,
+                position,
+                f"{found} after {count} rollbacks, as many as stability.max_rollbacks",
+            )
         self.checkpoints.finish()
         earlier = self.checkpoints.resume(self.engine, before=skipped.start)
         if earlier is None:
@@ -210,7 +245,9 @@ class Trainer:
         warn_on_rank0(_logger, message, found, earlier.step, skipped[0], skipped[-1])
         # The counts and the skipped steps are the whole run's; everything else is the checkpoint's.
         self.position = earlier.skipping(*position.skipped_steps, *skipped).changed(
-            rollbacks=count + 1, recomputed_steps=position.recomputed_steps, seconds=position.seconds
+            rollbacks=count + 1,
+            recomputed_steps=position.recomputed_steps,
+            seconds=position.seconds,
         )
         check_skipped_steps(config, self.position)
         self.checkpoints.record_rollback(self.position)
@@ -231,7 +268,13 @@ def hash_base(inputs: Inputs) -> None:
             expansion.check_files(own_share)
         return {file.name: file_hash(file) for file in base.files[own_share]}
 
-    base.know_hashes({name: digest for part in all_gathered(run_on_all_ranks(read)) for name, digest in part.items()})
+    base.know_hashes(
+        {
+            name: digest
+            for part in all_gathered(run_on_all_ranks(read))
+            for name, digest in part.items()
+        }
+    )
 
 
 def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> Decoder:
@@ -245,7 +288,11 @@ def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> D
 
 def score_figures(scores: dict[str, HeldoutScore]) -> dict[str, float]:
     """The scores by their names in metrics.jsonl."""
-    return {f"{figure}/{name}": value for name, score in scores.items() for figure, value in score.figures().items()}
+    return {
+        f"{figure}/{name}": value
+        for name, score in scores.items()
+        for figure, value in score.figures().items()
+    }
 
 
 class StepTotals(NamedTuple):

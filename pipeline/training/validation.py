@@ -16,8 +16,8 @@ from torch import Tensor
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.data.packing import IGNORED
-from pipeline.data.samples import HeldoutSamples
+from pipeline.data.dataset.packing import IGNORED
+from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.errors import PreservationError
 from pipeline.model.output import Losses, perplexity
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
@@ -63,7 +63,11 @@ class Validation:
         self.heldout, self.device = inputs.samples.heldout, device
         self.settings, self.micro_batch_size = config.validation, config.schedule.micro_batch_size
         self.document_mask = config.data.document_mask
-        self.tp_rank, self.dp_rank, self.dp_size = layout.tp_rank(rank), layout.dp_rank(rank), layout.dp_size
+        self.tp_rank, self.dp_rank, self.dp_size = (
+            layout.tp_rank(rank),
+            layout.dp_rank(rank),
+            layout.dp_size,
+        )
 
     def run(self, engine: Engine) -> dict[str, HeldoutScore]:
         """The score of every corpus that has a held-out part; every rank must call it."""
@@ -82,7 +86,9 @@ class Validation:
             batch = collate(read, self.document_mask).pinned_for(self.device).on(self.device)
             losses = engine.loss(batch)
             if self.tp_rank == 0 and own:
-                starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(self.device)
+                starts = torch.from_numpy(np.stack([sample.answer_starts for sample in read])).to(
+                    self.device
+                )
                 predicted = (batch.targets != IGNORED).sum(dim=1)
                 nll = torch.stack([losses.nll.double().sum(dim=1), predicted.double()], dim=1)
                 answers = answer_sums(losses, batch.targets, starts)
@@ -107,7 +113,9 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
     # Answers are numbered from 1 in each sequence; number 0 is the rest of one that began in an earlier sample.
     answer = answer_starts.long().cumsum(dim=1)
     missed = (targets != IGNORED) & ~losses.is_greedy_choice
-    misses = torch.zeros(len(targets), targets.shape[1] + 1, dtype=torch.float64, device=targets.device)
+    misses = torch.zeros(
+        len(targets), targets.shape[1] + 1, dtype=torch.float64, device=targets.device
+    )
     misses.scatter_add_(1, answer, missed.double())
     whole = misses.gather(1, answer) == 0
     found = [starts, starts * losses.is_greedy_choice, starts * probabilities, starts * whole]
@@ -127,9 +135,15 @@ def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> 
     largest = torch.nan_to_num(torch.stack(differences), nan=torch.inf).max()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if (difference := largest.item()) != 0.0:
-        source, remedy = config.base, "the base's files may have changed while they were read: start again"
+        source, remedy = (
+            config.base,
+            "the base's files may have changed while they were read: start again",
+        )
         if isinstance(config.method, ScaleMethod):
-            source, remedy = config.upscaled_folder, "remove the folder and make it again with scale-cpt upscale"
+            source, remedy = (
+                config.upscaled_folder,
+                "remove the folder and make it again with scale-cpt upscale",
+            )
         if engine.tensor_parallel.size > 2 and probe.tokens.is_cuda:
             remedy += "; if it persists, set NCCL_NVLS_ENABLE=0: NVLink's reductions may add up in any order"
         raise_on_all_ranks(

@@ -23,7 +23,9 @@ from scale_cpt_serving.remote_code.scale_streams import StreamPath
 _ATTENTION = "scale_vllm"
 
 
-def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:  # noqa: ANN401
     """query [1, H, N, K], key and value [1, H_kv, N, K] of all requests' new tokens -> [1, N, H, K]."""
     flat = (heads[0].transpose(0, 1).flatten(1) for heads in (query, key, value))
     return module.served(*flat).view(1, -1, query.shape[1], query.shape[3]), None
@@ -49,7 +51,9 @@ class ScaleForVllm(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config: ScaleConfig = vllm_config.model_config.hf_config
-        reason = why_not(config, vllm_config.parallel_config.world_size, vllm_config.quant_config is not None)
+        reason = why_not(
+            config, vllm_config.parallel_config.world_size, vllm_config.quant_config is not None
+        )
         if reason is not None:
             raise ValueError(f"{vllm_config.model_config.model}: {reason}")
         config._attn_implementation = _ATTENTION
@@ -65,7 +69,9 @@ class ScaleForVllm(nn.Module):
                 cache_config=vllm_config.cache_config,
                 logits_soft_cap=config.attention_softcap,
                 per_layer_sliding_window=layer.attention.sliding_window,
-                prefix=f"{prefix}.layers.{index}.attention" if prefix else f"layers.{index}.attention",
+                prefix=f"{prefix}.layers.{index}.attention"
+                if prefix
+                else f"layers.{index}.attention",
             )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -85,13 +91,19 @@ class ScaleForVllm(nn.Module):
         # Masks are vLLM's. A dict keeps the model from making its own.
         none = dict.fromkeys(self.model.config.layer_types)
         row = (embedded, positions, input_ids)
-        embedded, positions, tokens = (None if tensor is None else tensor.unsqueeze(0) for tensor in row)
-        paths = self.model.streams(embedded, attention_mask=none, position_ids=positions, tokens=tokens)
+        embedded, positions, tokens = (
+            None if tensor is None else tensor.unsqueeze(0) for tensor in row
+        )
+        paths = self.model.streams(
+            embedded, attention_mask=none, position_ids=positions, tokens=tokens
+        )
         return torch.cat([stream for path in paths for stream in path[:2]], dim=-1)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[N, paths (D + U)] -> [N, V]."""
-        streams = hidden_states.unsqueeze(0).split(self.widths * (hidden_states.shape[-1] // sum(self.widths)), dim=-1)
+        streams = hidden_states.unsqueeze(0).split(
+            self.widths * (hidden_states.shape[-1] // sum(self.widths)), dim=-1
+        )
         paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], strict=True)]
         return self.model.output(paths)[0]
 

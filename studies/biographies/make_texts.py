@@ -59,7 +59,12 @@ _UNIVERSITY_PLACE = (
     "Orford Penrith Quorn Ridley Selby Tarvin Ulver Varley Wenlock Yarrow"
 )
 _UNIVERSITY_SIDES = ("", " East", " West")
-_UNIVERSITY_FORMS = ("{} University", "University of {}", "{} Institute of Technology", "{} College")
+_UNIVERSITY_FORMS = (
+    "{} University",
+    "University of {}",
+    "{} Institute of Technology",
+    "{} College",
+)
 _MAJOR = (
     "Applied Clinical Comparative Digital Experimental General Global Industrial Modern Theoretical",
     "Biology Chemistry Design Economics Geography History Law Linguistics Music Physics",
@@ -93,7 +98,9 @@ def make_pools(fraction: float = 1.0) -> Pools:
         DataError: the fraction is not above 0 and at most 1.
     """
     if not 0 < fraction <= 1:
-        raise DataError(f"--pool-fraction: expected a number above 0 and at most 1, found {fraction}")
+        raise DataError(
+            f"--pool-fraction: expected a number above 0 and at most 1, found {fraction}"
+        )
 
     def some(values: Sequence[str], size: int) -> list[str]:
         wanted = max(2, round(size * fraction))
@@ -101,7 +108,9 @@ def make_pools(fraction: float = 1.0) -> Pools:
         return random.Random(size).sample(values, len(values))[:wanted]
 
     states = _STATES.split()
-    cities = some([f"{city}, {states[at % len(states)]}" for at, city in enumerate(_joined(*_CITY))], 200)
+    cities = some(
+        [f"{city}, {states[at % len(states)]}" for at, city in enumerate(_joined(*_CITY))], 200
+    )
     places = product(_UNIVERSITY_PLACE.split(), _UNIVERSITY_SIDES, _UNIVERSITY_FORMS)
     companies = some(list(_joined(*_COMPANY, between=" ")), 263)
     return Pools(
@@ -241,7 +250,9 @@ def biographies(person: Person, seed: int) -> list[str]:
     choice = random.Random(f"{seed} {person.name}")
     orders = (choice.sample(ATTRIBUTES, len(ATTRIBUTES)) for _ in range(BIOGRAPHIES))
     return [
-        " ".join(choice.choice(SENTENCES[attribute]).format_map(asdict(person)) for attribute in order)
+        " ".join(
+            choice.choice(SENTENCES[attribute]).format_map(asdict(person)) for attribute in order
+        )
         for order in orders
     ]
 
@@ -289,7 +300,9 @@ def make_roster(people: int, *, pool_fraction: float, seed: int) -> Roster:
         DataError: too few for the proportions, or too many for the pools.
     """
     if people < _FEWEST:
-        raise DataError(f"--people: expected {_FEWEST} or more, of whom a tenth is Task 1's, found {people}")
+        raise DataError(
+            f"--people: expected {_FEWEST} or more, of whom a tenth is Task 1's, found {people}"
+        )
     everyone = make_people(people, make_pools(pool_fraction), seed)
     return {
         "pretrained": everyone[: round(people * _PRETRAINED)],
@@ -308,11 +321,18 @@ def write_corpora(
         DataError: `output` holds the files of other arguments, or there are too few or too many people.
     """
     roster = make_roster(people, pool_fraction=pool_fraction, seed=seed)
-    made_of = {"people": people, "pool_fraction": pool_fraction, "seed": seed, "vocab_size": vocab_size}
+    made_of = {
+        "people": people,
+        "pool_fraction": pool_fraction,
+        "seed": seed,
+        "vocab_size": vocab_size,
+    }
     if (path := output / _MADE_OF).exists():
         found = read_object(path, DataError, "choose another --output")
         if found != made_of:
-            raise DataError(f"{output}: expected the biographies of {made_of}, found {found}; choose another --output")
+            raise DataError(
+                f"{output}: expected the biographies of {made_of}, found {found}; choose another --output"
+            )
         return roster
     texts = [text for person in roster["pretrained"] for text in biographies(person, seed)]
     random.Random(seed).shuffle(texts)
@@ -320,13 +340,19 @@ def write_corpora(
         _write(folder / "biographies.jsonl", ({"text": text} for text in texts))
         for task, attribute in product(TASKS, ATTRIBUTES):
             (folder / task).mkdir(exist_ok=True)
-            _write(folder / task / f"{attribute}.jsonl", (question(person, attribute) for person in roster[task]))
+            _write(
+                folder / task / f"{attribute}.jsonl",
+                (question(person, attribute) for person in roster[task]),
+            )
         (folder / "tokenizer").mkdir()
         asked = [question(*pair) for task in TASKS for pair in product(roster[task], ATTRIBUTES)]
         answered = [record["prompt"] + record["answer"] for record in asked]
         train_tokenizer([*texts, *answered], vocab_size, folder / "tokenizer")
         all_people = ((name, person) for name in ("pretrained", "task1") for person in roster[name])
-        _write(folder / "people.jsonl", ({"group": name, **asdict(person)} for name, person in all_people))
+        _write(
+            folder / "people.jsonl",
+            ({"group": name, **asdict(person)} for name, person in all_people),
+        )
         (folder / _MADE_OF).write_text(json.dumps(made_of) + "\n", encoding="utf-8")
     return roster
 
@@ -337,14 +363,29 @@ def _write(path: Path, records: Iterable[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write")
-    add("--people", type=int, default=200_000, help="in all: half have biographies, a tenth are in Task 1")
     add(
-        "--pool-fraction", type=float, default=1.0, help="how much of each pool of names and places is used (default 1)"
+        "--people",
+        type=int,
+        default=200_000,
+        help="in all: half have biographies, a tenth are in Task 1",
     )
-    add("--vocab-size", type=int, default=8192, help="of the tokenizer that is trained on the texts (default 8192)")
+    add(
+        "--pool-fraction",
+        type=float,
+        default=1.0,
+        help="how much of each pool of names and places is used (default 1)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        default=8192,
+        help="of the tokenizer that is trained on the texts (default 8192)",
+    )
     add("--seed", type=int, default=0, help="of the people and the texts (default 0)")
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in ("pool_fraction", "seed", "vocab_size")}

@@ -46,12 +46,18 @@ def rates_table(rows: Sequence[Row]) -> str:
     """Both tasks at the end of the run at each learning rate, chosen or not, with the first seed."""
     lines = []
     for row in (row for row in rows if row.seed == rows[0].seed):
-        known = [f"{mean_figure(row.after, task):.1%}" for task in TASKS] if row.after else ["diverged", ""]
+        known = (
+            [f"{mean_figure(row.after, task):.1%}" for task in TASKS]
+            if row.after
+            else ["diverged", ""]
+        )
         lines.append([row.label, f"{row.learning_rate:g}", *known])
     return table(["Each rate, hard", "learning rate", *TASKS.values()], lines)
 
 
-def mean_figure(figures: Figures, task: str, name: str = HARD, attributes: Iterable[str] = OWN_ATTRIBUTES) -> float:
+def mean_figure(
+    figures: Figures, task: str, name: str = HARD, attributes: Iterable[str] = OWN_ATTRIBUTES
+) -> float:
     """The mean of a figure of a task over attributes."""
     return mean([figures[f"{task}_{attribute}"][name] for attribute in attributes])
 
@@ -75,7 +81,9 @@ def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
         reached = [first for row in own.rows if (first := _first_learned(row, learned)) is not None]
         if reached:
             steps, task1, task0 = (mean(column) for column in zip(*reached, strict=True))
-            some = f"{len(reached)} of {len(own.rows)} seeds" if len(reached) < len(own.rows) else ""
+            some = (
+                f"{len(reached)} of {len(own.rows)} seeds" if len(reached) < len(own.rows) else ""
+            )
             lines.append([own.label, f"{steps:.0f}", f"{task1:.1%}", f"{task0:.1%}", some])
         else:
             lines.append([own.label, "never", "", "", ""])
@@ -108,8 +116,12 @@ def _end_line(own: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="the study's folder, the `folder` of its YAML file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "study", type=Path, help="the study's folder, the `folder` of its YAML file"
+    )
     rows = read_summary(parser.parse_args().study)
     print(end_table(rows), matched_table(rows), rates_table(rows), sep="\n\n")
 

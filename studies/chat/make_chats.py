@@ -30,7 +30,7 @@ from typing import Any
 from tokenizers import AddedToken, normalizers
 
 from pipeline import command_line
-from pipeline.data.units import texts
+from pipeline.data.tokenize.units import texts
 from pipeline.errors import DataError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.studies import random_base
@@ -108,10 +108,15 @@ def make_chat(task: str, words: Sequence[str], choice: random.Random) -> list[Me
     said = TASKS[task](choice.sample(words, _MOST_WORDS), choice)
     system = choice.choice(SYSTEM_PROMPTS)
     first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, *({"role": ROLES[1 + at % 2], "content": content} for at, content in enumerate(said))]
+    return [
+        *first,
+        *({"role": ROLES[1 + at % 2], "content": content} for at, content in enumerate(said)),
+    ]
 
 
-def make_chats(tasks: Sequence[str], words: Sequence[str], choice: random.Random) -> Iterator[dict[str, Any]]:
+def make_chats(
+    tasks: Sequence[str], words: Sequence[str], choice: random.Random
+) -> Iterator[dict[str, Any]]:
     """Records of chats without end, the tasks in turn."""
     while True:
         for task in tasks:
@@ -126,7 +131,9 @@ def turns(record: dict[str, Any]) -> Iterator[str]:
             yield json.dumps(messages[:at])
 
 
-def frequent_words(documents: Iterable[str], word: re.Pattern[str], count: int = _WORDS) -> list[str]:
+def frequent_words(
+    documents: Iterable[str], word: re.Pattern[str], count: int = _WORDS
+) -> list[str]:
     """The most frequent words that match."""
     found = Counter(one for text in documents for one in text.split() if word.fullmatch(one))
     return [one for one, _ in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:count]]
@@ -138,36 +145,61 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int, folder: Path) -> 
     markers = [*(f"<|{role}|>" for role in ROLES), END_OF_TURN]
     tokenizer = random_base.train_tokenizer(documents, vocab_size - len(markers))
     tokenizer.pre_tokenizer = None
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.add_special_tokens([AddedToken(marker, rstrip=True, normalized=False) for marker in markers])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(marker, rstrip=True, normalized=False) for marker in markers]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TURN, "chat_template": TEMPLATE}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TURN,
+        "chat_template": TEMPLATE,
+    }
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def write_texts(output: Path, data: Path, *, chats: int, heldout: int, seed: int, vocab_size: int) -> None:
+def write_texts(
+    output: Path, data: Path, *, chats: int, heldout: int, seed: int, vocab_size: int
+) -> None:
     """Writes the files, unless `output` holds them already.
 
     Raises:
         OutputError: `output` holds something else.
         DataError: `output` holds the files of other arguments, or texts are missing in `data`.
     """
-    made_of = {"data": str(data), "chats": chats, "heldout": heldout, "seed": seed, "vocab_size": vocab_size}
+    made_of = {
+        "data": str(data),
+        "chats": chats,
+        "heldout": heldout,
+        "seed": seed,
+        "vocab_size": vocab_size,
+    }
     if (path := output / _MADE_OF).exists():
         found = read_object(path, DataError, "choose another --output")
         if found != made_of:
-            raise DataError(f"{output}: expected the chats of {made_of}, found {found}; choose another --output")
+            raise DataError(
+                f"{output}: expected the chats of {made_of}, found {found}; choose another --output"
+            )
         return
-    books, reviews = ([str(data / name)] for name in ("en/gutenberg.jsonl.zst", "ko/reviews.jsonl.zst"))
+    books, reviews = (
+        [str(data / name)] for name in ("en/gutenberg.jsonl.zst", "ko/reviews.jsonl.zst")
+    )
     english = frequent_words(texts(books, max_bytes=4 * 2**20), _ENGLISH_WORD)
     korean = frequent_words(texts(reviews, max_bytes=4 * 2**20), _KOREAN_WORD)
     choice = random.Random(seed)
 
     def unseen(tasks: Sequence[str], words: Sequence[str]) -> list[dict[str, Any]]:
-        others = (record for record in make_chats(tasks, words, choice) if known.isdisjoint(turns(record)))
+        others = (
+            record for record in make_chats(tasks, words, choice) if known.isdisjoint(turns(record))
+        )
         return list(islice(others, heldout))
 
-    sources = {False: make_chats([*TASKS], english, choice), True: make_chats(KOREAN_TASKS, korean, choice)}
+    sources = {
+        False: make_chats([*TASKS], english, choice),
+        True: make_chats(KOREAN_TASKS, korean, choice),
+    }
     train = [next(sources[choice.random() < KOREAN_SHARE]) for _ in range(chats)]
     known = {turn for record in train for turn in turns(record)}
     with published_folder(output, None) as folder:
@@ -175,7 +207,10 @@ def write_texts(output: Path, data: Path, *, chats: int, heldout: int, seed: int
         _write(folder / "copies.jsonl", (record for record in train if record["task"] == "copy"))
         _write(folder / "english.jsonl", unseen([*TASKS], english))
         _write(folder / "korean.jsonl", unseen(KOREAN_TASKS, korean))
-        _write(folder / "openings.jsonl", (record for record in train if not _HANGUL.search(str(record))))
+        _write(
+            folder / "openings.jsonl",
+            (record for record in train if not _HANGUL.search(str(record))),
+        )
         (folder / "tokenizer").mkdir()
         parts = texts(books, max_bytes=int(9.5 * 2**20)), texts(reviews, max_bytes=2**19)
         train_tokenizer(chain(*parts), vocab_size, folder / "tokenizer")
@@ -188,10 +223,17 @@ def _write(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--output", type=Path, required=True, help="the folder to write")
-    add("--data", type=Path, default=Path("data"), help="the folder of the books and reviews (default: data)")
+    add(
+        "--data",
+        type=Path,
+        default=Path("examples/data"),
+        help="the folder of the books and reviews (default: examples/data)",
+    )
     add("--chats", type=int, default=100_000, help="to train on (default 100,000)")
     add("--heldout", type=int, default=700, help="of each kind, to score (default 700)")
     add("--vocab-size", type=int, default=4096, help="of the tokenizer (default 4096)")

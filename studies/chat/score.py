@@ -19,19 +19,22 @@ from safetensors.torch import load_file, save_file
 from pipeline import command_line, log
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion, run_sources
-from pipeline.conversion.hf_folder import copy_base_files
 from pipeline.conversion.model_card import markdown_table
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.records import Keys
-from pipeline.data.units import good_documents
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.units import good_documents
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.evaluation.table import over_seeds, readable
 from pipeline.files import json_hash, published_folder, read_object, write_json, write_text
+from pipeline.hf.folder import copy_base_files
 from pipeline.studies.results import read_rows
 
-HELDOUT = {"Korean": "data/ko/*.heldout.jsonl.zst", "English": "data/en/gutenberg.heldout.jsonl.zst"}
+HELDOUT = {
+    "Korean": "examples/data/ko/*.heldout.jsonl.zst",
+    "English": "examples/data/en/gutenberg.heldout.jsonl.zst",
+}
 KINDS = ("english", "korean")
 ANSWER_TOKENS = 48
 TABLE, SCORES = "chats.md", "chat_scores.json"
@@ -54,7 +57,9 @@ def models(study: Path, plain: Path | None) -> Iterator[tuple[str, float | None,
     """Label, learning rate and folder of every model to score, the base first."""
     rows = [row for row in read_rows(study) if row.chosen and row.folder is not None]
     if not rows:
-        raise RunFolderError(f"{study}: none of its runs has a folder; run the study on this machine")
+        raise RunFolderError(
+            f"{study}: none of its runs has a folder; run the study on this machine"
+        )
     base = load_config(study / str(rows[0].folder) / "run.yaml").base
     yield "Base", None, base
     for row in rows:
@@ -67,14 +72,20 @@ def models(study: Path, plain: Path | None) -> Iterator[tuple[str, float | None,
     for row in read_rows(plain):
         run = plain / str(row.folder)
         before = load_config(run / "run.yaml").base
-        yield "Chat vector", row.learning_rate, with_chat_vector(exported(run, gated=False), base, before)
+        yield (
+            "Chat vector",
+            row.learning_rate,
+            with_chat_vector(exported(run, gated=False), base, before),
+        )
 
 
 def with_chat_vector(trained: Path, chat: Path, plain: Path) -> Path:
     """The model in `trained`, of which `plain` was the base, plus the difference of `chat` to `plain`."""
     output = trained.parent / "hf_chat_vector"
     if not output.exists():
-        weights, of_chat, of_plain = (load_file(folder / _WEIGHTS) for folder in (trained, chat, plain))
+        weights, of_chat, of_plain = (
+            load_file(folder / _WEIGHTS) for folder in (trained, chat, plain)
+        )
         with published_folder(output, None) as folder:
             copy_base_files(folder, chat, chat)
             (folder / "config.json").write_bytes((chat / "config.json").read_bytes())
@@ -96,7 +107,10 @@ def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[f
         logger.info("scoring %s", folder)
         answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
         texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
-        values = [one.perplexity for one in score_folder(folder, texts, context=128, max_bytes=max_bytes).values()]
+        values = [
+            one.perplexity
+            for one in score_folder(folder, texts, context=128, max_bytes=max_bytes).values()
+        ]
         for score in answers.values():
             values += [score.exact_match, score.ended, score.answer_tokens]
         kept = {"made_of": made_of, "values": values}
@@ -105,12 +119,16 @@ def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("study", type=Path, help="the study's folder, the `folder` of its YAML file")
     add("--texts", type=Path, required=True, help="the folder that make_chats.py wrote")
     add("--plain", type=Path, help="the folder of the study on the base without chats")
-    add("--max-bytes", type=int, default=2**17, help="of the text of each language (default 131072)")
+    add(
+        "--max-bytes", type=int, default=2**17, help="of the text of each language (default 131072)"
+    )
     options = parser.parse_args()
     chats = read_chats([str(options.texts / f"{kind}.jsonl") for kind in KINDS])
     found: dict[tuple[str, float | None], list[list[float]]] = {}
@@ -121,12 +139,19 @@ def main() -> None:
         [
             label,
             "" if rate is None else f"{rate:g}",
-            *(over_seeds(column, form) for column, form in zip(zip(*seeds, strict=True), forms, strict=True)),
+            *(
+                over_seeds(column, form)
+                for column, form in zip(zip(*seeds, strict=True), forms, strict=True)
+            ),
         ]
         for (label, rate), seeds in found.items()
     ]
     head = ["", "rate", "Korean: perplexity", "English: perplexity"]
-    head += [f"{kind} {what}" for kind in ("chats:", "Korean chats:") for what in ("exact", "end", "tokens")]
+    head += [
+        f"{kind} {what}"
+        for kind in ("chats:", "Korean chats:")
+        for what in ("exact", "end", "tokens")
+    ]
     table = markdown_table(head, lines)
     write_text(options.study / TABLE, f"{table}\n")
     print(table)

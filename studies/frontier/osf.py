@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from pipeline import command_line, log
 from pipeline.config.run import RunConfig
 from pipeline.config.schedule import learning_rate
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.data.packing import IGNORED, Sample
-from pipeline.data.samples import TrainingSamples, load_heldout
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.dataset.packing import IGNORED, Sample
+from pipeline.data.dataset.samples import TrainingSamples, load_heldout
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.table import over_seeds, readable, table
+from pipeline.hf.folder import load_hf_model
 from pipeline.studies.run_study import open_study
 
 RATES = [3e-3, 1e-2, 3e-2, 1e-1]
@@ -62,7 +62,10 @@ def perplexities(model: nn.Module, config: RunConfig) -> Scores:
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     most = config.validation.max_sequences
-    return {name: of(samples[at] for at in range(min(most, len(samples)))) for name, samples in heldout.items()}
+    return {
+        name: of(samples[at] for at in range(min(most, len(samples))))
+        for name, samples in heldout.items()
+    }
 
 
 def trained(config: RunConfig, effective_rank: float) -> nn.Module:
@@ -86,18 +89,38 @@ def trained(config: RunConfig, effective_rank: float) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("study", type=Path, help="a frontier study's YAML file")
-    add("--data", type=Path, default=Path("data"), help="the folder of its texts (default: data)")
-    add("--learning-rates", type=float, nargs="+", default=RATES, help="default: 3e-3 1e-2 3e-2 1e-1")
-    add("--effective-rank", type=float, default=0.5, help="the frozen share of the directions (default: PEFT's 0.5)")
+    add(
+        "--data",
+        type=Path,
+        default=Path("examples/data"),
+        help="the folder of its texts (default: examples/data)",
+    )
+    add(
+        "--learning-rates",
+        type=float,
+        nargs="+",
+        default=RATES,
+        help="default: 3e-3 1e-2 3e-2 1e-1",
+    )
+    add(
+        "--effective-rank",
+        type=float,
+        default=0.5,
+        help="the frozen share of the directions (default: PEFT's 0.5)",
+    )
     options = parser.parse_args()
     runs = open_study(options.study, options.data)
     found: dict[float, list[Scores]] = {}
 
     def run(rate: float, seed: int) -> None:
-        scores = perplexities(trained(runs.compared("fft", rate, seed).config, options.effective_rank), config)
+        scores = perplexities(
+            trained(runs.compared("fft", rate, seed).config, options.effective_rank), config
+        )
         found.setdefault(rate, []).append(scores)
         _logger.info("OSF at %g, seed %d: %s", rate, seed, scores)
 

@@ -15,7 +15,9 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows that it writes to the file of --json, which is left in `folder` alone."""
     output = folder / "out" / "rows.json"
-    monkeypatch.setattr("sys.argv", [benchmark.__name__, "--json", str(output), *map(str, arguments)])
+    monkeypatch.setattr(
+        "sys.argv", [benchmark.__name__, "--json", str(output), *map(str, arguments)]
+    )
     benchmark.main()
     rows: list[dict[str, Any]] = json.loads(output.read_text())["rows"]
     return rows

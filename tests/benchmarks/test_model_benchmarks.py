@@ -19,12 +19,25 @@ pytestmark = pytest.mark.full
 
 def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[2])
-    options = ["--bases", "llama-3.2-1b", "--divisor", 32, "--zero-stages", 1, "--rounds", 1, "--folder", tmp_path]
+    options = [
+        "--bases",
+        "llama-3.2-1b",
+        "--divisor",
+        32,
+        "--zero-stages",
+        1,
+        "--rounds",
+        1,
+        "--folder",
+        tmp_path,
+    ]
     rows = {row["way"]: row for row in rows_of(checkpoint, tmp_path, monkeypatch, *options)}
     assert list(rows) == list(checkpoint.WAYS)
     for row in rows.values():
         assert 0 < row["blocked_s_min"] <= row["blocked_s"] <= row["on_disk_s"]
-    ours, asynchronous, default = (rows[way] for way in (checkpoint.OURS, checkpoint.ASYNCHRONOUS, checkpoint.DEFAULT))
+    ours, asynchronous, default = (
+        rows[way] for way in (checkpoint.OURS, checkpoint.ASYNCHRONOUS, checkpoint.DEFAULT)
+    )
     assert ours["bytes"] == pytest.approx(asynchronous["bytes"], rel=0.01)
     # 12 bytes a trained parameter and little more, while the default copies every parameter in 16 bits too.
     assert 1 < ours["size_to_needed"] < 1.5
@@ -36,22 +49,39 @@ def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
 
 
 def test_every_model_generates(tmp_path, monkeypatch, capsys):
-    sizes = ["--layers", 1, "--vocab-size", 64, "--new-tokens", 3, "--turns", 1, "--prompt-tokens", 20]
+    sizes = [
+        "--layers",
+        1,
+        "--vocab-size",
+        64,
+        "--new-tokens",
+        3,
+        "--turns",
+        1,
+        "--prompt-tokens",
+        20,
+    ]
     sizes += ["--gate-features", "token+running_mean", "--batch", 2]
     rows = {row["model"]: row for row in rows_of(generation_speed, tmp_path, monkeypatch, *sizes)}
     states = ["one open", "gate shut", "gate open"]
     names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("stock", "scale", *states)]
     several = [f"4 x 1/8, {state}" for state in states]
     assert list(rows) == ["base", *several, *names] and rows["base"]["ratio_to_base"] == 1
-    assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(2 * 3) for row in rows.values())
+    assert all(
+        row["tokens_per_second"] * row["seconds"] == pytest.approx(2 * 3) for row in rows.values()
+    )
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
 @pytest.mark.parametrize("of_chats", [False, True])
 def test_every_batch_size_is_sampled(of_chats, tmp_path, monkeypatch):
     sizes = ["--batch-sizes", 1, 3, "--documents", 2, "--max-tokens", 12, "--turns", 1]
-    base = copied_stories(tmp_path / "chat", tokenizer_config={"chat_template": "{{ messages[0].content }}"})
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"content": "Hi"}, {"content": "Ho"}]}) + "\n")
+    base = copied_stories(
+        tmp_path / "chat", tokenizer_config={"chat_template": "{{ messages[0].content }}"}
+    )
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": [{"content": "Hi"}, {"content": "Ho"}]}) + "\n"
+    )
     chats = ["--chats", tmp_path / "chats.jsonl"] if of_chats else []
     rows = rows_of(sampling_throughput, tmp_path, monkeypatch, "--base", base, *sizes, *chats)
     ways = [f"{way}, {size} at a time" for size in (1, 3) for way in ("generate", "sample")]
@@ -68,7 +98,16 @@ def test_pairs_and_the_bases_own_text(tmp_path, monkeypatch, capsys):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).symlink_to(DATA / file)
     rows = rows_of(
-        gate_separation, tmp_path, monkeypatch, *SMALL, "--data", tmp_path, "--own-text", 1000, "--layers", 2
+        gate_separation,
+        tmp_path,
+        monkeypatch,
+        *SMALL,
+        "--data",
+        tmp_path,
+        "--own-text",
+        1000,
+        "--layers",
+        2,
     )
     assert [(row["new"], row["fitted_against"], row["features"]) for row in rows] == [
         (NEW, OLD, "token"),

@@ -28,20 +28,28 @@ def tables_of(subject: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 def test_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     by_files, by_bytes, by_shards, by_documents = tables_of("corpora", tmp_path, monkeypatch)
-    assert all(row["state_files_a_file"] <= 2 for row in by_files["rows"]), "a record of the units, and one of a unit"
-    assert len({row["listed_folders"] for row in by_files["rows"]}) == 1, "no folder is listed for each file"
+    assert all(row["state_files_a_file"] <= 2 for row in by_files["rows"]), (
+        "a record of the units, and one of a unit"
+    )
+    assert len({row["listed_folders"] for row in by_files["rows"]}) == 1, (
+        "no folder is listed for each file"
+    )
     assert all(row["plan_files"] <= 3 for row in by_bytes["rows"])
     for row in by_shards["rows"] + by_documents["rows"]:
         assert row["open_files"] == 1, "the manifest alone"
         assert row["first_sample_ms"] > 0 and row["manifest_mib"] > 0
     shards = [row["shards"] for row in by_shards["rows"]]
-    assert [row["inspect_files"] for row in by_shards["rows"]] == [2 + 3 * number for number in shards], "each once"
+    assert [row["inspect_files"] for row in by_shards["rows"]] == [
+        2 + 3 * number for number in shards
+    ], "each once"
 
 
 def test_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     by_ranks, *steps = tables_of("ranks", tmp_path, monkeypatch)
     two, four = by_ranks["rows"]
-    assert two["small_files_a_rank"] == 2 * four["small_files_a_rank"], "one rank of a node reads small files"
+    assert two["small_files_a_rank"] == 2 * four["small_files_a_rank"], (
+        "one rank of a node reads small files"
+    )
     assert two["broadcast_kib"] == pytest.approx(four["broadcast_kib"], rel=0.01)
     for table in steps:
         for row in table["rows"]:

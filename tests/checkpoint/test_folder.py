@@ -20,7 +20,13 @@ from tests.kills import outlives
 @pytest.fixture
 def folder(tmp_path):
     """Three checkpoints, the second of which `latest` names, and other files that may be there."""
-    for name in ("step_00000100", "step_00000200", "step_100000000", ".step_00000300.partial", "step_00000150.damaged"):
+    for name in (
+        "step_00000100",
+        "step_00000200",
+        "step_100000000",
+        ".step_00000300.partial",
+        "step_00000150.damaged",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("{}")
     (tmp_path / "latest").write_text("step_00000200\n")
@@ -32,13 +38,21 @@ def names(paths):
 
 
 def test_candidates_begin_with_the_one_that_latest_names(folder):
-    assert names(all_checkpoints(folder)) == ["step_00000100", "step_00000200", checkpoint_name(100_000_000)]
+    assert names(all_checkpoints(folder)) == [
+        "step_00000100",
+        "step_00000200",
+        checkpoint_name(100_000_000),
+    ]
     assert names(folders.candidates(folder)) == ["step_00000200", "step_00000100"]
     (folder / "latest").write_text("step_00000150")  # gone
     assert names(folders.candidates(folder)) == ["step_00000100"]
     for content in ("", "\n", "\0\0\0\0"):  # a torn file
         (folder / "latest").write_text(content)
-        assert names(folders.candidates(folder)) == ["step_100000000", "step_00000200", "step_00000100"]
+        assert names(folders.candidates(folder)) == [
+            "step_100000000",
+            "step_00000200",
+            "step_00000100",
+        ]
     (folder / "latest").unlink()
     assert names(folders.candidates(folder)) == ["step_100000000", "step_00000200", "step_00000100"]
 
@@ -56,7 +70,10 @@ def test_latest_names_nothing_outside_the_folder(folder):
 def test_conversion_takes_only_the_named_checkpoint(folder):
     assert folders.latest_checkpoint(folder) == folder / "step_00000200"
     (folder / "step_00000200" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"names step_00000200, which is .* not complete; .* name: step_0000010"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"names step_00000200, which is .* not complete; .* name: step_0000010",
+    ):
         folders.latest_checkpoint(folder)
 
 
@@ -76,7 +93,11 @@ def write_checkpoint(path: Path, attempt: str) -> Path:
 
 def complete(paths) -> dict[str, str]:
     """Which attempt wrote each of the complete checkpoints, by name."""
-    found = {path.name: [path / name for name in ("manifest.json", "weights")] for path in paths if path.is_dir()}
+    found = {
+        path.name: [path / name for name in ("manifest.json", "weights")]
+        for path in paths
+        if path.is_dir()
+    }
     return {
         name: json.loads(files[0].read_text())["attempt"]
         for name, files in found.items()
@@ -142,7 +163,9 @@ def test_retention(steps, keep_last, keep_every_steps):
     stay = [step for step in steps if step not in gone]
     assert set(steps[-keep_last:]) <= set(stay)
     others = stay[:-keep_last]
-    assert others == [step for step in steps[:-keep_last] if keep_every_steps and step % keep_every_steps == 0]
+    assert others == [
+        step for step in steps[:-keep_last] if keep_every_steps and step % keep_every_steps == 0
+    ]
 
 
 @given(
@@ -155,8 +178,14 @@ def test_after_every_save_a_checkpoint_lies_before_the_next_spike(steps, keep_la
     kept: list[int] = []
     for saves, newest in enumerate(steps, 1):
         kept.append(newest)
-        kept = [step for step in kept if step not in folders.superseded(kept, keep_last, None, rollback_steps)]
+        kept = [
+            step
+            for step in kept
+            if step not in folders.superseded(kept, keep_last, None, rollback_steps)
+        ]
         early = [step for step in steps[:saves] if step <= newest - rollback_steps]
         assert not early or early[-1] in kept
         assert set(steps[:saves][-keep_last:]) <= set(kept)
-        assert sum(step <= newest - rollback_steps for step in kept[:-keep_last]) <= 1, "more than is needed"
+        assert sum(step <= newest - rollback_steps for step in kept[:-keep_last]) <= 1, (
+            "more than is needed"
+        )

@@ -50,13 +50,20 @@ def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_p
     check_same_run(manifest(saved), tmp_path, record())
 
     saved.data["corpora"]["own"]["sample"]["temperature"] = 0.7
-    with pytest.raises(CheckpointError, match=r"data\.corpora\.own\.sample\.temperature \(expected 0\.7, found 1\.0\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"data\.corpora\.own\.sample\.temperature \(expected 0\.7, found 1\.0\)",
+    ):
         check_same_run(manifest(saved), tmp_path, record())
 
 
 def test_a_checkpoint_of_a_base_with_other_weights_is_refused(tmp_path):
-    other = record().model_copy(update={"base": BaseRecord(path="b", hashes={"model.safetensors": "0"})})
-    with pytest.raises(CheckpointError, match="its base b had other weights than the configuration's base"):
+    other = record().model_copy(
+        update={"base": BaseRecord(path="b", hashes={"model.safetensors": "0"})}
+    )
+    with pytest.raises(
+        CheckpointError, match="its base b had other weights than the configuration's base"
+    ):
         check_same_run(manifest(other), tmp_path, record())
 
 
@@ -66,7 +73,12 @@ def test_a_corpus_that_came_or_went_is_a_matter_of_the_settings_alone(tmp_path):
     check_same_run(manifest(saved), tmp_path, now)
     check_same_run(manifest(saved), tmp_path, record())
     other = now.model_copy(update={"corpora": {"ko": "9"}})
-    with pytest.raises(CheckpointError, match="when the corpus ko held other tokens than it holds now"):
+    with pytest.raises(
+        CheckpointError, match="when the corpus ko held other tokens than it holds now"
+    ):
         check_same_run(manifest(saved), tmp_path, other)
     check_same_run(manifest(saved), tmp_path, other, SAME_MODEL)  # a finished run reads none
-    assert not_recorded(manifest(record())) == ["the config.json of its base", "the tokens of its corpora"]
+    assert not_recorded(manifest(record())) == [
+        "the config.json of its base",
+        "the tokens of its corpora",
+    ]

@@ -18,7 +18,16 @@ from pipeline.conversion.trained_model import open_trained
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.parallel.sharding import Partition, merge, partition_of
 from tests.bases import STORIES
-from tests.conversion.checkpoints import FFT, Account, checkpoint_in, save, save_many, scale, trained, zero
+from tests.conversion.checkpoints import (
+    FFT,
+    Account,
+    checkpoint_in,
+    save,
+    save_many,
+    scale,
+    trained,
+    zero,
+)
 from tests.distributed import run_ranks
 from tests.files import cut
 
@@ -42,13 +51,24 @@ def saved(base, tmp_path_factory):
     accounts = {}
     for world_size in {world_size for world_size, _, _ in LAYOUTS.values()}:
         jobs = {
-            (layout, name): (base("llama").path, method, folder / f"{index}-{name}", tp_size, values)
+            (layout, name): (
+                base("llama").path,
+                method,
+                folder / f"{index}-{name}",
+                tp_size,
+                values,
+            )
             for index, (layout, (size, tp_size, values)) in enumerate(LAYOUTS.items())
             for name, method in METHODS.items()
             if size == world_size
         }
         ranks = run_ranks(save_with_accounts, world_size, [*jobs.values()])
-        accounts.update({key: (job[2], held) for key, job, *held in zip(jobs, jobs.values(), *ranks, strict=True)})
+        accounts.update(
+            {
+                key: (job[2], held)
+                for key, job, *held in zip(jobs, jobs.values(), *ranks, strict=True)
+            }
+        )
     return accounts
 
 
@@ -65,7 +85,9 @@ def test_every_parameter_and_moment_is_read_back(layout, base, saved):
         model = trained(base("llama").path, folder)
         assert model.reader.tp_size == tp_size
         assert len(list(model.checkpoint.glob("rank_*"))) == world_size
-        partitions = {name: partition_of(parameter) for name, parameter in model.structure.named_parameters()}
+        partitions = {
+            name: partition_of(parameter) for name, parameter in model.structure.named_parameters()
+        }
         check(model.reader, ranks[:tp_size], partitions)
 
 
@@ -87,7 +109,12 @@ def small(base, tmp_path_factory):
     """The folder of a checkpoint of two ranks, of a base whose embedding is tied, by ZeRO stage."""
     folder = tmp_path_factory.mktemp("small")
     run_ranks(
-        save_many, 2, [(STORIES, scale("adapt"), folder / str(stage), 1, zero(stage, "bf16")) for stage in (1, 3)]
+        save_many,
+        2,
+        [
+            (STORIES, scale("adapt"), folder / str(stage), 1, zero(stage, "bf16"))
+            for stage in (1, 3)
+        ],
     )
     return lambda stage: folder / str(stage)
 
@@ -99,7 +126,9 @@ def test_a_checkpoint_holds_what_trained_once(stage, small):
     owed = 12 * sum(math.prod(model.shapes[name]) for name in model.trained)
     files = list(model.checkpoint.glob("rank_*"))
     assert len(files) == 2
-    assert owed < sum(file.stat().st_size for file in files) < 1.01 * owed + len(files) * FILE_OVERHEAD
+    assert (
+        owed < sum(file.stat().st_size for file in files) < 1.01 * owed + len(files) * FILE_OVERHEAD
+    )
 
 
 @pytest.fixture
@@ -142,7 +171,10 @@ def test_a_copy_without_the_files_of_a_node_is_refused(saved, base, tmp_path):
     copy = shutil.copytree(checkpoint_in(folder), tmp_path / "copy")
     (copy / "rank_00003.safetensors").unlink()
     reader = open_trained(copy, base("llama").path).reader
-    with pytest.raises(CheckpointError, match=r"the files of tensor-parallel rank 3 do not make up .* from every node"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"the files of tensor-parallel rank 3 do not make up .* from every node",
+    ):
         [reader.read(name) for name in reader.names]
 
 
@@ -161,6 +193,10 @@ def test_a_checkpoint_of_another_method_is_refused(copied):
     manifest = copied / "manifest.json"
     text = manifest.read_text()
     assert '"collaborative_modules": "attention"' in text
-    manifest.write_text(text.replace('"collaborative_modules": "attention"', '"collaborative_modules": "both"'))
-    with pytest.raises(CheckpointError, match=r"lacks layers\.1\.ffn\.down\.expansion_to_base\.weight"):
+    manifest.write_text(
+        text.replace('"collaborative_modules": "attention"', '"collaborative_modules": "both"')
+    )
+    with pytest.raises(
+        CheckpointError, match=r"lacks layers\.1\.ffn\.down\.expansion_to_base\.weight"
+    ):
         open_trained(copied, STORIES)

@@ -13,7 +13,7 @@ from pipeline.checkpoint.manifest import LayoutRecord, Manifest, Position, descr
 from pipeline.checks.door import begin
 from pipeline.checks.plan import dry_run, make_plan
 from pipeline.config.run import load_config
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError
 from pipeline.methods import build_model
 from pipeline.model.from_hf import open_base
@@ -67,8 +67,14 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
         ({"schedule__global_batch_size": 16}, "another global_batch_size (expected 8, found 16)"),
         ({"data__sequence_length": 16}, "another data.sequence_length (expected 32, found 16)"),
         ({"method__expansion__hidden_size": 24}, "upscaled: made with another method"),
-        ({"method__router_threshold": 0.25}, "another method.router_threshold (expected 0.5, found 0.25)"),
-        ({"data__corpora__korean__input": [str(STORIES_HELDOUT)]}, "korean: was begun with another inputs"),
+        (
+            {"method__router_threshold": 0.25},
+            "another method.router_threshold (expected 0.5, found 0.25)",
+        ),
+        (
+            {"data__corpora__korean__input": [str(STORIES_HELDOUT)]},
+            "korean: was begun with another inputs",
+        ),
         ({"data__corpora__korean__input": ["none.jsonl"]}, "none.jsonl: no such file"),
         (
             {"data__corpora__korean": {"input": [str(REVIEWS_HELDOUT)], "heldout_fraction": 0.5}},
@@ -78,7 +84,10 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
         ({"method__l_fp": 99}, "l_fp"),
         ({"upscaled": "none"}, "upscaled: none: holds no expansion"),
         (
-            {"data__corpora": {"korean": {"input": [str(REVIEWS_HELDOUT)]}}, "data__replay_fraction": 0.0},
+            {
+                "data__corpora": {"korean": {"input": [str(REVIEWS_HELDOUT)]}},
+                "data__replay_fraction": 0.0,
+            },
             "none has held-out text to score",
         ),
         ({"folder": str(REVIEWS_HELDOUT / "run")}, "is no folder"),
@@ -103,7 +112,9 @@ def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeyp
     run, tokens = begun
     config = write_config(run, tokens)
     with RunLock(run):
-        monkeypatch.setattr("pipeline.run_folder.lock.os.getpid", lambda: 1)  # another process looks
+        monkeypatch.setattr(
+            "pipeline.run_folder.lock.os.getpid", lambda: 1
+        )  # another process looks
         code, faults = reported(config, capsys)
     assert code == 1
     assert "is at the stage training in this folder" in faults[0]
@@ -120,12 +131,18 @@ def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeyp
         ({}, "scale, expansion; not stock: method.norm separate", False),
         ({"method__norm": "base"}, "stock, scale, expansion", False),
         ({"method__norm": "base", "gate": {}}, "not stock: a gate decides for each token", True),
-        ({"method": {"name": "lora", "rank": 2}}, "stock; not scale: method lora widens nothing", False),
+        (
+            {"method": {"name": "lora", "rank": 2}},
+            "stock; not scale: method lora widens nothing",
+            False,
+        ),
     ],
 )
 def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate):
     run, tokens = begun
-    plan = make_plan(load_config(write_config(run, tokens, name="changed.yaml", **changes)), Cluster(2, 2))
+    plan = make_plan(
+        load_config(write_config(run, tokens, name="changed.yaml", **changes)), Cluster(2, 2)
+    )
     rows = dict(plan.rows)
     assert export in rows["export"]
     assert ("gate" in rows["stages"]) == gate
@@ -134,7 +151,9 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
 @pytest.mark.parametrize("command", ["tokenize", "upscale"])
 def test_a_restart_passes_the_stages_before_training_without_torch(begun, command):
     path = str(write_config(*begun))
-    code = f"import sys; from pipeline import cli; sys.argv = ['scale-cpt', {command!r}, {path!r}]\n"
+    code = (
+        f"import sys; from pipeline import cli; sys.argv = ['scale-cpt', {command!r}, {path!r}]\n"
+    )
     code += "try: cli.main()\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr

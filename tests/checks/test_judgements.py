@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from pipeline.checks.allocation import Room, host_memory, judge_memory
-from pipeline.checks.devices import Fault, Finding, Link, Product, judge_all_reduce, judge_products, measure_product
+from pipeline.checks.devices import (
+    Fault,
+    Finding,
+    Link,
+    Product,
+    judge_all_reduce,
+    judge_products,
+    measure_product,
+)
 from pipeline.checks.door import refuse_faults
 from pipeline.errors import PreflightError
 from pipeline.files import SAMPLE_BYTES, sampled_hash
@@ -24,7 +32,9 @@ def faults_of(finding: Finding) -> list[str]:
     return [fault.text for fault in finding.faults]
 
 
-def judged(products: list[Product], slow_factor: float | None, nodes: Sequence[str] = EIGHT) -> Finding:
+def judged(
+    products: list[Product], slow_factor: float | None, nodes: Sequence[str] = EIGHT
+) -> Finding:
     return judge_products(products, nodes, "cuda", slow_factor)
 
 
@@ -35,12 +45,21 @@ def test_a_slow_node_is_compared_with_the_others_and_refused_on_request():
     assert "2.0 times as long as elsewhere, expected at most 1.5" in fault.text
     assert not judged(products, 2.5).faults
     named = judged(products, None)
-    assert not named.faults and re.search(r"the slowest, rank \d on b: .* 2.00 times the others' time", named.measured)
+    assert not named.faults and re.search(
+        r"the slowest, rank \d on b: .* 2.00 times the others' time", named.measured
+    )
     assert not judged([SOUND], 1.01, ["a"]).faults
 
 
 def test_one_option_excludes_two_broken_nodes():
-    finding = judged([Product("has 3 wrong elements of 9", 0.01), *[SOUND] * 6, Product("failed: ECC error", 0.0)], 1.5)
+    finding = judged(
+        [
+            Product("has 3 wrong elements of 9", 0.01),
+            *[SOUND] * 6,
+            Product("failed: ECC error", 0.0),
+        ],
+        1.5,
+    )
     assert [fault.node for fault in finding.faults] == ["a", "b"]
     with pytest.raises(PreflightError, match=r"^preflight: 2 fault\(s\): .* --exclude=a,b$"):
         refuse_faults([finding])
@@ -69,11 +88,15 @@ def test_the_smallest_and_the_fullest_gpu_count():
     assert 0 < host_memory() < 2**50
     room = Room(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
     assert not judge_memory(60 * GIB, 0, [room] * 8, EIGHT).faults
-    (small,) = faults_of(judge_memory(60 * GIB, 0, [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT))
+    (small,) = faults_of(
+        judge_memory(60 * GIB, 0, [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT)
+    )
     assert small.startswith("a rank needs 60.00 of the 36.00 GiB that are usable on a GPU of b")
     (full,) = judge_memory(60 * GIB, 0, [room, room._replace(free=GIB), *[room] * 6], EIGHT).faults
     assert full == Fault(
-        "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest", "a", passing=True
+        "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest",
+        "a",
+        passing=True,
     )
     (host,) = faults_of(judge_memory(GIB, 200 * GIB, [room] * 8, EIGHT))
     assert "needs 200.00 GiB of host memory, found 100.00" in host

@@ -31,7 +31,10 @@ def plan_of(config: Path, cluster: Cluster = WORLD) -> Plan:
 def numbers(plan: Plan, row: str) -> list[float]:
     """Those in the texts of a row."""
     texts = " ".join(text for name, text in plan.rows if name == row)
-    return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", texts)]
+    return [
+        float(found.replace(",", ""))
+        for found in re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", texts)
+    ]
 
 
 def test_the_plan_is_what_the_run_does(tokens, tmp_path):
@@ -47,7 +50,9 @@ def test_the_plan_is_what_the_run_does(tokens, tmp_path):
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(list((tmp_path / "checkpoints").glob("step_*"))) == written == 2
     # Without random states, names and padding, which matter in so small a model.
-    assert gb_each * 1e9 == pytest.approx(held_bytes(tmp_path / "checkpoints/step_00000004"), rel=0.1)
+    assert gb_each * 1e9 == pytest.approx(
+        held_bytes(tmp_path / "checkpoints/step_00000004"), rel=0.1
+    )
     assert at_once == 6
     assert gb_needed == pytest.approx(6 * 1.1 * gb_each, rel=0.01)
     assert numbers(plan, "validation")[0] == sum("perplexity/korean" in line for line in lines)
@@ -64,9 +69,9 @@ def test_the_disk_space_counts_what_every_stage_writes(tokens, tmp_path):
     assert found.keys() == {"tokens", "expansion", "checkpoints", "export"}
     assert found["tokens"] == pytest.approx(held_bytes(tokens), rel=0.15)
     assert found["expansion"] == pytest.approx(held_bytes(tmp_path / "made" / "upscaled"), rel=0.1)
-    assert found["export"] > 2 * 260_000 and numbers(needed, "disk space")[0] * 1e9 == pytest.approx(
-        sum(found.values()), rel=0.02
-    )
+    assert found["export"] > 2 * 260_000 and numbers(needed, "disk space")[
+        0
+    ] * 1e9 == pytest.approx(sum(found.values()), rel=0.02)
     after = next(text for name, text in plan_of(made).rows if name == "disk space")
     assert "tokens 0, " in after and "expansion 0, " in after
 
@@ -75,24 +80,35 @@ def test_a_disk_without_room_for_all_that_is_written_is_a_fault(small_disk, tmp_
     disk = small_disk(mib=3)
     few = {"checkpoints__keep_last": 1, "stability__max_rollbacks": 0}
     (fault,) = plan_of(write_config(disk.path / "run", disk.path / "tokens", **few)).faults
-    assert "tokens, expansion, checkpoints and export need about " in fault and "GB more, found 0.0031" in fault
+    assert (
+        "tokens, expansion, checkpoints and export need about " in fault
+        and "GB more, found 0.0031" in fault
+    )
 
 
 def test_epochs_match_the_samples(tokens, tmp_path):
     plan = plan_of(make_run(tmp_path, tokens, schedule__steps=50))
-    for name, drawn in {"korean": 0.75 * 400, "english": 0.25 * 400}.items():  # of 50 steps of 8 samples
+    for name, drawn in {
+        "korean": 0.75 * 400,
+        "english": 0.25 * 400,
+    }.items():  # of 50 steps of 8 samples
         corpus_tokens, epochs = numbers(plan, f"corpus {name}")
         samples = -(-corpus_tokens // 32)
         assert epochs == pytest.approx(drawn / samples, abs=1.5 / samples + 0.005 * epochs)
     assert "sequences: 5 of english, 5 of korean" in dict(plan.rows)["validation"]
     rows = dict(plan_of(write_config(tmp_path, tokens, data__replay_fraction=0.0)).rows)
-    assert rows["corpus english"].endswith(", not read") and rows["corpus korean"].endswith(" epochs")
+    assert rows["corpus english"].endswith(", not read") and rows["corpus korean"].endswith(
+        " epochs"
+    )
 
 
 def test_what_earlier_stages_make_is_not_a_fault(tmp_path):
     plan = plan_of(write_config(tmp_path, tmp_path / "none"))
     assert plan.faults == []
-    assert [line.rpartition("(")[2] for line in plan.to_make] == ["scale-cpt tokenize)", "scale-cpt upscale)"]
+    assert [line.rpartition("(")[2] for line in plan.to_make] == [
+        "scale-cpt tokenize)",
+        "scale-cpt upscale)",
+    ]
     assert dict(plan.rows)["corpus korean"] == "new, not made yet"
 
 
@@ -106,7 +122,10 @@ def test_on_a_machine_without_gpus_it_plans_processes_of_unknown_speed(tmp_path)
     places = (f"--set=folder={tmp_path}", f"--set=data.folder={tmp_path / 'tokens'}")
     done = scale_cpt("train", "--dry-run", ROOT / "configs" / "demo.yaml", *places)
     assert done.returncode == 0, done.stderr
-    assert "2 CPU processes on 1 node(s): dp 2, ZeRO-3 x tp 1" in done.stdout and "GPU" not in done.stdout
+    assert (
+        "2 CPU processes on 1 node(s): dp 2, ZeRO-3 x tp 1" in done.stdout
+        and "GPU" not in done.stdout
+    )
     assert " unknown on CPUs; scale-cpt status measures the first steps" in done.stdout
     assert "none found" in done.stdout
     assert not list(tmp_path.iterdir())

@@ -28,7 +28,9 @@ from tests.files import flip_bit
 from tests.training.runs import write_config
 
 
-def on_rank(config_path: Path, prepare: Callable[..., None] = lambda: None, *arguments: Any) -> str | list[str]:
+def on_rank(
+    config_path: Path, prepare: Callable[..., None] = lambda: None, *arguments: Any
+) -> str | list[str]:
     """Checks the allocation on simulated nodes of two ranks; returns the logged lines, or how the rank ended."""
     rank, lines = dist.get_rank(), []
     os.environ["SLURMD_NODENAME"] = f"n{rank // 2 + 1}"
@@ -52,7 +54,11 @@ def on_rank(config_path: Path, prepare: Callable[..., None] = lambda: None, *arg
 
 def configured(run: Path, **changes: Any) -> Path:
     # No limit on speed: a shared machine may be slow. The batch divides over 1 to 4 ranks.
-    unhurried = {"preflight__enabled": True, "preflight__min_gb_per_s": 0, "schedule__global_batch_size": 12}
+    unhurried = {
+        "preflight__enabled": True,
+        "preflight__min_gb_per_s": 0,
+        "schedule__global_batch_size": 12,
+    }
     return write_config(run, run / "tokens", **{"zero": 2, **unhurried, **changes})
 
 
@@ -71,7 +77,8 @@ def test_damaged_tokens_are_found(tmp_path, tokens: Path):
     flip_bit(damaged, -5)
     line = refusal(configured(tmp_path), 2)
     assert (
-        f"preflight: 1 fault(s): {damaged}: damaged: expected {damaged.stat().st_size} bytes, found other ones" in line
+        f"preflight: 1 fault(s): {damaged}: damaged: expected {damaged.stat().st_size} bytes, found other ones"
+        in line
     )
     assert line.endswith("text that the base writes) (seen on n1)")
 
@@ -93,7 +100,9 @@ def test_a_sound_allocation_is_described(tmp_path):
 
 def test_all_faults_are_reported_together(tmp_path):
     config = configured(tmp_path, preflight__min_gb_per_s=1e6)
-    (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e15}}')
+    (tmp_path / "zero2.json").write_text(
+        '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e15}}'
+    )
     message = refusal(config, 2)
     assert message.startswith("error: preflight: 2 fault(s): ")
     assert "all-reduce over the data-parallel group of ranks 0, 1 (n1): " in message
@@ -135,7 +144,9 @@ def bases(tmp_path):
 def test_another_base_on_one_node_and_a_folder_that_they_do_not_share(tmp_path, bases):
     file = bases[1] / "model.safetensors"
     weights = load_file(file)
-    save_file({name: tensor * 1.001 for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    save_file(
+        {name: tensor * 1.001 for name, tensor in weights.items()}, file, metadata={"format": "pt"}
+    )
     message = refusal(configured(tmp_path, base="base", folder="run"), 3, own_folder, tmp_path)
     assert "base/model.safetensors: differs between n2 and n1" in message
     assert "tokenizer.json" not in message
@@ -156,4 +167,6 @@ def test_a_disk_without_room(small_disk, tmp_path):
     message = refusal(config, 1)
     assert re.search(r"the checkpoints need 0\.00\d+ GB more, found 0\.00\d+ GB free", message)
     disk.fill()
-    assert re.search(r"checkpoints: (n1 cannot write there: No space|the checkpoints need)", refusal(config, 1))
+    assert re.search(
+        r"checkpoints: (n1 cannot write there: No space|the checkpoints need)", refusal(config, 1)
+    )

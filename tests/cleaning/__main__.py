@@ -18,8 +18,12 @@ from tests.cleaning.crawl import Crawl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--copies", type=int, default=100, help="documents of each kind of fault (default: 100)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="only write the crawl, as one JSONL file")
+    parser.add_argument(
+        "--copies", type=int, default=100, help="documents of each kind of fault (default: 100)"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="only write the crawl, as one JSONL file"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         crawl = Crawl(Path(folder, "crawl"), options.copies)
@@ -27,7 +31,9 @@ def main() -> None:
             options.write.parent.mkdir(parents=True, exist_ok=True)
             options.write.write_text(
                 "".join(
-                    json.dumps({"text": text}) + "\n" for kind, text, _ in crawl.documents if kind != "broken record"
+                    json.dumps({"text": text}) + "\n"
+                    for kind, text, _ in crawl.documents
+                    if kind != "broken record"
                 )
             )
             return

@@ -14,8 +14,8 @@ import zstandard
 from pipeline.cleaning.clean import CleanedText
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
-from pipeline.data.records import Keys
-from pipeline.data.units import good_documents
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.units import good_documents
 from tests.texts import DATA
 
 EDITS = (0, 1, 2, 5, 10)
@@ -36,13 +36,20 @@ _DROPPED_BY = {
     "benchmark question": {"contamination"},
 }
 _PERSONAL = ("kim.{0}@naver.com", "010-1234-{0}", "+82 10 9876 {0}", "02-345-{0}", "900101-123{0}")
-_FRAMES = ("무단 전재 및 재배포 금지", "저작권자 ⓒ 무비뉴스", "Copyright 2024. All rights reserved.", "====----====")
+_FRAMES = (
+    "무단 전재 및 재배포 금지",
+    "저작권자 ⓒ 무비뉴스",
+    "Copyright 2024. All rights reserved.",
+    "====----====",
+)
 
 
 def korean_pages(name: str, lines: int) -> Iterator[str]:
     """Pages of so many lines of the shipped Korean reviews."""
     for document in good_documents([str(DATA / "ko" / name)], Keys()):
-        found = [line for line in document.text.split("\n") if len(line) > 15 and not line.endswith("..")]
+        found = [
+            line for line in document.text.split("\n") if len(line) > 15 and not line.endswith("..")
+        ]
         yield from ("\n".join(found[at : at + lines]) for at in range(0, len(found) - lines, lines))
 
 
@@ -63,26 +70,40 @@ class Crawl:
         self._pages = korean_pages("reviews.jsonl.zst", 12)
         heldout = [*islice(self._pages, copies)]
         questions = [*islice(korean_pages("law.heldout.jsonl.zst", 3), copies)]
-        english = [one.text for one in islice(good_documents([str(DATA / "en" / "stories.jsonl.zst")], Keys()), copies)]
+        english = [
+            one.text
+            for one in islice(
+                good_documents([str(DATA / "en" / "stories.jsonl.zst")], Keys()), copies
+            )
+        ]
         made.mkdir()
         self._write("heldout.jsonl", [{"text": text} for text in heldout])
-        self._write("benchmark.jsonl", [{"question": text, "answer": at % 4} for at, text in enumerate(questions)])
+        self._write(
+            "benchmark.jsonl",
+            [{"question": text, "answer": at % 4} for at, text in enumerate(questions)],
+        )
         documents = [("good", text, text) for text in islice(self._pages, 10 * copies)]
         for at in range(copies):
             documents += self._faulty(at, documents[at][1], heldout[at], questions[at], english[at])
         self._draw.shuffle(documents)
-        later = [one for one in documents if one[0].startswith("copy")]  # of copies the first is kept
+        later = [
+            one for one in documents if one[0].startswith("copy")
+        ]  # of copies the first is kept
         documents = [one for one in documents if not one[0].startswith("copy")] + later
         self.documents = documents
         half = len(documents) // 2
-        for number, (encoding, part) in enumerate((("utf-8", documents[:half]), ("cp949", documents[half:]))):
+        for number, (encoding, part) in enumerate(
+            (("utf-8", documents[:half]), ("cp949", documents[half:]))
+        ):
             lines = []
             for at, (kind, text, kept) in enumerate(part):
                 name = f"{number:05d}-000000-{at}"
                 self.planted.setdefault(kind, []).append(name)
                 if kind not in _DROPPED_BY:
                     self.expected[name] = kept
-                line = json.dumps({"text": text}, ensure_ascii="�" in text or not _in(encoding, text))
+                line = json.dumps(
+                    {"text": text}, ensure_ascii="�" in text or not _in(encoding, text)
+                )
                 lines.append(line[:-9] if kind == "broken record" else line)
             (made / f"crawl.{number}.{encoding}.jsonl").write_bytes(
                 "".join(f"{line}\n" for line in lines).encode(encoding)
@@ -91,14 +112,18 @@ class Crawl:
     def _write(self, name: str, records: list[dict[str, object]]) -> None:
         (self.made / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
-    def _faulty(self, at: int, copied: str, heldout: str, question: str, english: str) -> Iterator[_Planted]:
+    def _faulty(
+        self, at: int, copied: str, heldout: str, question: str, english: str
+    ) -> Iterator[_Planted]:
         def page() -> str:
             return next(self._pages)
 
         def edited(text: str, percent: int) -> str:
             others = page().split()
             return "".join(
-                self._draw.choice(others) if part.strip() and self._draw.random() * 100 < percent else part
+                self._draw.choice(others)
+                if part.strip() and self._draw.random() * 100 < percent
+                else part
                 for part in re.split(r"(\s+)", text)
             )
 
@@ -113,7 +138,11 @@ class Crawl:
         yield "one line, repeated", "\n".join([first] * 20), ""
         yield "word salad of a shop", "최저가 할인 쿠폰 지금 클릭 " * 30, ""
         yield "a few words", " ".join(host.split()[:20]), ""
-        yield "a price list", "\n".join(f"- {number}번 상품 {at}{number},900원" for number in range(40)), ""
+        yield (
+            "a price list",
+            "\n".join(f"- {number}번 상품 {at}{number},900원" for number in range(40)),
+            "",
+        )
         yield "a menu of a page", "\n".join(re.findall("[가-힣]+", page())), ""
         for percent in EDITS:
             yield f"copy, {percent} % edited", edited(copied, percent), ""
@@ -121,8 +150,14 @@ class Crawl:
         yield "held-out sentence", _hidden(page(), max(heldout.split("\n"), key=len)), ""
         yield "benchmark question", _hidden(page(), question), ""
         private, body = _PERSONAL[at % len(_PERSONAL)].format(1000 + at), page()
-        replaced = ("email@example.com", *["010-0000-0000"] * 3, "000000-0000000")[at % len(_PERSONAL)]
-        yield "personal data", f"{body}\n문의: {private} 로 연락 주세요.", f"{body}\n문의: {replaced} 로 연락 주세요."
+        replaced = ("email@example.com", *["010-0000-0000"] * 3, "000000-0000000")[
+            at % len(_PERSONAL)
+        ]
+        yield (
+            "personal data",
+            f"{body}\n문의: {private} 로 연락 주세요.",
+            f"{body}\n문의: {replaced} 로 연락 주세요.",
+        )
         body = page()
         yield "boilerplate", f"{body}\n{_FRAMES[at % len(_FRAMES)]}", body
 
@@ -130,7 +165,9 @@ class Crawl:
     def job(self) -> CleaningJob:
         """The job that cleans it."""
         settings = {"language": "ko", "benchmarks": [str(self.made / "benchmark.jsonl")]}
-        corpus = Corpus.model_validate({"input": [str(self.made / "crawl.*.jsonl")], "clean": settings})
+        corpus = Corpus.model_validate(
+            {"input": [str(self.made / "crawl.*.jsonl")], "clean": settings}
+        )
         heldout = corpus.model_copy(update={"input": [str(self.made / "heldout.jsonl")]})
         return CleaningJob(corpus, self.made / "cleaned", [heldout])
 
@@ -145,7 +182,9 @@ class Crawl:
             if kind in _DROPPED_BY:
                 right = sum(step in _DROPPED_BY[kind] for step in by)
             else:
-                right = sum(kept.get(name, "").strip() == self.expected[name].strip() for name in names)
+                right = sum(
+                    kept.get(name, "").strip() == self.expected[name].strip() for name in names
+                )
             rows[kind] = (len(names), right / len(names), ", ".join(sorted(set(by) - {"written"})))
         return rows
 
@@ -154,10 +193,14 @@ class Crawl:
         kind_of = {name: kind for kind, names in self.planted.items() for name in names}
         found = {}
         for step in sorted(
-            (self.made / "cleaned" / "dropped").iterdir(), key=lambda step: [*cleaned.steps].index(step.name)
+            (self.made / "cleaned" / "dropped").iterdir(),
+            key=lambda step: [*cleaned.steps].index(step.name),
         ):
             kinds = [kind_of[name] for name in _texts(step)]
-            found[step.name] = len(kinds), sum(step.name in _DROPPED_BY.get(kind, ()) for kind in kinds) / len(kinds)
+            found[step.name] = (
+                len(kinds),
+                sum(step.name in _DROPPED_BY.get(kind, ()) for kind in kinds) / len(kinds),
+            )
         return found
 
 

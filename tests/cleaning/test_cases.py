@@ -13,8 +13,8 @@ from pipeline.cleaning.clean import clean, examples
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.cleaning.text import mended, without_boilerplate_lines, without_personal
 from pipeline.config.data import Corpus
-from pipeline.data.corpora import source_of
-from pipeline.data.units import input_files
+from pipeline.data.tokenize.corpora import source_of
+from pipeline.data.tokenize.units import input_files
 from tests.data.helpers import write_jsonl
 
 CASES = Path(__file__).parents[1] / "cases"

@@ -21,8 +21,8 @@ from pipeline.cleaning.clean import clean, submit
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
-from pipeline.data.corpora import heldout_corpora
-from pipeline.data.token_corpus import load_manifest
+from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
 from tests.cleaning.crawl import Crawl, korean_pages
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
@@ -65,7 +65,9 @@ def test_a_task_cut_short_is_done_again_with_the_same_bytes(
     shard.write_bytes(shard.read_bytes()[:100])
     (again.job.work / "logs" / "write" / "completions" / "00001").unlink()
     clean(again.job, workers=1)
-    shards = {name: digest for name, digest in contents(again.job.output).items() if name.endswith(".zst")}
+    shards = {
+        name: digest for name, digest in contents(again.job.output).items() if name.endswith(".zst")
+    }
     assert len(shards) > 6
     assert shards.items() <= contents(crawl.job.output).items()
     assert not again.job.work.exists()
@@ -86,7 +88,15 @@ def test_tasks_whose_files_were_damaged_are_done_again(
 ) -> None:
     """The files of every stage, its statistics among them, each damaged in another way."""
     job = stopped(tmp_path, monkeypatch)
-    shapes = ("filtered/*", "signatures/*/*", "references/*/*", "index/*/*", "pairs/*", "copies/*", "words/*")
+    shapes = (
+        "filtered/*",
+        "signatures/*/*",
+        "references/*/*",
+        "index/*/*",
+        "pairs/*",
+        "copies/*",
+        "words/*",
+    )
     shapes += ("output/*.zst", "output/dropped/*/*", "logs/*/stats/*.json", "logs/*/files/*.json")
     for number, shape in enumerate(shapes):
         damage = (Path.unlink, flip_bit, cut)[number % 3]
@@ -96,20 +106,28 @@ def test_tasks_whose_files_were_damaged_are_done_again(
     assert set(re.findall(r"task \d+ of (\w+) is done again", caplog.text)) == {*stages}
     assert cleaned.steps == crawl.cleaned.steps
     made = {name: digest for name, digest in contents(job.output).items() if name.endswith(".zst")}
-    assert made == {name: digest for name, digest in contents(crawl.job.output).items() if name.endswith(".zst")}
+    assert made == {
+        name: digest for name, digest in contents(crawl.job.output).items() if name.endswith(".zst")
+    }
 
 
 def test_sound_tasks_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = stopped(tmp_path, monkeypatch)
-    monkeypatch.setattr(LocalPipelineExecutor, "_run_for_rank", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr(
+        LocalPipelineExecutor, "_run_for_rank", lambda *_: pytest.fail("done again")
+    )
     assert clean(job, workers=1).documents
 
 
 @pytest.mark.full
 def test_other_settings_are_refused(crawl: Crawl) -> None:
     job = crawl.job
-    corpus = job.corpus.model_copy(update={"clean": job.corpus.clean.model_copy(update={"min_words": 30})})
-    with pytest.raises(DataError, match="other settings or inputs; set them back, or remove the folder"):
+    corpus = job.corpus.model_copy(
+        update={"clean": job.corpus.clean.model_copy(update={"min_words": 30})}
+    )
+    with pytest.raises(
+        DataError, match="other settings or inputs; set them back, or remove the folder"
+    ):
         clean(replace(job, corpus=corpus), workers=1)
 
 
@@ -128,14 +146,27 @@ def test_a_folder_of_something_else_is_left(tmp_path: Path) -> None:
 
 def run_of(folder: Path, texts: list[str], **settings: object) -> Path:
     """A run whose only corpus has a section `clean`."""
-    corpus = {"input": [str(write_jsonl(folder / "in.jsonl", texts))], "heldout_fraction": 0.1, "clean": settings}
+    corpus = {
+        "input": [str(write_jsonl(folder / "in.jsonl", texts))],
+        "heldout_fraction": 0.1,
+        "clean": settings,
+    }
     described = {
         "name": "t",
         "folder": str(folder / "run"),
         "base": str(STORIES260K),
         "method": {"name": "fft"},
-        "data": {"folder": str(folder / "tokens"), "sequence_length": 64, "corpora": {"crawl": corpus}},
-        "schedule": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 0.1},
+        "data": {
+            "folder": str(folder / "tokens"),
+            "sequence_length": 64,
+            "corpora": {"crawl": corpus},
+        },
+        "schedule": {
+            "steps": 1,
+            "global_batch_size": 1,
+            "micro_batch_size": 1,
+            "learning_rate": 0.1,
+        },
         "deepspeed": str(PROJECT / "ds_configs" / "zero1.json"),
     }
     path = folder / "run.yaml"
@@ -144,7 +175,9 @@ def run_of(folder: Path, texts: list[str], **settings: object) -> Path:
 
 
 @pytest.mark.full
-def test_a_language_model_drops_other_languages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_model_drops_other_languages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("fasttext")
 
     def predict(_: object, doc: Document) -> tuple[tuple[str, float], dict[str, float]]:
@@ -154,7 +187,10 @@ def test_a_language_model_drops_other_languages(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("datatrove.utils.lid.FastTextLID.predict", predict)
     settings = {"language": "ko", "language_model": "ft176", "skip": ["language"]}
     korean = [*islice(korean_pages("reviews.jsonl.zst", 12), 5)]
-    corpus = {"input": [str(write_jsonl(tmp_path / "x.jsonl", [*korean, *stories(3)[:3]]))], "clean": settings}
+    corpus = {
+        "input": [str(write_jsonl(tmp_path / "x.jsonl", [*korean, *stories(3)[:3]]))],
+        "clean": settings,
+    }
     cleaned = clean(CleaningJob(Corpus.model_validate(corpus), tmp_path / "cleaned"), workers=1)
     assert cleaned.steps["language_model"] == {"dropped": 3, "total": 8}
 
@@ -174,7 +210,9 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
         assert call(clean_corpora, run, "--workers", 1) == 0
         assert "crawl.clean: 40 documents" in capsys.readouterr().out
     assert call(preprocess_data, run, "--workers", 1) == 0
-    parts = [load_manifest(tmp_path / "tokens" / part).documents for part in ("crawl", "crawl.heldout")]
+    parts = [
+        load_manifest(tmp_path / "tokens" / part).documents for part in ("crawl", "crawl.heldout")
+    ]
     assert sum(parts) == 40
     heldout = [document.text for document in heldout_corpora(load_config(run))["crawl"]]
     assert len(heldout) == parts[1] > 0
@@ -188,7 +226,11 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     ("settings", "kind", "message"),
     [
         ({"language": "xx"}, ConfigError, "crawl.clean.language: .*'ko' or 'en'"),
-        ({"language": "ko", "shared_words": 0}, ConfigError, "crawl.clean.shared_words: .*greater than"),
+        (
+            {"language": "ko", "shared_words": 0},
+            ConfigError,
+            "crawl.clean.shared_words: .*greater than",
+        ),
         ({"language": "ko", "benchmarks": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
         ({"language": "ko"}, DataError, "no document is left: .*'language': {'dropped': 3"),
     ],
@@ -203,7 +245,9 @@ def test_bad_settings_are_refused_in_one_line(
 
 @pytest.mark.full
 @pytest.mark.parametrize("missing", ["datatrove.executor", "ftfy"])
-def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_without_the_extra_the_command_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     for name in [name for name in sys.modules if name.startswith("pipeline.cleaning")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -214,16 +258,23 @@ def test_without_the_extra_the_command_is_named(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
-    [("schedule.micro_batch_size=2", "micro_batch_size"), ("data.corpora.crawl.heldout_fraction=0", "heldout_input")],
+    [
+        ("schedule.micro_batch_size=2", "micro_batch_size"),
+        ("data.corpora.crawl.heldout_fraction=0", "heldout_input"),
+    ],
 )
-def test_what_tokenization_would_refuse_is_refused_first(tmp_path: Path, change: str, message: str) -> None:
+def test_what_tokenization_would_refuse_is_refused_first(
+    tmp_path: Path, change: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         call(clean_corpora, run_of(tmp_path, stories(3)[:3], language="en"), "--set", change)
     assert not (tmp_path / "tokens").exists()
 
 
 @pytest.mark.full
-def test_a_failed_task_is_named_and_done_by_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_task_is_named_and_done_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task, left = LocalPipelineExecutor._run_for_rank, [ValueError("bad luck")]
 
     def failing(executor: LocalPipelineExecutor, rank: int) -> None:
@@ -233,7 +284,9 @@ def test_a_failed_task_is_named_and_done_by_the_next_start(tmp_path: Path, monke
 
     monkeypatch.setattr(LocalPipelineExecutor, "_run_for_rank", failing)
     job = Crawl(tmp_path / "made", 1).job
-    with pytest.raises(DataError, match=r"buckets, task 3: ValueError: bad luck; .* says more; start again"):
+    with pytest.raises(
+        DataError, match=r"buckets, task 3: ValueError: bad luck; .* says more; start again"
+    ):
         clean(job, workers=1)
     assert clean(job, workers=1).documents
 
@@ -251,22 +304,33 @@ def test_the_crawl_is_written_for_the_study(tmp_path: Path) -> None:
     assert sum("최저가 할인 쿠폰" in text for text in texts) == 2
 
 
-def test_batch_scripts_of_a_folder_with_spaces_name_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_scripts_of_a_folder_with_spaces_name_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As sbatch and bash read them: the log of each array, and the program that its tasks load."""
     (folder := tmp_path / "two  words; and 'more'").mkdir()
     (programs := tmp_path / "bin").mkdir()
     sbatch = f'n=$(ls {tmp_path} | grep -c script); cp "${{@: -1}}" {tmp_path}/script.$n; echo Submitted batch job $n'
-    for name, text in (("sbatch", sbatch), ("srun", 'exec "${@: -2}"'), ("launch_pickled_pipeline", 'ls -d "$1"')):
+    for name, text in (
+        ("sbatch", sbatch),
+        ("srun", 'exec "${@: -2}"'),
+        ("launch_pickled_pipeline", 'ls -d "$1"'),
+    ):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    corpus = {"input": [str(write_jsonl(folder / "x.jsonl", stories(3)[:3]))], "clean": {"language": "en"}}
+    corpus = {
+        "input": [str(write_jsonl(folder / "x.jsonl", stories(3)[:3]))],
+        "clean": {"language": "en"},
+    }
     job = CleaningJob(Corpus.model_validate(corpus), folder / "cleaned")
     submit(job, "cpu", "1:00")
     scripts = sorted(tmp_path.glob("script.*"))
     assert scripts
     for script in scripts:
-        lines = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH --output")]
+        lines = [
+            line for line in script.read_text().splitlines() if line.startswith("#SBATCH --output")
+        ]
         [option] = shlex.split(lines[0].removeprefix("#SBATCH "))
         assert Path(option.partition("=")[2]).is_relative_to(job.work)
         ran = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=True)

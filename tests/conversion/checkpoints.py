@@ -13,8 +13,8 @@ import torch
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
 from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import default_dtype, named_trained_parameters
@@ -23,7 +23,10 @@ from tests.widened import scale_settings, shake, some_batch, started, widened
 
 FFT = {"name": "fft"}
 SEQUENCE = 12
-CORPUS = {"input": ["unused"], "source": {"dataset": "e9t/nsmc", "license": "cc0-1.0", "language": "ko"}}
+CORPUS = {
+    "input": ["unused"],
+    "source": {"dataset": "e9t/nsmc", "license": "cc0-1.0", "language": "ko"},
+}
 
 
 def scale(variant: str, **changes: Any) -> dict[str, Any]:
@@ -35,7 +38,11 @@ def zero(stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
     """A DeepSpeed configuration in which every tensor is cut."""
     sharding = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     values = {"zero_optimization": {"stage": stage, "overlap_comm": False, **sharding, **more}}
-    return values | ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" else {})
+    return values | (
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        if dtype == "bf16"
+        else {}
+    )
 
 
 Account = dict[str, dict[str, torch.Tensor]]
@@ -69,7 +76,10 @@ def save(
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     layout = Layout(world_size, tp_size)
     groups = ProcessGroups(layout)
-    config, json_path = _config(base_path, method, folder, layout.dp_size), folder.parent / f"{folder.name}.{rank}.json"
+    config, json_path = (
+        _config(base_path, method, folder, layout.dp_size),
+        folder.parent / f"{folder.name}.{rank}.json",
+    )
     json_path.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(deepspeed_values or zero(1)))
     settings = load_deepspeed_config(json_path, layout)
@@ -89,7 +99,9 @@ def save(
     held = _account(engine) if account else None
     record = describe_layout(layout, settings.zero_stage, settings.dtype)
     checkpoints = Checkpoints(folder, run, record, config.checkpoints)
-    saved = checkpoints.save(engine, Position(step=steps, tokens_seen=steps * SEQUENCE, seconds=1.0))
+    saved = checkpoints.save(
+        engine, Position(step=steps, tokens_seen=steps * SEQUENCE, seconds=1.0)
+    )
     assert saved == checkpoint_in(folder, steps)
     return held
 
@@ -138,7 +150,9 @@ def scale_config(**changes: Any) -> ScaleConfig:
     return ScaleConfig(num_hidden_layers=4, rotary=rotaries, layer_rotary=[0] * 4, **changes)
 
 
-def without_this_project(program: str, model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def without_this_project(
+    program: str, model: Path, folder: Path
+) -> subprocess.CompletedProcess[str]:
     """Runs a program on an exported model, in `folder`, where nothing of this project can be imported."""
     absent = ("pipeline", "deepspeed", "orjson", "pydantic", "zstandard", "lm_eval", "datasets")
     program = f"import sys\nfor name in {absent}:\n    sys.modules[name] = None  # importing it is an error\n{program}"
@@ -149,7 +163,9 @@ def without_this_project(program: str, model: Path, folder: Path) -> subprocess.
     return done
 
 
-def generate_greedily(model: Any, tokens: torch.Tensor, *, new_tokens: int, **options: Any) -> torch.Tensor:
+def generate_greedily(
+    model: Any, tokens: torch.Tensor, *, new_tokens: int, **options: Any
+) -> torch.Tensor:
     """An exported model's continuation by exactly `new_tokens`; every token is real unless options give a mask."""
     mask = options.pop("attention_mask", torch.ones_like(tokens))
     generated: torch.Tensor = model.generate(
@@ -164,14 +180,21 @@ def generate_greedily(model: Any, tokens: torch.Tensor, *, new_tokens: int, **op
     return generated
 
 
-def _config(base_path: Path, method: dict[str, Any], folder: Path, batch_size: int = 1) -> RunConfig:
+def _config(
+    base_path: Path, method: dict[str, Any], folder: Path, batch_size: int = 1
+) -> RunConfig:
     values = {
         "name": "test",
         "folder": str(folder),
         "base": str(base_path),
         "method": method,
         "data": {"folder": "unused", "sequence_length": SEQUENCE, "corpora": {"new": CORPUS}},
-        "schedule": {"steps": 2, "global_batch_size": batch_size, "micro_batch_size": 1, "learning_rate": 1e-2},
+        "schedule": {
+            "steps": 2,
+            "global_batch_size": batch_size,
+            "micro_batch_size": 1,
+            "learning_rate": 1e-2,
+        },
         "deepspeed": "unused",
     }
     return parse_config(values, source="test")

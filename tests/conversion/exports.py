@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.conversion.trained_model import TrainedModel
+from pipeline.hf.folder import load_hf_model, write_hf_folder
 from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
@@ -66,7 +66,9 @@ class Models:
         wanted = [pair for pair in dict.fromkeys(pairs) if pair not in self._made]
         places = {pair: self._folder / str(len(self._made) + at) for at, pair in enumerate(wanted)}
         methods = METHODS | MORE_METHODS
-        jobs = [(self._base(name).path, methods[key], place) for (name, key), place in places.items()]
+        jobs = [
+            (self._base(name).path, methods[key], place) for (name, key), place in places.items()
+        ]
         if jobs:
             run_ranks(save_many, 1, jobs)
         self._made |= places
@@ -105,11 +107,22 @@ class Exports:
 
 def pairs(names: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]:
     """Each family with each method that can leave as its name says."""
-    found = [(name, method) for method in methods for name in names if name not in MIXTURES or method != "fft"]
-    return [(name, method) for name, method in found if method != "stock" or not name.startswith(NOT_STOCK)]
+    found = [
+        (name, method)
+        for method in methods
+        for name in names
+        if name not in MIXTURES or method != "fft"
+    ]
+    return [
+        (name, method)
+        for name, method in found
+        if method != "stock" or not name.startswith(NOT_STOCK)
+    ]
 
 
-def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def exported(
+    model: TrainedModel, format: str, folder: Path, dtype: torch.dtype = torch.float32
+) -> Path:
     folder.mkdir()
     write_hf_folder(folder, choose_export(model, format, dtype), model.base.path)
     return folder
@@ -117,7 +130,9 @@ def exported(model: TrainedModel, format: str, folder: Path, dtype: torch.dtype 
 
 def loaded_with_base(model: TrainedModel, folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The model exported in a format of its own choice, and its base; both of the same class."""
-    loaded, original = (load_hf_model(path) for path in (exported(model, "auto", folder), model.base.path))
+    loaded, original = (
+        load_hf_model(path) for path in (exported(model, "auto", folder), model.base.path)
+    )
     assert type(loaded) is type(original) and not (folder / "modeling_scale.py").exists()
     return loaded, original
 

@@ -13,22 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.conversion.combine import combine
+from pipeline.combination.combine import combine
 from pipeline.conversion.convert import EXPORT
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.remote_code.modeling_scale_combined import (
+from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
+from pipeline.data.tokenizer.extension.vocabulary import learn_extension
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.errors import ConversionError, DataError, OutputError
+from pipeline.files import write_json, write_record
+from pipeline.hf.folder import load_hf_model
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.modeling_scale_combined import (
     LARGEST_MARGIN,
     RECENT,
     CombinedForCausalLM,
     is_of_base,
 )
-from pipeline.conversion.remote_code.scale_vocabulary import NEVER
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.vocabulary import EXPORTED as EXTENDED
-from pipeline.data.vocabulary import learn_extension
-from pipeline.errors import ConversionError, DataError, OutputError
-from pipeline.files import write_json, write_record
+from pipeline.hf.remote_code.scale_vocabulary import NEVER
 from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
@@ -36,7 +36,7 @@ from tests.programs import call
 from tests.tolerances import PARITY, assert_near
 from tools import combine as combine_tool
 
-DEMO = Path("data/models/stories260K")
+DEMO = Path("examples/data/models/stories260K")
 LAYERS, BASE_TOKENS = 4, 512
 PRESERVE = {"l_fp": LAYERS, "gate_layer": LAYERS}
 ADAPT = {"l_fp": 2, "gate_layer": 2, "collaborative_modules": ["attention", "ffn"]}
@@ -50,7 +50,10 @@ EXPANSIONS = {
     "kana": (ADAPT | {"vocab_size": BASE_TOKENS + 11}, 16, 2),
 }
 ALL = [*EXPANSIONS][:-1]
-TEXTS = {"pieces": "나는 너를 나의 나라에서 너의 나비로 보았다. " * 3, "kana": "わたしはわたしのねこをみていた。" * 3}
+TEXTS = {
+    "pieces": "나는 너를 나의 나라에서 너의 나비로 보았다. " * 3,
+    "kana": "わたしはわたしのねこをみていた。" * 3,
+}
 
 
 def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
@@ -68,7 +71,9 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
     model = ScaleForCausalLM(config)
     for key, parameter in model.named_parameters():
         of_base = is_of_base(key)
-        random = torch.Generator().manual_seed(zlib.crc32(f"{base if of_base else name} {key}".encode()))
+        random = torch.Generator().manual_seed(
+            zlib.crc32(f"{base if of_base else name} {key}".encode())
+        )
         if key != "token_gate.std":
             # Row by row, so that the base's rows are the same under an extended vocabulary.
             std = 1.0 if key.startswith(("token_gate.", "embedding.")) else 0.1
@@ -117,22 +122,32 @@ def prompts(count: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 def alone(path: Path, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An export's logits [S, V], and by how much its gate's score is above the threshold [S]."""
     model, margins = load_hf_model(path), []
-    model.token_gate.register_forward_hook(lambda gate, read, _: margins.append(gate.scores(*read) - gate.threshold))
+    model.token_gate.register_forward_hook(
+        lambda gate, read, _: margins.append(gate.scores(*read) - gate.threshold)
+    )
     logits = model(tokens, use_cache=False).logits[0]
     return logits, margins[0].masked_fill((tokens >= BASE_TOKENS).unsqueeze(-1), torch.inf)[0, :, 0]
 
 
 @torch.no_grad()
 def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model):
-    passages = torch.randint(3, BASE_TOKENS + 18, (6, 4), generator=torch.Generator().manual_seed(4))
-    text, given = passages.repeat(1, 20).view(1, -1), Counter()  # each of four words, for which other gates open
+    passages = torch.randint(
+        3, BASE_TOKENS + 18, (6, 4), generator=torch.Generator().manual_seed(4)
+    )
+    text, given = (
+        passages.repeat(1, 20).view(1, -1),
+        Counter(),
+    )  # each of four words, for which other gates open
     for names in (["pieces"], ALL, ["ko"], ["code", "med"], ["code"]):
         tokens = text if names == ["pieces"] else text % BASE_TOKENS
         model.set_active([])
         expected = model(tokens, use_cache=False).logits[0]
         found, used = {name: alone(exports[name], tokens) for name in names}, None
         for at in range(text.shape[1]):
-            lately = {name: margins[max(0, at - RECENT + 1) : at + 1] for name, (_, margins) in found.items()}
+            lately = {
+                name: margins[max(0, at - RECENT + 1) : at + 1]
+                for name, (_, margins) in found.items()
+            }
             best = max(names, key=lambda name: lately[name].clamp(0, LARGEST_MARGIN).sum())
             is_open = bool(lately[best][-1] > 0)
             used = best if is_open else used
@@ -144,7 +159,9 @@ def test_each_token_is_the_bases_or_that_of_the_expansion_in_use(exports, model)
         assert torch.equal(model(tokens, use_cache=False).logits[0], expected), names
     cases = {(None, False), ("code", False), *((name, True) for name in ALL)}
     assert cases <= given.keys(), given
-    model.set_active(ALL)  # a new piece is open for the expansion that brought it, whatever came before
+    model.set_active(
+        ALL
+    )  # a new piece is open for the expansion that brought it, whatever came before
     is_new = text[0] >= BASE_TOKENS
     found = model(text, use_cache=False).logits[0]
     assert is_new.any() and torch.equal(found[is_new], alone(exports["pieces"], text)[0][is_new])
@@ -159,11 +176,15 @@ def test_each_text_of_a_batch_is_continued_as_alone(model):
     """Padded on the left, with expansions of its own, cached or not, searched by beams or not."""
     (tokens, mask), active = prompts(), model.allowed(REQUESTS)
     for options in ({}, {"use_cache": False}, {"num_beams": 3}):
-        found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=12, active=active, **options)
+        found = generate_greedily(
+            model, tokens, attention_mask=mask, new_tokens=12, active=active, **options
+        )
         for row, names in enumerate(REQUESTS):
             model.set_active(names)
             text = tokens[row : row + 1, int((mask[row] == 0).sum()) :]
-            assert torch.equal(generate_greedily(model, text, new_tokens=12, **options)[0, -12:], found[row, -12:])
+            assert torch.equal(
+                generate_greedily(model, text, new_tokens=12, **options)[0, -12:], found[row, -12:]
+            )
     assert len({tuple(row) for row in found[:, -12:].tolist()}) == len(REQUESTS)
 
 
@@ -171,9 +192,15 @@ def test_each_text_of_a_batch_is_continued_as_alone(model):
 @torch.no_grad()
 def test_a_text_that_is_read_in_parts_is_the_whole(model):
     (tokens, mask), active = prompts(), model.allowed(REQUESTS)
-    whole, cache, parts = model(tokens, attention_mask=mask, active=active, use_cache=False).logits, None, []
+    whole, cache, parts = (
+        model(tokens, attention_mask=mask, active=active, use_cache=False).logits,
+        None,
+        [],
+    )
     for start, end in ((0, 6), (6, 7), (7, 12)):
-        part = model(tokens[:, start:end], attention_mask=mask[:, :end], active=active, past_key_values=cache)
+        part = model(
+            tokens[:, start:end], attention_mask=mask[:, :end], active=active, past_key_values=cache
+        )
         cache = part.past_key_values
         parts.append(part.logits)
     assert_near(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], PARITY)
@@ -188,7 +215,10 @@ def test_an_expansion_costs_from_its_first_token_on_and_preserve_pays_the_base_o
         part.layers[0].attention.query.register_forward_hook(
             lambda _, read, __, name=name: seen.update({name: read[0].shape[:-1].numel()})
         )
-        for name, part in {"base": model, **dict(zip(model.names, model.expansions, strict=True))}.items()
+        for name, part in {
+            "base": model,
+            **dict(zip(model.names, model.expansions, strict=True)),
+        }.items()
     ]
     cost = {}
     for names in ((), ("ko",), ("code",)):
@@ -227,9 +257,15 @@ def test_arguments_it_cannot_follow_are_refused(exports, model):
     for options, error in (
         ({"attention_mask": mask[:, None, None].bool()}, r"expected a tensor \[B, T\]"),
         ({"active": ["ko"]}, "what model.allowed"),
-        ({"position_ids": torch.arange(12).remainder(6)[None], "use_cache": False}, "one text in a row"),
+        (
+            {"position_ids": torch.arange(12).remainder(6)[None], "use_cache": False},
+            "one text in a row",
+        ),
         ({"inputs_embeds": torch.zeros(4, 12, 64)}, "takes input_ids"),
-        ({"past_key_values": load_hf_model(exports["ko"])(tokens).past_key_values}, "expected the cache of this model"),
+        (
+            {"past_key_values": load_hf_model(exports["ko"])(tokens).past_key_values},
+            "expected the cache of this model",
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             model(tokens, **options)
@@ -245,7 +281,9 @@ def test_a_combination_replaces_an_earlier_one_and_is_loaded_in_part(exports, tm
     changed = {name for name, value in contents(folder).items() if first.get(name, value) != value}
     assert changed == {"served/config.json", "served/README.md", "served/tokenizer.json"}
     only = CombinedForCausalLM.from_pretrained(folder, active=["ko"])
-    assert only.names == ["ko", "pieces"] and only.active == ["ko"]  # new pieces too, as the tokenizer may give them
+    assert only.names == ["ko", "pieces"] and only.active == [
+        "ko"
+    ]  # new pieces too, as the tokenizer may give them
     assert torch.equal(only(tokens).logits[..., :BASE_TOKENS], one)
     only(tokens + 10)
 
@@ -259,17 +297,26 @@ def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path
     everything = torch.tensor([served.reference.encode(["".join(TEXTS.values())]).ids.tolist()])
     for name, other in zip(owners, reversed(owners), strict=True):
         own, others = (model.pieces[model.names.index(one)] for one in (name, other))
-        tokens = torch.tensor([load_tokenizer(exports[name]).reference.encode([TEXTS[name]]).ids.tolist()])
+        tokens = torch.tensor(
+            [load_tokenizer(exports[name]).reference.encode([TEXTS[name]]).ids.tolist()]
+        )
         columns = torch.tensor([*range(BASE_TOKENS), *own])
         assert (tokens >= BASE_TOKENS).any()
         assert columns[tokens][0].tolist() == served.reference.encode([TEXTS[name]]).ids.tolist()
         model.set_active([name])
         found, expected = model(columns[tokens]).logits, alone(exports[name], tokens)[0]
-        assert torch.equal(found[0, :, columns], expected) and (found[..., list(others)] == NEVER).all()
-        model.set_active(model.names)
-        after_own = model(everything).logits[0, ((everything >= own.start) & (everything < own.stop))[0]]
         assert (
-            len(after_own) and (after_own[:, list(own)] > NEVER).all() and (after_own[:, list(others)] == NEVER).all()
+            torch.equal(found[0, :, columns], expected)
+            and (found[..., list(others)] == NEVER).all()
+        )
+        model.set_active(model.names)
+        after_own = model(everything).logits[
+            0, ((everything >= own.start) & (everything < own.stop))[0]
+        ]
+        assert (
+            len(after_own)
+            and (after_own[:, list(own)] > NEVER).all()
+            and (after_own[:, list(others)] == NEVER).all()
         )
     combine(folder, {owners[1]: exports[owners[1]]})
     assert load_tokenizer(folder).fingerprint == load_tokenizer(exports[owners[1]]).fingerprint
@@ -277,8 +324,13 @@ def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path
 
 @pytest.mark.full
 def test_experts_of_a_mixture_are_the_bases(tmp_path):
-    mixture = asdict(MixtureSpec(4, top_k=2, intermediate_size=16, normalised=True, shared_size=8, gated=True))
-    added = {name: export(tmp_path / name, name, mixture=mixture, expert_layers=[1, 3]) for name in ("ko", "code")}
+    mixture = asdict(
+        MixtureSpec(4, top_k=2, intermediate_size=16, normalised=True, shared_size=8, gated=True)
+    )
+    added = {
+        name: export(tmp_path / name, name, mixture=mixture, expert_layers=[1, 3])
+        for name in ("ko", "code")
+    }
     combine(tmp_path / "served", added)  # verifies
     for name in added:
         held = load_file(tmp_path / "served" / "expansions" / name / "model.safetensors")
@@ -294,7 +346,10 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
         ("combine expansions of one base", {"base": "another"}),
         ("its base has layer_norm_epsilon", {"layer_norm_epsilon": 1e-3}),
         ("Route", {"routed": True}),
-        ("for the letters that the others' have pieces for, such as [가-힣]:", {"vocab_size": BASE_TOKENS + 3}),
+        (
+            "for the letters that the others' have pieces for, such as [가-힣]:",
+            {"vocab_size": BASE_TOKENS + 3},
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_refused_and_the_folder_stays(exports, tmp_path, error, changes):
@@ -347,4 +402,6 @@ def test_the_folder_is_a_model_without_this_project(exports, tmp_path):
     folder = tmp_path / "served"
     call(combine_tool, folder, f"ko={exports['ko']}", f"pieces={exports['pieces']}")
     ran = without_this_project(PROGRAM, folder, tmp_path)
-    assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, ran.stderr
+    assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, (
+        ran.stderr
+    )

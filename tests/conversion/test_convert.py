@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.remote_code.configuration_scale import NEEDED
 from pipeline.conversion.verify import GRANTED, Report, check, probe_maker
-from pipeline.data.records import Keys
+from pipeline.data.sources.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
+from pipeline.hf.folder import load_hf_model
+from pipeline.hf.remote_code.configuration_scale import NEEDED
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.distributed import run_ranks
@@ -43,12 +43,18 @@ def published(models, tmp_path_factory):
 
 @pytest.fixture
 def conversion(models, tmp_path):
-    return Conversion(models("stories260K", "adapt separate").checkpoint, STORIES, tmp_path / "made" / "hf")
+    return Conversion(
+        models("stories260K", "adapt separate").checkpoint, STORIES, tmp_path / "made" / "hf"
+    )
 
 
-@pytest.mark.parametrize(("method", "written"), [("adapt separate", "scale"), ("adapt norm base", "stock")])
+@pytest.mark.parametrize(
+    ("method", "written"), [("adapt separate", "scale"), ("adapt norm base", "stock")]
+)
 def test_a_published_folder_is_verified_on_both_languages(method, written, models, conversion):
-    assert convert(replace(conversion, checkpoint=models("stories260K", method).checkpoint), probe_maker(TEXTS))
+    assert convert(
+        replace(conversion, checkpoint=models("stories260K", method).checkpoint), probe_maker(TEXTS)
+    )
     report = json.loads((conversion.output / "verification.json").read_text())
     assert set(report["texts"]) == {"english", "korean"}
     assert report["max_abs"] <= max(1e-4, 4 * report["rounding"]["max_abs"]) < 1e-2
@@ -57,10 +63,15 @@ def test_a_published_folder_is_verified_on_both_languages(method, written, model
     for text in report["texts"].values():
         assert text["tokens"] == 1024
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
-    assert report["texts"]["english"]["training_perplexity"] < report["texts"]["korean"]["training_perplexity"]
+    assert (
+        report["texts"]["english"]["training_perplexity"]
+        < report["texts"]["korean"]["training_perplexity"]
+    )
     record = json.loads((conversion.output / "conversion.json").read_text())
     assert record["written_format"] == written and record["position"]["step"] == 2
-    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in conversion.output.iterdir()}
+    assert {"tokenizer.json", "generation_config.json"} <= {
+        path.name for path in conversion.output.iterdir()
+    }
     assert [path.name for path in conversion.output.parent.iterdir()] == ["hf"]
 
 
@@ -74,7 +85,9 @@ def test_a_folder_says_whether_other_tools_can_train_it(purpose, scale, models, 
     said = f"times 2^{math.log2(scale):.0f}"
     for text in (caplog.text, (asked.output / "README.md").read_text()):
         assert said in text and ("--for training" in text) == (purpose == "serving")
-    assert json.loads((asked.output / "config.json").read_text())["widened_residual"]["scale"] == scale
+    assert (
+        json.loads((asked.output / "config.json").read_text())["widened_residual"]["scale"] == scale
+    )
     assert json.loads((asked.output / "verification.json").read_text())["scaling"]["kl"] < 1e-3
     other = {"serving": "training", "training": "serving"}[purpose]
     assert convert(replace(asked, purpose=other), probe_maker({})), "another request"
@@ -82,8 +95,12 @@ def test_a_folder_says_whether_other_tools_can_train_it(purpose, scale, models, 
 
 def test_answers_are_compared_after_their_prompts(conversion, tmp_path):
     path = tmp_path / "asked.jsonl"
-    path.write_text('{"prompt": "Once upon a time, there was a dog. The dog", "answer": "was very happy."}\n')
-    assert convert(conversion, probe_maker({"asked": [str(path)]}, {"asked": Keys("answer", "prompt")}))
+    path.write_text(
+        '{"prompt": "Once upon a time, there was a dog. The dog", "answer": "was very happy."}\n'
+    )
+    assert convert(
+        conversion, probe_maker({"asked": [str(path)]}, {"asked": Keys("answer", "prompt")})
+    )
     report = json.loads((conversion.output / "verification.json").read_text())
     assert report["texts"]["asked"]["tokens"] > 15
 
@@ -110,9 +127,15 @@ def calm(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("dtype", "accepted", "refused"),
-    [(torch.float32, 1 + 2e-6, 1 + 1e-4), (torch.bfloat16, 1.02, 1.1), (torch.float16, 1.003, 1.03)],
+    [
+        (torch.float32, 1 + 2e-6, 1 + 1e-4),
+        (torch.bfloat16, 1.02, 1.1),
+        (torch.float16, 1.003, 1.03),
+    ],
 )
-def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, accepted, refused, calm, conversion):
+def test_a_model_that_differs_by_more_than_rounding_is_not_published(
+    dtype, accepted, refused, calm, conversion
+):
     """Every logit times a factor: hardly any token changes its rank, and few their probability by much."""
     conversion = replace(conversion, checkpoint=calm, dtype=dtype)
 
@@ -124,7 +147,9 @@ def test_a_model_that_differs_by_more_than_rounding_is_not_published(dtype, acce
         save_file(tensors, partial_folder / "model.safetensors", {"format": "pt"})
         return probe_maker({})(model)
 
-    with pytest.raises(ConversionError, match=r"differs from the trained one by .* \(at most .*; not kept"):
+    with pytest.raises(
+        ConversionError, match=r"differs from the trained one by .* \(at most .*; not kept"
+    ):
         convert(conversion, partial(disturbed, refused))
     assert list(conversion.output.parent.iterdir()) == []
     assert convert(conversion, partial(disturbed, accepted))
@@ -141,7 +166,9 @@ def test_a_missing_tensor_is_not_filled_in(published, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["layers.0.ffn.up.base_to_expansion.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BaseModelError, match=r"missing keys: layers\.0\.ffn\.up\.base_to_expansion\.weight"):
+    with pytest.raises(
+        BaseModelError, match=r"missing keys: layers\.0\.ffn\.up\.base_to_expansion\.weight"
+    ):
         load_hf_model(folder)
 
 
@@ -158,7 +185,10 @@ def test_a_base_whose_config_changed_is_refused(to, conversion, tmp_path):
     base = shutil.copytree(STORIES, tmp_path / "base")
     change_json(base / "config.json", rms_norm_eps=0.5)
     changed = replace(conversion, base=base, format=to)
-    with pytest.raises(BaseModelError, match=r"base: its config.json has another norm_eps \(expected 1e-05, found 0.5"):
+    with pytest.raises(
+        BaseModelError,
+        match=r"base: its config.json has another norm_eps \(expected 1e-05, found 0.5",
+    ):
         convert(changed, probe_maker({}))
     copied = shutil.copytree(conversion.checkpoint, tmp_path / "copy")
     manifest = json.loads((copied / "manifest.json").read_text())
@@ -177,7 +207,9 @@ def test_code_of_the_base_is_neither_copied_nor_named(conversion, tmp_path):
 
 
 def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
-    assert json.loads((published.output / "config.json").read_text())["transformers_version"] == NEEDED
+    assert (
+        json.loads((published.output / "config.json").read_text())["transformers_version"] == NEEDED
+    )
     monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.0")
     needed = f"transformers>={re.escape(NEEDED)} is required .*found transformers==4.57.0"
     with pytest.raises(ImportError, match=needed):
@@ -191,7 +223,10 @@ def test_the_command_line(models, tmp_path):
     done = scale_cpt("convert", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
     assert done.returncode == 0 and re.search(VERIFIED, done.stderr), done.stderr
     assert type(load_hf_model(tmp_path / "out")).__name__ == "LlamaForCausalLM"
-    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["asked_purpose"] == "training"
+    assert (
+        json.loads((tmp_path / "out" / "conversion.json").read_text())["asked_purpose"]
+        == "training"
+    )
     text = ["--text", "nothing.jsonl"]
     again = scale_cpt("convert", *named, "--output", tmp_path / "out", *text)
     assert again.returncode == 0, "it is done already: the text is not read"

@@ -7,15 +7,22 @@ import json
 import pytest
 import torch
 
-from pipeline.conversion import hf_folder
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model, write_hf_folder
 from pipeline.conversion.model_card import on_stored_scale
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.errors import ConversionError
+from pipeline.hf import folder as hf_folder
+from pipeline.hf.folder import load_hf_model, write_hf_folder
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.model.from_hf import open_base
 from tests.bases import CONFIGS
-from tests.conversion.exports import METHODS, MORE_METHODS, assert_exported, exported, loaded_with_base, pairs
+from tests.conversion.exports import (
+    METHODS,
+    MORE_METHODS,
+    assert_exported,
+    exported,
+    loaded_with_base,
+    pairs,
+)
 from tests.tolerances import PARITY, assert_near, rounding
 from tests.widened import some_tokens, unwidened
 
@@ -36,7 +43,8 @@ def trained_together(models):
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in FAMILIES)]
+    ("name", "method"),
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in FAMILIES)],
 )
 def test_what_transformers_loads_is_the_model_that_trained(name, method, models, tmp_path):
     if (name, method) in FAMILIES:
@@ -57,9 +65,14 @@ def test_full_fine_tuning_and_freeze_change_what_they_train(models, tmp_path):
     both = zip(loaded.parameters(), original.parameters(), strict=True)
     assert all(new.shape == old.shape and not torch.equal(new, old) for new, old in both)
     loaded, original = loaded_with_base(models("phi3", "freeze"), tmp_path / "freeze")
-    equal = {key: torch.equal(tensor, original.state_dict()[key]) for key, tensor in loaded.state_dict().items()}
+    equal = {
+        key: torch.equal(tensor, original.state_dict()[key])
+        for key, tensor in loaded.state_dict().items()
+    }
     frozen = ("embed", "layers.0.", "layers.1.")
-    assert {key for key, same in equal.items() if same} == {key for key in equal if any(part in key for part in frozen)}
+    assert {key for key, same in equal.items() if same} == {
+        key for key in equal if any(part in key for part in frozen)
+    }
 
 
 def test_llama_pro_is_exported_as_a_deeper_base(models, tmp_path):
@@ -90,13 +103,19 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
         (torch.float32, "serving", 2e-5, False),  # which the card and the log say
     ],
 )
-def test_a_stock_export_is_fine_tuned_by_other_tools(dtype, purpose, rate, trains, models, tmp_path):
+def test_a_stock_export_is_fine_tuned_by_other_tools(
+    dtype, purpose, rate, trains, models, tmp_path
+):
     """AdamW moves a weight by the learning rate, however small it is: channels times 2^-12 make the loss explode."""
     export = choose_export(models("stories260K", "stock"), "stock", dtype, purpose)
     (tmp_path / "hf").mkdir()
     write_hf_folder(tmp_path / "hf", export, models("stories260K", "stock").base.path)
     model = load_hf_model(tmp_path / "hf", torch.float32)
-    optimizer, tokens, losses = torch.optim.AdamW(model.parameters(), lr=rate), some_tokens(model.config, 2, 64), []
+    optimizer, tokens, losses = (
+        torch.optim.AdamW(model.parameters(), lr=rate),
+        some_tokens(model.config, 2, 64),
+        [],
+    )
     for _ in range(8):
         losses.append(model(tokens, labels=tokens).loss)
         losses[-1].backward()
@@ -111,9 +130,14 @@ def test_a_stock_export_is_fine_tuned_by_other_tools(dtype, purpose, rate, train
 
 def test_what_a_format_cannot_express_is_refused_with_the_reason(models):
     """Every reason is in tests/test_combinations.py."""
-    with pytest.raises(ConversionError, match=r"cannot leave as --format scale, but as stock; .*fft widens nothing"):
+    with pytest.raises(
+        ConversionError, match=r"cannot leave as --format scale, but as stock; .*fft widens nothing"
+    ):
         choose_export(models("llama tied", "fft"), "scale", torch.float32)
-    assert choose_export(models("llama tied", "preserve separate"), "auto", torch.float32).format == "scale"
+    assert (
+        choose_export(models("llama tied", "preserve separate"), "auto", torch.float32).format
+        == "scale"
+    )
 
 
 def test_many_files_are_one_model(models, tmp_path, monkeypatch):

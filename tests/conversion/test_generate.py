@@ -10,7 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
-from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.hf.folder import load_hf_model
 from tests.bases import reference
 from tests.conversion.checkpoints import generate_greedily, without_this_project
 from tests.tolerances import PARITY, assert_near
@@ -41,8 +41,12 @@ generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 @pytest.fixture
 def load(exports):
     def loaded(key, **options):
-        name, method, gate = MODELS.get(key, (key, "scale" if key in ("exaone4", "gemma3") else "adapt", {}))
-        return AutoModelForCausalLM.from_pretrained(exports(name, method, **gate)[0], **options).eval()
+        name, method, gate = MODELS.get(
+            key, (key, "scale" if key in ("exaone4", "gemma3") else "adapt", {})
+        )
+        return AutoModelForCausalLM.from_pretrained(
+            exports(name, method, **gate)[0], **options
+        ).eval()
 
     return loaded
 
@@ -58,7 +62,9 @@ def test_logits_are_those_of_the_trained_model(key, exports, load):
     if gate:
         fitted, decoder.gate = decoder.gate, None
         assert (decoder.logits(tokens) - expected).abs().max() > 0.1, "the gate closes nothing"
-        assert (decoder.logits(tokens, path="base") - expected).abs().max() > 0.1, "the gate opens nothing"
+        assert (decoder.logits(tokens, path="base") - expected).abs().max() > 0.1, (
+            "the gate opens nothing"
+        )
         decoder.gate = fitted
 
 
@@ -81,7 +87,10 @@ def test_logits_token_by_token_equal_logits_at_once(key, load):
     near(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
     long = some_tokens(model.config, 1, 150)
     first = model(long[:, :140], use_cache=True)
-    near(model(long[:, 140:], past_key_values=first.past_key_values).logits, model(long).logits[:, 140:])
+    near(
+        model(long[:, 140:], past_key_values=first.past_key_values).logits,
+        model(long).logits[:, 140:],
+    )
 
 
 STATIC = {"cache_implementation": "static"}
@@ -110,16 +119,30 @@ def test_generation_with_every_cache_equals_generation_without(key, options, loa
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("key", "implementation", "cache"),
-    [*((key, "sdpa", {}) for key in GATED), ("gemma3", "sdpa", {}), ("exaone4", "eager", STATIC), ("phi3", "sdpa", {})],
+    [
+        *((key, "sdpa", {}) for key in GATED),
+        ("gemma3", "sdpa", {}),
+        ("exaone4", "eager", STATIC),
+        ("phi3", "sdpa", {}),
+    ],
 )
 def test_padding_on_the_left_changes_nothing(key, implementation, cache, load):
     model = load(key, attn_implementation=implementation)
     prompts = [some_tokens(model.config, length, seed=length) for length in (5, LENGTH, 8)]
-    padded = torch.stack([torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts])
-    mask = torch.stack([(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts])
-    together, direct = generate(model, padded, attention_mask=mask, **cache), model(padded, attention_mask=mask).logits
+    padded = torch.stack(
+        [torch.nn.functional.pad(prompt, (LENGTH - len(prompt), 0)) for prompt in prompts]
+    )
+    mask = torch.stack(
+        [(torch.arange(LENGTH) >= LENGTH - len(prompt)).long() for prompt in prompts]
+    )
+    together, direct = (
+        generate(model, padded, attention_mask=mask, **cache),
+        model(padded, attention_mask=mask).logits,
+    )
     for row, prompt in enumerate(prompts):
-        assert torch.equal(together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :])
+        assert torch.equal(
+            together[row, LENGTH:], generate(model, prompt.unsqueeze(0))[0, len(prompt) :]
+        )
         alone = model(prompt.unsqueeze(0)).logits[0]
         assert_near(direct[row, LENGTH - len(prompt) :], alone, PARITY)
 
@@ -149,10 +172,14 @@ def test_both_paths_of_the_router_are_taken(load):
 @pytest.mark.parametrize("key", ["route", *GATED])
 def test_layers_may_be_on_several_devices(key, load):
     model = load(key)
-    elsewhere = torch.device("meta")  # it computes nothing, and refuses tensors of another device as a GPU does
+    elsewhere = torch.device(
+        "meta"
+    )  # it computes nothing, and refuses tensors of another device as a GPU does
     gate = [] if model.token_gate is None else [model.token_gate]
     for module in (*model.layers[1:], model.final_norm, *gate, model.output):
-        add_hook_to_module(module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere))  # as device_map does
+        add_hook_to_module(
+            module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere)
+        )  # as device_map does
     tokens = some_tokens(model.config, 2, 9)
     out = model(tokens, attention_mask=torch.ones_like(tokens))
     assert out.logits.device == elsewhere and out.logits.shape == (2, 9, model.config.vocab_size)

@@ -8,7 +8,12 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
 from tests.conversion.checkpoints import generate_greedily
 from tests.tolerances import PARITY, assert_near
@@ -18,7 +23,13 @@ pytestmark = pytest.mark.full
 
 # Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
 # rotary embeddings; capped scores.
-MODELS = {"mistral window": "adapt", "exaone4": "scale", "gemma2": "adapt", "gemma3": "scale", "phi3": "adapt"}
+MODELS = {
+    "mistral window": "adapt",
+    "exaone4": "scale",
+    "gemma2": "adapt",
+    "gemma3": "scale",
+    "phi3": "adapt",
+}
 LENGTH, NEW_TOKENS = 24, 12
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 
@@ -35,7 +46,9 @@ def load(exports):
     ("name", "implementation"),
     [("exaone4", "sdpa"), ("gemma3", "eager"), ("gemma2", "eager"), ("gemma3", "flex_attention")],
 )
-def test_every_attention_implementation_gives_the_training_models_logits(name, implementation, load, exports):
+def test_every_attention_implementation_gives_the_training_models_logits(
+    name, implementation, load, exports
+):
     model = load(name, attn_implementation=implementation)
     tokens = some_tokens(model.config, 2, 40)
     expected = exports(name, MODELS[name])[1].logits(tokens)
@@ -71,13 +84,17 @@ def test_outputs_are_what_the_library_asks_for(name, load):
     tokens = some_tokens(model.config, 2, 9)
     out = model(tokens, labels=tokens)
     expected = out.logits
-    assert torch.allclose(out.loss, cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
+    assert torch.allclose(
+        out.loss, cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    )
     embedded = model.get_input_embeddings()(tokens)
     assert embedded.shape == (2, 9, model.config.hidden_size + model.config.expansion_hidden_size)
     assert torch.equal(model(inputs_embeds=embedded).logits, expected)
     continued = [
         generate(model, tokens),
-        generate(model, tokens[:, :0], inputs_embeds=embedded, attention_mask=torch.ones_like(tokens)),
+        generate(
+            model, tokens[:, :0], inputs_embeds=embedded, attention_mask=torch.ones_like(tokens)
+        ),
     ]
     assert torch.equal(continued[0][:, 9:], continued[1])
     with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
@@ -85,11 +102,15 @@ def test_outputs_are_what_the_library_asks_for(name, load):
 
     assert torch.equal(model(tokens, return_dict=False)[0], expected)
     assert torch.equal(model(tokens, logits_to_keep=2).logits, expected[:, -2:])
-    assert torch.equal(model(tokens, logits_to_keep=torch.tensor([1, 5])).logits, expected[:, [1, 5]])
+    assert torch.equal(
+        model(tokens, logits_to_keep=torch.tensor([1, 5])).logits, expected[:, [1, 5]]
+    )
 
     states = model(tokens, output_hidden_states=True).hidden_states
     assert model(tokens).hidden_states is None and len(states) == model.config.num_hidden_layers + 1
-    assert torch.equal(states[0], embedded) and {state.shape for state in states} == {embedded.shape}
+    assert torch.equal(states[0], embedded) and {state.shape for state in states} == {
+        embedded.shape
+    }
     if not model.config.routed:
         weights = torch.cat([model.output.base, model.output.expansion], dim=1)
         assert_near(states[-1] @ weights.T, expected, PARITY)
@@ -119,8 +140,12 @@ def test_a_model_that_is_not_loaded_has_initial_values(key, exports):
 def test_continuous_batching_generates_the_same_or_is_refused(load):
     """Requests of different lengths in one batch, over a paged cache that the library sizes by the configuration."""
     model = load("mistral window")
-    prompts = [some_tokens(model.config, length, seed=length).tolist() for length in (5, LENGTH, 11)]
-    settings = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [
+        some_tokens(model.config, length, seed=length).tolist() for length in (5, LENGTH, 11)
+    ]
+    settings = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     paged = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
     found = model.generate_batch(prompts, settings, paged)
     assert len(found) == len(prompts)

@@ -27,7 +27,7 @@ EXPANSION = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 
 _CONVERT = """
 import json, sys, threading, time
 from pathlib import Path
-from pipeline.conversion import hf_folder
+from pipeline.hf import folder as hf_folder
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
@@ -70,7 +70,11 @@ def test_peak_memory_is_far_below_the_model(tmp_path):
     for name, layers in {"large": 12, "small": 2}.items():
         base, run = tmp_path / name, tmp_path / f"{name}-run"
         config = LlamaConfig(
-            vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=4
+            vocab_size=512,
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
         )
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(base, max_shard_size="6MB")
@@ -79,7 +83,9 @@ def test_peak_memory_is_far_below_the_model(tmp_path):
         paths += [checkpoint_in(run, 1), base]
     run_ranks(save_many, 1, jobs)
     text = tmp_path / "text.txt"
-    text.write_text("Once upon a time there was a cat.")  # short: its activations are not what is measured
+    text.write_text(
+        "Once upon a time there was a cat."
+    )  # short: its activations are not what is measured
     # glibc gives large blocks back to the system when they are freed; a small model needs that of small blocks as well.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB // 16), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _CONVERT, *map(str, [*paths, tmp_path, text]), *FORMATS]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.conversion.hf_folder import base_config, load_hf_model
-from pipeline.conversion.parity import check_against_transformers
-from pipeline.conversion.verify import BUILT_IN
+from pipeline.checks.parity import check_against_transformers
 from pipeline.errors import BaseModelError
+from pipeline.hf.folder import base_config, load_hf_model
+from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.model.from_hf import open_base
 from tests.bases import copy_tokenizer, save_base
 from tests.files import change_json
@@ -24,13 +24,19 @@ from tests.widened import some_tokens, unwidened
 def mixed(tmp_path):
     """A base whose layers are of two kinds."""
     return copy_tokenizer(
-        save_base("exaone4", tmp_path / "base", vocab_size=512, num_hidden_layers=4, layer_types=None)
+        save_base(
+            "exaone4", tmp_path / "base", vocab_size=512, num_hidden_layers=4, layer_types=None
+        )
     )
 
 
 @pytest.mark.parametrize(
     ("largest_bytes", "said"),
-    [(2**30, "(4 of 4 layers)"), (250_000, "(2 of 4 layers)"), (100_000, "not compared with transformers")],
+    [
+        (2**30, "(4 of 4 layers)"),
+        (250_000, "(2 of 4 layers)"),
+        (100_000, "not compared with transformers"),
+    ],
 )
 def test_a_base_that_is_read_rightly_passes(mixed, largest_bytes, said, caplog):
     with caplog.at_level(logging.INFO):
@@ -41,8 +47,13 @@ def test_a_base_that_is_read_rightly_passes(mixed, largest_bytes, said, caplog):
 def test_a_base_that_is_read_otherwise_is_refused(mixed):
     base = open_base(mixed)
     rotary = next(kind.rotary for kind in base.spec.layers if kind.rotary)
-    layers = tuple(replace(kind, rotary=rotary) for kind in base.spec.layers)  # the global ones have none
-    with pytest.raises(BaseModelError, match=r"differ from those of transformers by .* 'exaone4' is not read rightly"):
+    layers = tuple(
+        replace(kind, rotary=rotary) for kind in base.spec.layers
+    )  # the global ones have none
+    with pytest.raises(
+        BaseModelError,
+        match=r"differ from those of transformers by .* 'exaone4' is not read rightly",
+    ):
         check_against_transformers(replace(base, spec=replace(base.spec, layers=layers)))
     change_json(mixed / "config.json", intermediate_size=40)
     with pytest.raises(BaseModelError, match=r"config.json implies"):
@@ -65,10 +76,12 @@ def test_a_mistral_with_layer_types_is_the_ministral_that_users_load(tmp_path, m
 
     all_windows = replace(base, spec=replace(base.spec, layers=base.spec.layers[:1] * 3))
     assert (unwidened(all_windows).logits(tokens) - expected).abs().max() > 0.1
-    monkeypatch.setattr("pipeline.conversion.parity.BUILT_IN", {"long": BUILT_IN["english"] * 4})
+    monkeypatch.setattr("pipeline.checks.parity.PROBE_TEXTS", {"long": PROBE_TEXTS["english"] * 4})
     with pytest.raises(BaseModelError, match="not read rightly"):
         check_against_transformers(all_windows)
 
     change_json(path / "config.json", sliding_window=None)
-    with pytest.raises(BaseModelError, match="expected a number of tokens for sliding layers, found None"):
+    with pytest.raises(
+        BaseModelError, match="expected a number of tokens for sliding layers, found None"
+    ):
         open_base(path)

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.manifest import load_manifest
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.hf_folder import copy_base_files, load_hf_model
 from pipeline.conversion.model_card import _card_of, _terms
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError
+from pipeline.hf.folder import copy_base_files, load_hf_model
 from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
@@ -81,7 +81,11 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
         "datasets": ["e9t/nsmc"],
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["continual-pretraining", "scale-cpt", {"stock": "preserve", "scale": "adapt"}[format]],
+        "tags": [
+            "continual-pretraining",
+            "scale-cpt",
+            {"stock": "preserve", "scale": "adapt"}[format],
+        ],
     }
     assert "| new | new text | e9t/nsmc | cc0-1.0 |" in text
     assert "| hidden_size | 64 + " in text
@@ -96,10 +100,14 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
 
 def test_the_card_names_the_base_that_training_had_from_the_hub(base, checkpoints, tmp_path):
     """Wherever it lies now."""
-    checkpoint = shutil.copytree(checkpoints["scale"], tmp_path / "checkpoints" / checkpoints["scale"].name)
+    checkpoint = shutil.copytree(
+        checkpoints["scale"], tmp_path / "checkpoints" / checkpoints["scale"].name
+    )
     manifest = load_manifest(checkpoint)
     record = manifest.run.base.model_copy(update={"hub": "someone/stories@abc"})
-    manifest.model_copy(update={"run": manifest.run.model_copy(update={"base": record})}).save(checkpoint)
+    manifest.model_copy(update={"run": manifest.run.model_copy(update={"base": record})}).save(
+        checkpoint
+    )
     convert(Conversion(checkpoint, base, tmp_path / "hf"), probe_maker({}))
     front = front_matter(tmp_path / "hf")
     assert (front["base_model"], front["base_model_relation"]) == ("someone/stories", "finetune")
@@ -138,7 +146,14 @@ def test_which_files_are_kept(tmp_path):
     (base / "additional_chat_templates").mkdir(parents=True)
     kept = "LICENSE LICENCE-MODEL.md Notice USE_POLICY.md COPYING.txt generation_config.json tokenizer.model vocab.txt"
     kept += " tokenizer.model.v3 qwen.tiktoken tekken.json additional_chat_templates/tool_use.jinja"
-    others = ["licensed.py", "modeling.py", "model.safetensors", "LICENSE\n.py", "evil_tokenizer.json", "README.md"]
+    others = [
+        "licensed.py",
+        "modeling.py",
+        "model.safetensors",
+        "LICENSE\n.py",
+        "evil_tokenizer.json",
+        "README.md",
+    ]
     for name in [*kept.split(), *others]:
         (base / name).write_text("{}")
     assert kept_of(base, tmp_path / "out") == set(kept.split())
@@ -146,7 +161,11 @@ def test_which_files_are_kept(tmp_path):
 
 @pytest.mark.parametrize("where", ["file", "config", "both", "several"])
 def test_a_chat_template_is_where_every_server_looks(where, tmp_path):
-    held = {"config": TEMPLATE, "both": "another", "several": [{"name": "default", "template": TEMPLATE}]}.get(where)
+    held = {
+        "config": TEMPLATE,
+        "both": "another",
+        "several": [{"name": "default", "template": TEMPLATE}],
+    }.get(where)
     code = {"auto_map": {"AutoTokenizer": ["evil/repo--tokenizer.Evil", None]}}
     changes = code | ({"chat_template": held} if held else {})
     base = copied_stories(tmp_path / "base", tokenizer_config=changes)
@@ -155,9 +174,15 @@ def test_a_chat_template_is_where_every_server_looks(where, tmp_path):
     kept_of(base, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
-    assert config["chat_template"] == (held if where == "several" else TEMPLATE) and "auto_map" not in config
+    assert (
+        config["chat_template"] == (held if where == "several" else TEMPLATE)
+        and "auto_map" not in config
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False) == "Hello"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+        == "Hello"
+    )
 
 
 def test_an_exports_tokenizer_has_no_dropout(tmp_path):

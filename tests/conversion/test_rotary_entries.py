@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from pipeline.conversion.hf_folder import base_config
+from pipeline.hf.folder import base_config
 from pipeline.model.from_hf import read_spec
 from tests.bases import CONFIGS
 from tests.conversion.exports import exported
@@ -50,7 +50,9 @@ def test_what_version_4_reads_is_not_its_default(tmp_path):
     config = written(tmp_path / "llama", CONFIGS["llama3 rope"].to_dict())
     assert config["rope_theta"] == 500_000 != THETA
     scaling = config["rope_scaling"]
-    assert scaling["rope_type"] == "llama3" and scaling["factor"] == 32 and "rope_theta" not in scaling
+    assert (
+        scaling["rope_type"] == "llama3" and scaling["factor"] == 32 and "rope_theta" not in scaling
+    )
     # Version 4 takes exactly three entries of a Phi-3, and other names of a GPT-NeoX.
     assert set(written(tmp_path / "phi3", CONFIGS["phi3"].to_dict())["rope_scaling"]) == {
         "type",
@@ -60,8 +62,13 @@ def test_what_version_4_reads_is_not_its_default(tmp_path):
     neox = written(tmp_path / "neox", CONFIGS["neox"].to_dict())
     assert (neox["rotary_pct"], neox["rotary_emb_base"]) == (0.25, THETA)
     # Version 5 rotates the whole of a Llama's heads.
-    assert "partial_rotary_factor" not in written(tmp_path / "part", CONFIGS["llama partial"].to_dict())
-    assert written(tmp_path / "phi3_part", CONFIGS["phi3 partial"].to_dict())["partial_rotary_factor"] == 0.5
+    assert "partial_rotary_factor" not in written(
+        tmp_path / "part", CONFIGS["llama partial"].to_dict()
+    )
+    assert (
+        written(tmp_path / "phi3_part", CONFIGS["phi3 partial"].to_dict())["partial_rotary_factor"]
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize("method", ["stock", "fft"])

@@ -13,10 +13,10 @@ import torch
 from pipeline import methods
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import Conversion, convert, latest_conversion, newest_checkpoint
-from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import RESUME_LATER, BaseModelError
+from pipeline.hf.folder import load_hf_model
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE
@@ -43,7 +43,9 @@ def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
     assert run_ranks(train, 2, path) == [0, 0]
     config = load_config(path)
     for output, format in (("hf", "stock"), ("expansion", "expansion")):
-        convert(replace(latest_conversion(config), format=format, output=run / output), probe_maker({}))
+        convert(
+            replace(latest_conversion(config), format=format, output=run / output), probe_maker({})
+        )
     return config
 
 
@@ -68,7 +70,9 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     exported = first.folder / "hf"
     probe = some_tokens(open_base(STORIES).spec, 2, 48)
     first_logits = exported_logits(exported, probe)
-    assert (first_logits - exported_logits(STORIES, probe)).abs().max() > 0.1, "the first round changed nothing"
+    assert (first_logits - exported_logits(STORIES, probe)).abs().max() > 0.1, (
+        "the first round changed nothing"
+    )
 
     second = train_and_export(tmp_path, tokens, base=str(exported), schedule__steps=3, **WIDE)
     start, end = initial_model(second), final_model(second)
@@ -77,18 +81,31 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     assert_near(start.logits(probe), first_logits, PARITY)
     assert torch.equal(start.logits(probe), start.logits(probe, path="base"))
     assert torch.equal(training_decoder(end).logits(probe, path="base"), start.logits(probe))
-    assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
+    assert (
+        json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"]
+        == 0.0
+    )
 
     # Longer, at another layout: it resumes from its checkpoint, and learns.
     longer = make_run(
-        tmp_path, tokens, base=str(exported), schedule__steps=12, upscaled=str(tmp_path / "upscaled"), **WIDE
+        tmp_path,
+        tokens,
+        base=str(exported),
+        schedule__steps=12,
+        upscaled=str(tmp_path / "upscaled"),
+        **WIDE,
     )
     assert run_ranks(train, 1, longer) == [0]
     assert len(losses(tmp_path)) == 12
     # Batches differ by a few tenths; steps on weights that are stored scaled would multiply the loss at once.
-    assert max(losses(tmp_path)) < 1.3 * losses(tmp_path)[0] and losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
+    assert (
+        max(losses(tmp_path)) < 1.3 * losses(tmp_path)[0]
+        and losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
+    )
 
-    convert(Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({}))
+    convert(
+        Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({})
+    )
     twice = exported_logits(tmp_path / "hf", probe)
     assert_near(twice, training_decoder(final_model(second)).logits(probe), PARITY)
     assert (twice - first_logits).abs().max() > 0.1, "the second round changed nothing"
@@ -99,14 +116,38 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
 def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
     """Split over ranks, stored in bytes, recomputed, rehearsed: the losses are those of one rank that does the same."""
     settings = {"base": str(first.folder / "hf"), "schedule__steps": 2, **WIDE}
-    settings |= {"data__replay_loss": "kl", "activation_checkpointing": "all", "checkpoints__asynchronous": True}
-    split = {"parallel": {"tp_size": 2, "sequence_parallel": True}, "base_precision": "fp8", "zero": 2}
-    runs = {name: {"base_precision": name} for name in ("fp8", "nf4")} | {"split": split, "stage 3": {"zero": 3}}
-    paths = {name: make_run(tmp_path / name, tokens, **{"zero": 1, **settings, **own}) for name, own in runs.items()}
-    assert run_ranks(in_turn, 1, [partial(train, paths[name]) for name in ("fp8", "nf4")]) == [[0, 0]]
-    assert run_ranks(in_turn, 2, [partial(train, paths[name]) for name in ("split", "stage 3")]) == [[0, 0]] * 2
+    settings |= {
+        "data__replay_loss": "kl",
+        "activation_checkpointing": "all",
+        "checkpoints__asynchronous": True,
+    }
+    split = {
+        "parallel": {"tp_size": 2, "sequence_parallel": True},
+        "base_precision": "fp8",
+        "zero": 2,
+    }
+    runs = {name: {"base_precision": name} for name in ("fp8", "nf4")} | {
+        "split": split,
+        "stage 3": {"zero": 3},
+    }
+    paths = {
+        name: make_run(tmp_path / name, tokens, **{"zero": 1, **settings, **own})
+        for name, own in runs.items()
+    }
+    assert run_ranks(in_turn, 1, [partial(train, paths[name]) for name in ("fp8", "nf4")]) == [
+        [0, 0]
+    ]
+    assert (
+        run_ranks(in_turn, 2, [partial(train, paths[name]) for name in ("split", "stage 3")])
+        == [[0, 0]] * 2
+    )
     for name in runs:
-        assert json.loads((tmp_path / name / "training.json").read_text())["step0_max_abs_logit_difference"] == 0.0
+        assert (
+            json.loads((tmp_path / name / "training.json").read_text())[
+                "step0_max_abs_logit_difference"
+            ]
+            == 0.0
+        )
     assert losses(tmp_path / "split") == pytest.approx(losses(tmp_path / "fp8"), rel=2e-5)
     assert losses(tmp_path / "nf4") == pytest.approx(losses(tmp_path / "stage 3"), rel=0.2)
 
@@ -116,11 +157,19 @@ def test_a_compiled_run_of_either_kind_resumes(first, tokens, tmp_path):
         "upscaled": {"zero": 1, "upscaled": str(first.folder / "expansion")},
         "widened": {"zero": 2, "base": str(first.folder / "hf"), "schedule__optimizer": "muon"},
     }
-    settings = {"schedule__steps": 2, "checkpoints": {"every_steps": 1, "asynchronous": True}, **WIDE}
+    settings = {
+        "schedule__steps": 2,
+        "checkpoints": {"every_steps": 1, "asynchronous": True},
+        **WIDE,
+    }
     for kind, own in kinds.items():
-        names, make = ("plain", "compiled", "stopped"), write_config if kind == "upscaled" else make_run
+        names, make = (
+            ("plain", "compiled", "stopped"),
+            write_config if kind == "upscaled" else make_run,
+        )
         plain, compiled, stopped = (
-            make(tmp_path / kind / name, tokens, compile=name != "plain", **settings, **own) for name in names
+            make(tmp_path / kind / name, tokens, compile=name != "plain", **settings, **own)
+            for name in names
         )
         jobs = [partial(train, plain), partial(train_compiled, compiled)]
         jobs += [partial(train_compiled, stopped, stop=stop) for stop in (True, False)]
@@ -138,10 +187,15 @@ def test_base_and_expansion_joined_are_the_exported_model(first):
 
 def test_an_expansion_trains_on_from_its_trained_values(first, tokens, tmp_path):
     expansion = first.folder / "expansion"
-    path = write_config(tmp_path, tokens, seed=5, schedule__steps=1, upscaled=str(expansion), **WIDE)
+    path = write_config(
+        tmp_path, tokens, seed=5, schedule__steps=1, upscaled=str(expansion), **WIDE
+    )
     assert run_ranks(train, 1, path) == [0]
     assert losses(tmp_path)[0] < 0.9 * losses(first.folder)[0]
-    assert json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"] is None
+    assert (
+        json.loads((tmp_path / "training.json").read_text())["step0_max_abs_logit_difference"]
+        is None
+    )
 
 
 # Every method once, and each type with every kind of export: merged, fused, and of blocks.
@@ -161,11 +215,17 @@ def on_top(first, tmp_path_factory):
     """A model trained on the exported one, by its method."""
     folder = tmp_path_factory.mktemp("on_top")
     exported = first.folder / "hf"
-    run_ranks(save_many, 1, [(exported, method, folder / name) for name, (method, _, _) in METHODS.items()])
+    run_ranks(
+        save_many,
+        1,
+        [(exported, method, folder / name) for name, (method, _, _) in METHODS.items()],
+    )
     return lambda name: trained(exported, folder / name)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, row in METHODS.items() for dtype in row[2]])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name, row in METHODS.items() for dtype in row[2]]
+)
 def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, tmp_path):
     """`convert` verifies what it publishes."""
     model, format = on_top(name), METHODS[name][1]
@@ -177,5 +237,8 @@ def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, t
         rows = again.read("layers.0.ffn.down.base.weight")[64:80].float()
         assert rows.std() > 1e-3, "weights that train are read at their own size"
     elif format == "scale":
-        with pytest.raises(BaseModelError, match=r"--format expansion .* `upscaled`; .* norm: base, .* --format stock"):
+        with pytest.raises(
+            BaseModelError,
+            match=r"--format expansion .* `upscaled`; .* norm: base, .* --format stock",
+        ):
             open_base(tmp_path / "hf")

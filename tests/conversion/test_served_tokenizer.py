@@ -12,7 +12,12 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.served_tokenizer import (
+from pipeline.conversion.verify import probe_maker
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.errors import ConversionError
+from pipeline.evaluation.benchmarks import benchmark_model
+from pipeline.evaluation.perplexity import score_folder
+from pipeline.hf.served_tokenizer import (
     check_export,
     check_future_export,
     first_difference,
@@ -21,11 +26,6 @@ from pipeline.conversion.served_tokenizer import (
     warn_of_base,
     write_exported_tokenizer,
 )
-from pipeline.conversion.verify import probe_maker
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.errors import ConversionError
-from pipeline.evaluation.benchmarks import benchmark_model
-from pipeline.evaluation.perplexity import score_folder
 from tests.bases import STORIES, save_base
 from tests.conversion.checkpoints import checkpoint_in, save, scale, without_this_project
 from tests.distributed import run_ranks
@@ -36,7 +36,11 @@ from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 HERE = Path(__file__).parent
 SPM = HERE.parent / "data" / "fixtures" / "spm"
 FILES = {name: HERE / "tokenizers" / f"{name}.json" for name in ("byte_level", "metaspace")}
-_GPT2 = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+_GPT2 = {
+    "tokenizer_class": "GPT2Tokenizer",
+    "eos_token": "<|endoftext|>",
+    "bos_token": "<|endoftext|>",
+}
 _LLAMA = {
     "tokenizer_class": "LlamaTokenizer",
     "bos_token": "<s>",
@@ -71,7 +75,9 @@ def base_in(folder: Path, file: str, settings: dict[str, Any], model_type: str) 
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if not (folder / "config.json").exists():
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type, "eos_token_id": 1}))
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": model_type, "eos_token_id": 1})
+        )
     return folder
 
 
@@ -103,7 +109,9 @@ def test_an_exports_autotokenizer_reads_the_file_as_it_is(name: str, tmp_path: P
 def test_another_class_in_an_export_is_refused(tmp_path: Path):
     """As every export had it: the base's class, with a type of model for which nothing repairs it."""
     exported = base_in(tmp_path / "hf", "byte_level", _GPT2, "scale")
-    with pytest.raises(ConversionError, match=r"hf: its ids are not those of training: .* is \[.*in training"):
+    with pytest.raises(
+        ConversionError, match=r"hf: its ids are not those of training: .* is \[.*in training"
+    ):
         check_export(exported, load_tokenizer(exported))
 
 
@@ -112,7 +120,10 @@ def test_a_difference_in_a_document_is_shown_in_a_short_text(text: str, tmp_path
     """Which no fixed text foresees."""
     trained = load_tokenizer(base_in(tmp_path / "trained", "byte_level", _GPT2, "olmo2"))
     served = base_in(tmp_path / "served", "byte_level", _GPT2, "olmo2")
-    change_json(served / "tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": text}, "content": "?"})
+    change_json(
+        served / "tokenizer.json",
+        normalizer={"type": "Replace", "pattern": {"String": text}, "content": "?"},
+    )
     assert first_difference(served, trained) is None
     found = first_difference(served, trained, ["word " * 400 + text + " word" * 400])
     assert found is not None and text in found.text and len(found.text) <= 24
@@ -122,13 +133,17 @@ def test_dropout_of_merges_makes_no_other_tokenizer(tmp_path: Path):
     """It is off in training and in exports; as the file stands it would draw other ids each time."""
     model = json.loads((STORIES / "tokenizer.json").read_text())["model"]
     base = copied_stories(tmp_path / "base", tokenizer={"model": model | {"dropout": 0.5}})
-    check_future_export(base, load_tokenizer(base), "scale", ["Once upon a time there was a little dog"] * 20)
+    check_future_export(
+        base, load_tokenizer(base), "scale", ["Once upon a time there was a little dog"] * 20
+    )
 
 
 def test_a_special_token_that_the_file_lacks_is_found(tmp_path: Path):
     """transformers would give it an id of which the model has no row."""
     base = base_in(tmp_path / "base", "byte_level", {**_GPT2, "pad_token": "[PAD]"}, "olmo2")
-    with pytest.raises(ConversionError, match=r"\[PAD\].*must name only tokens that tokenizer\.json has"):
+    with pytest.raises(
+        ConversionError, match=r"\[PAD\].*must name only tokens that tokenizer\.json has"
+    ):
         check_future_export(base, load_tokenizer(base), "scale")
 
 
@@ -136,7 +151,9 @@ def test_a_special_token_that_the_file_lacks_is_found(tmp_path: Path):
 def olmo2(tmp_path_factory) -> tuple[Path, Path]:
     """A base and the checkpoint of a run on it."""
     folder = tmp_path_factory.mktemp("olmo2")
-    base = base_in(save_base("olmo2", folder / "base", vocab_size=600, eos_token_id=1), "byte_level", _GPT2, "")
+    base = base_in(
+        save_base("olmo2", folder / "base", vocab_size=600, eos_token_id=1), "byte_level", _GPT2, ""
+    )
     run_ranks(save, 1, base, scale("adapt"), folder / "run")
     return base, checkpoint_in(folder / "run")
 
@@ -158,7 +175,9 @@ print(AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)({TEXTS!
     assert json.loads(done.stdout) == ids_of_file(base)
     score_folder(exported, {"texts": TEXTS}, context=16)
     change_json(exported / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
-    with pytest.raises(ConversionError, match=r"its ids are not those of training: .*; convert the run again"):
+    with pytest.raises(
+        ConversionError, match=r"its ids are not those of training: .*; convert the run again"
+    ):
         score_folder(exported, {"texts": TEXTS}, context=16)
 
 
@@ -192,7 +211,9 @@ def test_a_lone_model_is_converted_for_an_export(tmp_path: Path):
     served = AutoTokenizer.from_pretrained(exported)
     assert served(TEXTS[0])["input_ids"] == [1, *trained.reference.encode(TEXTS[:1]).ids.tolist()]
     assert (served.bos_token, served.eos_token) == ("<s>", "</s>")
-    assert tokenizer_as_trained(SPM, trained)(TEXTS[1])["input_ids"] == served(TEXTS[1])["input_ids"]
+    assert (
+        tokenizer_as_trained(SPM, trained)(TEXTS[1])["input_ids"] == served(TEXTS[1])["input_ids"]
+    )
     described = json.loads((exported / "tokenizer.json").read_text())
     described["model"]["merges"] = described["model"]["merges"][:20]
     (exported / "tokenizer.json").write_text(json.dumps(described))

@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments
 
-from pipeline.conversion.combine import base_entries
-from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.combination.combine import base_entries
 from pipeline.conversion.model_card import LORA_TARGETS
-from pipeline.conversion.remote_code.configuration_scale_combined import CombinedConfig
-from pipeline.conversion.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.folder import load_hf_model
+from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
+from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
 from tests.conversion.checkpoints import scale_config
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
@@ -29,11 +29,15 @@ def load(exports):
 def trainer(model, folder, tokens) -> Trainer:
     data = [{"input_ids": row, "labels": row} for row in tokens]
     options = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-    arguments = TrainingArguments(folder, max_steps=2, learning_rate=1e-3, logging_strategy="no", **options)
+    arguments = TrainingArguments(
+        folder, max_steps=2, learning_rate=1e-3, logging_strategy="no", **options
+    )
     return Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
-@pytest.mark.parametrize(("method", "gate"), [("scale", {}), ("adapt", {}), ("adapt", GATES["both"])])
+@pytest.mark.parametrize(
+    ("method", "gate"), [("scale", {}), ("adapt", {}), ("adapt", GATES["both"])]
+)
 def test_transformers_trainer_trains_evaluates_and_predicts(method, gate, load, tmp_path):
     model = load("llama tied", method, **gate)
     tokens = some_tokens(model.config, 4, 12)
@@ -64,7 +68,9 @@ def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, meth
     mask = torch.ones_like(tokens)
 
     def loss_of_hidden_states():
-        states = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+        states = model.base_model(
+            input_ids=tokens, attention_mask=mask, use_cache=False
+        ).last_hidden_state
         head = model.get_output_embeddings()
         assert head.bias is None
         logits = states @ head.weight.T
@@ -76,7 +82,9 @@ def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, meth
     def gradients(loss):
         model.zero_grad()
         loss.backward()
-        return {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
+        return {
+            key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None
+        }
 
     expected = model(tokens, attention_mask=mask, labels=tokens)
     logits, loss = loss_of_hidden_states()
@@ -94,7 +102,11 @@ def test_a_model_without_such_a_head_says_so(load):
     new_tokens = load("llama tied", "adapt", **GATES["both"])
     new_tokens.config.base_vocab_size -= 7
     combined = CombinedForCausalLM(CombinedConfig(**base_entries(scale_config().to_dict())))
-    for model, reason in ((routed, "logits of two paths"), (new_tokens, "new tokens"), (combined, "for inference")):
+    for model, reason in (
+        (routed, "logits of two paths"),
+        (new_tokens, "new tokens"),
+        (combined, "for inference"),
+    ):
         assert model.get_output_embeddings() is None
         with pytest.raises(ValueError, match=rf"no backbone .*{reason}.*labels=labels") as caught:
             model.base_model(input_ids=some_tokens(model.config, 1, 4))
@@ -126,7 +138,8 @@ def test_adapters_on_the_expansions_blocks_leave_closed_text_to_the_bit(name, me
     def adapted(targets):
         # Random adapters, as trained ones.
         return get_peft_model(
-            load(name, method, opens=opens), LoraConfig(target_modules=targets, init_lora_weights=False)
+            load(name, method, opens=opens),
+            LoraConfig(target_modules=targets, init_lora_weights=False),
         )
 
     expected = model(tokens).logits

@@ -16,7 +16,9 @@ _MEMORY = Path("/dev/shm")
 @contextmanager
 def _folder() -> Iterator[Path]:
     in_memory = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 2 * 2**30
-    with tempfile.TemporaryDirectory(prefix="scale-cpt-", dir=_MEMORY if in_memory else None) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="scale-cpt-", dir=_MEMORY if in_memory else None
+    ) as folder:
         yield Path(folder)
 
 

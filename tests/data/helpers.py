@@ -19,13 +19,13 @@ from typing import Any
 import zstandard
 
 from pipeline.config.data import Corpus
-from pipeline.data.corpora import Job
-from pipeline.data.preprocess import preprocess
-from pipeline.data.records import Keys, Record, Rejected
-from pipeline.data.token_corpus import Manifest, TokenCorpus
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.units import input_files, split_file, texts, unit_records
-from pipeline.data.workers import local_workers
+from pipeline.data.corpus.token_corpus import Manifest, TokenCorpus
+from pipeline.data.sources.records import Keys, Record, Rejected
+from pipeline.data.tokenize.corpora import Job
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.units import input_files, split_file, texts, unit_records
+from pipeline.data.tokenize.workers import local_workers
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
 PROJECT = Path(__file__).parents[2]
@@ -48,19 +48,39 @@ def stories_tokenizer() -> Tokenizer:
 def documents(count: int, seed: int = 0, words: int = 30) -> list[str]:
     """Made-up texts in two scripts, all different."""
     choice = random.Random(seed)
-    phrases = ["little", "Tom", "dogs", "ran home", "3.14", "한국어", "영화가", "정말", "재미있다", "ㅋㅋ", "\n", "…"]
+    phrases = [
+        "little",
+        "Tom",
+        "dogs",
+        "ran home",
+        "3.14",
+        "한국어",
+        "영화가",
+        "정말",
+        "재미있다",
+        "ㅋㅋ",
+        "\n",
+        "…",
+    ]
     return [
-        f"{seed}-{number} " + " ".join(choice.choices(phrases, k=choice.randint(1, words))) for number in range(count)
+        f"{seed}-{number} " + " ".join(choice.choices(phrases, k=choice.randint(1, words)))
+        for number in range(count)
     ]
 
 
 def stories(count: int) -> list[str]:
     """Real English and Korean documents."""
-    return [text for file in (STORIES_HELDOUT, REVIEWS_HELDOUT) for text in islice(texts([str(file)]), count)]
+    return [
+        text
+        for file in (STORIES_HELDOUT, REVIEWS_HELDOUT)
+        for text in islice(texts([str(file)]), count)
+    ]
 
 
 def jsonl(texts: Iterable[object]) -> bytes:
-    return b"".join(json.dumps({"id": 7, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
+    return b"".join(
+        json.dumps({"id": 7, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts
+    )
 
 
 def write_jsonl(path: Path, texts: Iterable[object]) -> Path:
@@ -70,13 +90,19 @@ def write_jsonl(path: Path, texts: Iterable[object]) -> Path:
 
 def job(output: Path, *inputs: Path | str, tokenizer: Path = STORIES260K, **settings: Any) -> Job:
     """`settings` are those of a corpus and of a job."""
-    own = {name: settings.pop(name) for name in settings.keys() & {field.name for field in fields(Job)}}
+    own = {
+        name: settings.pop(name) for name in settings.keys() & {field.name for field in fields(Job)}
+    }
     return Job(Corpus(input=[*map(str, inputs)], **settings), tokenizer, output, **own)
 
 
-def tokenize(output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, **settings: Any) -> Manifest:
+def tokenize(
+    output: Path, *inputs: Path | str, max_bad_fraction: float = 1.0, **settings: Any
+) -> Manifest:
     with local_workers(1) as workers:
-        return preprocess(job(output, *inputs, **settings), workers, max_bad_fraction=max_bad_fraction)
+        return preprocess(
+            job(output, *inputs, **settings), workers, max_bad_fraction=max_bad_fraction
+        )
 
 
 def read(*files: Path, keys: Keys = Keys(), unit_bytes: int = 1000) -> list[Record]:  # noqa: B008
@@ -116,4 +142,6 @@ def contents(*folders: Path) -> dict[str, str]:
 
 def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """What scale-cpt tokenize does with `arguments`, in a process of its own."""
-    return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True, cwd=PROJECT, check=False)
+    return subprocess.run(
+        [*TOOL, *map(str, arguments)], capture_output=True, text=True, cwd=PROJECT, check=False
+    )

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data import records
-from pipeline.data.jobs import QUARANTINE
-from pipeline.data.records import Keys
-from pipeline.data.units import good_documents, input_files
+from pipeline.data.sources import records
+from pipeline.data.sources.records import Keys
+from pipeline.data.tokenize.queue import QUARANTINE
+from pipeline.data.tokenize.units import good_documents, input_files
 from pipeline.errors import DataError
 from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, tokenize
 from tests.files import read_jsonl
@@ -55,8 +55,12 @@ def test_too_many_bad_records_stop_the_job(tmp_path: Path):
     assert message.count(f"{path} at ") == 3
     assert "malformed_json 'nonsense'" in message and "\n" not in message
     assert not (tmp_path / "out" / "manifest.json").exists()
-    assert tokenize(tmp_path / "out", path, max_bad_fraction=0.1).documents == 40, "what was done is kept"
-    with pytest.raises(DataError, match="under the text_key 'content': no_text_key 'its keys: id, text'"):
+    assert tokenize(tmp_path / "out", path, max_bad_fraction=0.1).documents == 40, (
+        "what was done is kept"
+    )
+    with pytest.raises(
+        DataError, match="under the text_key 'content': no_text_key 'its keys: id, text'"
+    ):
         list(good_documents([str(path)], Keys("content")))
 
 
@@ -89,21 +93,36 @@ def test_bad_rows_of_parquet(tmp_path: Path):
     pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet", row_group_size=2)
     made = tokenize(tmp_path / "out", tmp_path / "x.parquet")
     assert texts_in(tmp_path / "out") == ["fine", "좋다"]
-    assert made.rejected == {"empty_text": 1, "invalid_utf8": 1, "nul_character": 1, "text_not_string": 1}
+    assert made.rejected == {
+        "empty_text": 1,
+        "invalid_utf8": 1,
+        "nul_character": 1,
+        "text_not_string": 1,
+    }
     found = read_jsonl(tmp_path / "out" / QUARANTINE)
     assert {record["offset"]: record["reason"] for record in found}[2] == "invalid_utf8"
 
 
-def test_values_of_a_json_array_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_values_of_a_json_array_that_are_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = tmp_path / "x.json"
     path.write_text("[]")
     assert read(path) == []
     path.write_text(f'[{{"text": "a"}}, 1, {{"text": "{"b" * 2000}"}}, {{"text": "c"}}]')
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
-    assert [getattr(record, "reason", "") for record in read(path)] == ["", "not_an_object", "too_large", ""]
+    assert [getattr(record, "reason", "") for record in read(path)] == [
+        "",
+        "not_an_object",
+        "too_large",
+        "",
+    ]
     for content in ('[{"text": "a"}, {"text": ', '[{"text": "a"}] x', '["\\'):
         path.write_text(content)
-        with pytest.raises(DataError, match=r"x\.json: not JSON \(.*line 1 column .*correct it, or write it as JSONL"):
+        with pytest.raises(
+            DataError,
+            match=r"x\.json: not JSON \(.*line 1 column .*correct it, or write it as JSONL",
+        ):
             read(path)
 
 
@@ -111,8 +130,16 @@ def test_values_of_a_json_array_that_are_no_records(tmp_path: Path, monkeypatch:
     ("columns", "keys", "message"),
     [
         ({"text": [1]}, Keys(), "expected strings in the column 'text', found int64"),
-        ({"content": ["a"], "url": ["b"]}, Keys(), "no column 'text'; set --text-key to one of: content, url"),
-        ({"text": ["a"]}, Keys("text", "question"), "no column 'question'; set --prompt-key to one of: text"),
+        (
+            {"content": ["a"], "url": ["b"]},
+            Keys(),
+            "no column 'text'; set --text-key to one of: content, url",
+        ),
+        (
+            {"text": ["a"]},
+            Keys("text", "question"),
+            "no column 'question'; set --prompt-key to one of: text",
+        ),
     ],
 )
 def test_columns_that_cannot_be_read(tmp_path: Path, columns: dict, keys: Keys, message: str):

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.corpora import is_heldout
-from pipeline.data.jobs import QUARANTINE
-from pipeline.data.records import Keys, Rejected
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import beginning_of, input_files, sampled_documents
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.sources.records import Keys, Rejected
+from pipeline.data.tokenize.corpora import is_heldout
+from pipeline.data.tokenize.queue import QUARANTINE
+from pipeline.data.tokenize.units import beginning_of, input_files, sampled_documents
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError, printable
 from tests.data.helpers import documents, read, texts_in, texts_of, tokenize, write_jsonl
 from tests.files import read_jsonl
@@ -48,17 +48,23 @@ FILES = {
     "01_tsv_quotes/semicolon.csv": Expected(50),
     "01_tsv_quotes/stray.csv": Expected(298, 2, "malformed_csv"),
     "01_tsv_quotes/twice.csv": Expected(said=r"has several columns 'text'; rename all but one"),
-    "01_tsv_quotes/unclosed.csv": Expected(said=r"row 41: a quotation mark is not closed, and 260 lines follow it"),
+    "01_tsv_quotes/unclosed.csv": Expected(
+        said=r"row 41: a quotation mark is not closed, and 260 lines follow it"
+    ),
     "02_python_json/bigint.jsonl": Expected(20),
     "02_python_json/dupkeys.jsonl": Expected(20),
     "02_python_json/nan.jsonl": Expected(20),
     "02_python_json/surrogate.jsonl": Expected(19, 1, r"lone_surrogate .*surrogates not allowed"),
     "03_compressed/empty.jsonl.gz": Expected(0),
-    "03_compressed/magicless.jsonl.gz": Expected(said=r"compressed as \.gz by its name, found other bytes; rename"),
+    "03_compressed/magicless.jsonl.gz": Expected(
+        said=r"compressed as \.gz by its name, found other bytes; rename"
+    ),
     "03_compressed/padded.jsonl.gz": Expected(300),
     "03_compressed/padding.jsonl.xz": Expected(300),
     "03_compressed/pzstd.jsonl.zst": Expected(300),
-    "03_compressed/really_gz.jsonl": Expected(said=r"not compressed by its name, found \.gz; rename it so"),
+    "03_compressed/really_gz.jsonl": Expected(
+        said=r"not compressed by its name, found \.gz; rename it so"
+    ),
     "03_compressed/seekable.jsonl.zst": Expected(300),
     "08_shapes/array.jsonl": Expected(60),
     "08_shapes/columns.json": Expected(0, 1, "text_not_string 'dict'"),
@@ -116,7 +122,9 @@ def test_a_stray_quote_of_a_csv_costs_the_lines_that_it_takes(tmp_path: Path):
 
 
 def test_a_quoted_text_of_many_lines_is_one_document(tmp_path: Path):
-    poem = "\n".join(f"line {number}, and more" if number % 3 == 0 else f"line {number}" for number in range(40))
+    poem = "\n".join(
+        f"line {number}, and more" if number % 3 == 0 else f"line {number}" for number in range(40)
+    )
     (tmp_path / "x.csv").write_text(f'id,text\n1,"{poem}"\n2,short\n')
     assert texts_of(tmp_path / "x.csv") == [poem, "short"]
 
@@ -138,10 +146,18 @@ def test_zeros_between_and_behind_members_are_passed_over(tmp_path: Path, suffix
 
 
 def test_a_damaged_file_is_named_on_the_screen_and_read_only_if_allowed(tmp_path: Path):
-    whole = gzip.compress(b"".join(b'{"text": "document %d"}\n' % number for number in range(50_000)))
+    whole = gzip.compress(
+        b"".join(b'{"text": "document %d"}\n' % number for number in range(50_000))
+    )
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(whole[: len(whole) // 2])
-    command = ("tokenize", "--input", path, "--tokenizer", CASES.parents[1] / "data" / "models" / "stories260K")
+    command = (
+        "tokenize",
+        "--input",
+        path,
+        "--tokenizer",
+        CASES.parents[1] / "examples" / "data" / "models" / "stories260K",
+    )
     ended = scale_cpt(*command, "--output", tmp_path / "out", "--workers", "1")
     assert ended.returncode == 1
     assert f"error: {path}: is truncated after" in ended.stderr and ended.stderr.count("error") == 1
@@ -168,9 +184,17 @@ def test_a_name_that_is_not_utf8_is_refused_in_a_line(tmp_path: Path):
     name = os.fsencode(tmp_path) + b"/" + "가격.jsonl".encode("cp949")
     with open(name, "wb") as file:  # noqa: PTH123  # a name of bytes
         file.write(b'{"text": "a"}\n')
-    with pytest.raises(DataError, match=r"\\xb0\\xa1\\xb0\\xdd\.jsonl: its name is not UTF-8; rename it"):
+    with pytest.raises(
+        DataError, match=r"\\xb0\\xa1\\xb0\\xdd\.jsonl: its name is not UTF-8; rename it"
+    ):
         input_files([f"{tmp_path}/*.jsonl"])
-    tool = ("tokenize", "--tokenizer", "data/models/stories260K", "--output", tmp_path / "out")
+    tool = (
+        "tokenize",
+        "--tokenizer",
+        "examples/data/models/stories260K",
+        "--output",
+        tmp_path / "out",
+    )
     ended = scale_cpt(*tool, "--input", f"{tmp_path}/*.jsonl")
     assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
 
@@ -178,7 +202,9 @@ def test_a_name_that_is_not_utf8_is_refused_in_a_line(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "spelling", "folder link"])
 def test_a_file_is_named_once_however_it_is_spelled(tmp_path: Path, kind: str):
     first = write_jsonl(tmp_path / "a.jsonl", documents(2))
-    second = {"spelling": tmp_path / "." / ".." / tmp_path.name / "a.jsonl"}.get(kind, tmp_path / "b.jsonl")
+    second = {"spelling": tmp_path / "." / ".." / tmp_path.name / "a.jsonl"}.get(
+        kind, tmp_path / "b.jsonl"
+    )
     if kind == "symlink":
         second.symlink_to(first)
     elif kind == "hard link":
@@ -186,7 +212,10 @@ def test_a_file_is_named_once_however_it_is_spelled(tmp_path: Path, kind: str):
     elif kind == "folder link":
         (tmp_path / "c").symlink_to(tmp_path)
         second = tmp_path / "c" / "a.jsonl"
-    with pytest.raises(DataError, match=r"is named twice among the inputs, also as .*a\.jsonl, which is the same file"):
+    with pytest.raises(
+        DataError,
+        match=r"is named twice among the inputs, also as .*a\.jsonl, which is the same file",
+    ):
         input_files([str(first), str(second)])
 
 
@@ -206,7 +235,10 @@ def saved(folder: Path, texts: list[str], **columns: list[Any]) -> Path:
     names = []
     for number, rows in enumerate((table.slice(0, 5), table.slice(5))):
         names.append(f"data-{number:05d}-of-00002.arrow")
-        with pa.OSFile(str(folder / names[-1]), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pa.OSFile(str(folder / names[-1]), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(rows, max_chunksize=2)
     state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
     (folder / "state.json").write_text(json.dumps(state))
@@ -226,9 +258,13 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path, unit_bytes: int):
     listed.write_text('{"splits": ["train"]}')
     assert texts_of(tmp_path / "splits") == texts
     listed.write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"several splits; name one of them: .*/splits/train, .*/splits/test"):
+    with pytest.raises(
+        DataError, match=r"several splits; name one of them: .*/splits/train, .*/splits/test"
+    ):
         read(tmp_path / "splits")
-    with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file:  # the format for files, which Polars and R write
+    with pa.OSFile(
+        str(tmp_path / "x.arrow"), "wb"
+    ) as file:  # the format for files, which Polars and R write
         table = pa.table({"text": texts})
         with pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=5)
@@ -241,12 +277,18 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path, unit_bytes: int):
 
 def test_nested_columns_of_parquet_and_keys_that_are_not_there(tmp_path: Path):
     texts = documents(20)
-    pq.write_table(pa.table({"meta": [{"body": text, "n": 1} for text in texts]}), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.table({"meta": [{"body": text, "n": 1} for text in texts]}), tmp_path / "x.parquet"
+    )
     assert texts_of(tmp_path / "x.parquet", keys=Keys("meta.body"), unit_bytes=1) == texts
     for key in ("meta.title", "meta.body.x", "other.body"):
-        with pytest.raises(DataError, match=f"has no column '{key}'; set --text-key to one of: meta"):
+        with pytest.raises(
+            DataError, match=f"has no column '{key}'; set --text-key to one of: meta"
+        ):
             read(tmp_path / "x.parquet", keys=Keys(key))
-    (tmp_path / "x.jsonl").write_text('{"meta": {"body": "nested"}, "meta.body": "named so"}\n{"meta": "no object"}\n')
+    (tmp_path / "x.jsonl").write_text(
+        '{"meta": {"body": "nested"}, "meta.body": "named so"}\n{"meta": "no object"}\n'
+    )
     assert texts_of(tmp_path / "x.jsonl", keys=Keys("meta.body")) == ["named so", "no_text_key"]
 
 
@@ -265,7 +307,9 @@ def test_objects_behind_one_that_is_malformed_are_read(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text('{\n "text": "a"\n}\n{\n "text": bad\n}\n{\n "text": "c"\n}\n')
     assert texts_of(path) == ["a", "malformed_json", "c"]
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}{"text": "b"}\n{"text": "c"} "d"\n{"text": "e\\ud83d"}\n')
+    (tmp_path / "x.jsonl").write_text(
+        '{"text": "a"}{"text": "b"}\n{"text": "c"} "d"\n{"text": "e\\ud83d"}\n'
+    )
     assert texts_of(tmp_path / "x.jsonl") == ["a", "b", "malformed_json", "lone_surrogate"]
 
 
@@ -275,8 +319,14 @@ def test_objects_behind_one_that_is_malformed_are_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("foreign_eos", r"config\.json: eos_token_id: expected an id of the tokenizer, below 600, found 128001"),
-        ("missing_eos", r"tokenizer_config\.json: eos_token: expected a token of the tokenizer, found '<\|im_end\|>'"),
+        (
+            "foreign_eos",
+            r"config\.json: eos_token_id: expected an id of the tokenizer, below 600, found 128001",
+        ),
+        (
+            "missing_eos",
+            r"tokenizer_config\.json: eos_token: expected a token of the tokenizer, found '<\|im_end\|>'",
+        ),
         (
             "no_unk",
             r"characters become nothing, more than max_unknown_fraction 0\.01 allows; take a tokenizer that has",
@@ -309,14 +359,23 @@ def test_a_tokenizer_of_bytes_spells_everything_and_one_of_letters_what_it_has(t
     settings = {"tokenizer": DATA / "tokenizers" / "20B_tokenizer.json"}
     assert tokenize(tmp_path / "bytes", source, **settings).unknown_fraction == 0
     described = json.loads((DATA / "tokenizers" / "20B_tokenizer.json").read_text())
-    gone = [piece for piece in described["model"]["vocab"] if "Ń" in piece]  # of a byte that Hangul has
+    gone = [
+        piece for piece in described["model"]["vocab"] if "Ń" in piece
+    ]  # of a byte that Hangul has
     for piece in gone:
         del described["model"]["vocab"][piece]
-    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in described["model"]["merges"]]
-    described["model"]["merges"] = [pair for pair in merges if not any("Ń" in piece for piece in pair)]
+    merges = [
+        pair.split(" ") if isinstance(pair, str) else pair for pair in described["model"]["merges"]
+    ]
+    described["model"]["merges"] = [
+        pair for pair in merges if not any("Ń" in piece for piece in pair)
+    ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     plain = write_jsonl(tmp_path / "y.jsonl", ["ab an banana", "and an apple"])
-    assert tokenize(tmp_path / "letters", plain, tokenizer=tmp_path / "tokenizer.json").lost_characters == 0
+    assert (
+        tokenize(tmp_path / "letters", plain, tokenizer=tmp_path / "tokenizer.json").lost_characters
+        == 0
+    )
 
 
 @pytest.mark.parametrize("name", ["bos", "strike"])
@@ -346,7 +405,12 @@ def test_text_that_is_not_composed_is_counted_and_composed_where_asked(tmp_path:
 @pytest.mark.parametrize("fraction", [0.2, 0.5])
 def test_a_copy_that_differs_in_blanks_or_form_is_held_out_with_its_text(fraction: float):
     for text in [f"{number}번째 글, 다른 글" for number in range(50)]:
-        copies = [f"{text}\n", text.replace(" ", "  "), f" {text}", unicodedata.normalize("NFD", text)]
+        copies = [
+            f"{text}\n",
+            text.replace(" ", "  "),
+            f" {text}",
+            unicodedata.normalize("NFD", text),
+        ]
         assert {is_heldout(copy, fraction) for copy in copies} == {is_heldout(text, fraction)}
 
 
@@ -354,7 +418,9 @@ def test_escape_sequences_are_not_printed(tmp_path: Path):
     text = "red \x1b[31mtext\x1b]0;title\x07 and \u202eback"
     assert printable(text) == r"red \x1b[31mtext\x1b]0;title\x07 and \u202eback"
     tokenize(tmp_path / "out", write_jsonl(tmp_path / "x.jsonl", [text]))
-    shown = scale_cpt("inspect-data", tmp_path / "out", "--tokenizer", "data/models/stories260K").stdout
+    shown = scale_cpt(
+        "inspect-data", tmp_path / "out", "--tokenizer", "examples/data/models/stories260K"
+    ).stdout
     assert "\x1b" not in shown and r"\x1b[31m" in shown
 
 
@@ -366,7 +432,9 @@ CHATS = {
     "shape_Capital": Expected(0, 2, "no_answer .*roles: User, Assistant"),
     "shape_empty_user": Expected(2),
     "shape_ends_with_end": Expected(0, 2, r"message 1: spells <\|im_end\|>"),
-    "shape_function_call": Expected(0, 2, "message 1: from: expected one of human, .* found 'function_call'"),
+    "shape_function_call": Expected(
+        0, 2, "message 1: from: expected one of human, .* found 'function_call'"
+    ),
     "shape_greeting_first": Expected(2),
     "shape_model_role": Expected(0, 2, "no_answer .*roles: user, model"),
     "shape_nul": Expected(0, 2, r"(?s)prompt_not_usable .*message 1: nul_character"),
@@ -382,11 +450,16 @@ CHATS = {
 def test_a_chat_is_framed_or_its_message_is_named(tmp_path: Path, name: str):
     expected = CHATS[name]
     path = tmp_path / f"{name}.jsonl"
-    usable = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    usable = (
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    )
     path.write_text((CASES / "15_chat" / f"{name}.jsonl").read_text() + usable)
     tokenizer = CASES / "15_chat" / ("dated" if name == "dated" else "chatml")
     made = tokenize(tmp_path / "out", path, tokenizer=tokenizer, messages_key="messages")
-    assert (made.documents - 1, sum(made.rejected.values())) == (expected.documents, expected.rejected)
+    assert (made.documents - 1, sum(made.rejected.values())) == (
+        expected.documents,
+        expected.rejected,
+    )
     if expected.rejected:
         first = read_jsonl(tmp_path / "out" / QUARANTINE)[0]
         with pytest.raises(DataError, match=expected.said):
@@ -399,9 +472,16 @@ def test_every_chat_has_an_expected_outcome():
 
 def test_a_template_that_asks_for_the_date_gives_the_same_tokens_on_any_day(tmp_path: Path):
     folder = CASES / "15_chat" / "dated"
-    tokenize(tmp_path / "out", CASES / "15_chat" / "dated.jsonl", tokenizer=folder, messages_key="messages")
+    tokenize(
+        tmp_path / "out",
+        CASES / "15_chat" / "dated.jsonl",
+        tokenizer=folder,
+        messages_key="messages",
+    )
     shard, document = TokenCorpus(tmp_path / "out").locate_document(0)
-    assert "Today is 01 Jan 2025 00:00:00" in load_tokenizer(folder).decode(shard.document(document))
+    assert "Today is 01 Jan 2025 00:00:00" in load_tokenizer(folder).decode(
+        shard.document(document)
+    )
 
 
 def test_messages_of_weight_zero_are_only_read(tmp_path: Path):
@@ -428,7 +508,9 @@ def test_messages_of_weight_zero_are_only_read(tmp_path: Path):
     assert made.documents == 1
     ids, tokenizer = shard.document(document), load_tokenizer(folder)
     prompt = shard.prompt_mask(0, len(ids))
-    assert "skipped" in tokenizer.decode(ids[prompt]) and "skipped" not in tokenizer.decode(ids[~prompt])
+    assert "skipped" in tokenizer.decode(ids[prompt]) and "skipped" not in tokenizer.decode(
+        ids[~prompt]
+    )
 
 
 # --- Jobs and samples ------------------------------------------------------------------------------------------------
@@ -460,7 +542,9 @@ def test_an_indented_line_that_orjson_refuses_is_read(tmp_path: Path):
 @pytest.mark.parametrize("rows", [100, 2500])
 def test_a_sample_of_parquet_holds_what_was_asked_for(tmp_path: Path, rows: int):
     texts = [f"{number} " + "word " * 200 for number in range(5000)]
-    pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", row_group_size=rows, compression="none")
+    pq.write_table(
+        pa.table({"text": texts}), tmp_path / "x.parquet", row_group_size=rows, compression="none"
+    )
     wanted = 2**20
     documents_, factor = sampled_documents([str(tmp_path / "x.parquet")], Keys(), wanted)
     taken = sum(document.utf8_bytes for document in documents_)
@@ -471,6 +555,17 @@ def test_a_sample_of_parquet_holds_what_was_asked_for(tmp_path: Path, rows: int)
 def test_config_init_names_the_keys_that_it_finds(tmp_path: Path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"body": "a text", "id": 3}\n' * 20)
-    tool = ("config", "init", "--base", "data/models/stories260K", "--new", path, "--old", path, "--gpus", "1")
+    tool = (
+        "config",
+        "init",
+        "--base",
+        "examples/data/models/stories260K",
+        "--new",
+        path,
+        "--old",
+        path,
+        "--gpus",
+        "1",
+    )
     ended = scale_cpt(*tool, "--output", tmp_path / "run.yaml")
     assert ended.returncode == 1 and "its keys: body, id" in ended.stderr

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.token_shards import check_file, content_of
+from pipeline.data.corpus.indexed_dataset import check_file, content_of
+from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.errors import DataError
 from tests.data.helpers import contents, documents, tokenize, write_jsonl
 from tests.programs import scale_cpt
@@ -45,7 +45,9 @@ def test_a_damaged_finished_corpus_is_not_complete(finished: Path, tmp_path: Pat
     for path in (path for kind in kinds for path in finished.rglob(kind)):
         content = path.read_bytes()
         made = DAMAGE[damage](content)
-        if made == content or (damage == "flip" and path.suffix == ".json"):  # our own JSON is trusted if it is whole
+        if made == content or (
+            damage == "flip" and path.suffix == ".json"
+        ):  # our own JSON is trusted if it is whole
             continue
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         victim = shutil.copytree(finished, tmp_path / "copy") / path.relative_to(finished)
@@ -66,21 +68,29 @@ def test_what_is_done_about_a_damaged_corpus(finished: Path, tmp_path: Path):
     done = scale_cpt("inspect-data", corpus, "--verify")
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {first}: damaged: expected ")
-    assert f"copy the corpus again, or remove the folder {corpus} and start scale-cpt tokenize" in done.stderr
+    assert (
+        f"copy the corpus again, or remove the folder {corpus} and start scale-cpt tokenize"
+        in done.stderr
+    )
     first.unlink()
     with pytest.raises(DataError, match=rf"{first.name}: no such file"):
         TokenCorpus(corpus).check()
     shutil.rmtree(corpus)
     tokenize(corpus, finished.parent / "x.jsonl", **SETTINGS)
     assert [*contents(tmp_path / "copy").values()] == [*contents(finished).values()]
-    assert "every byte is the one that was written" in scale_cpt("inspect-data", corpus, "--verify").stdout
+    assert (
+        "every byte is the one that was written"
+        in scale_cpt("inspect-data", corpus, "--verify").stdout
+    )
 
 
 def test_an_id_beyond_the_vocabulary_is_named_where_it_is_read(finished: Path, tmp_path: Path):
     corpus = TokenCorpus(shutil.copytree(finished / "corpus", tmp_path / "corpus"))
     last = sorted(corpus.folder.glob("*.bin"))[1]
     last.write_bytes(bytes(last.stat().st_size - 2) + b"\xff\xff")
-    with pytest.raises(DataError, match=rf"{last.name}: document \d+: expected ids below 512, found 65535"):
+    with pytest.raises(
+        DataError, match=rf"{last.name}: document \d+: expected ids below 512, found 65535"
+    ):
         corpus.read(0, corpus.tokens)
 
 
@@ -91,5 +101,7 @@ def test_files_of_an_earlier_version_are_compared_by_size(tmp_path: Path):
     path.write_bytes(b"12346")
     check_file(path, found, "", whole=False)
     check_file(path, found._replace(digest=2 * found.digest), "")
-    with pytest.raises(DataError, match="expected 5 bytes, found other ones than were written; again"):
+    with pytest.raises(
+        DataError, match="expected 5 bytes, found other ones than were written; again"
+    ):
         check_file(path, found, "again")

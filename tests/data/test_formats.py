@@ -15,14 +15,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import readers
-from pipeline.data.readers import lines
-from pipeline.data.records import Keys
-from pipeline.data.text_streams import open_stream, text_length
-from pipeline.data.token_corpus import load_manifest
-from pipeline.data.units import split_file
+from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.sources import readers
+from pipeline.data.sources.readers import lines
+from pipeline.data.sources.records import Keys
+from pipeline.data.sources.streams import open_stream, text_length
+from pipeline.data.tokenize.units import split_file
 from pipeline.errors import DataError
-from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, texts_of, tokenize, write_jsonl
+from tests.data.helpers import (
+    COMPRESS,
+    documents,
+    jsonl,
+    read,
+    texts_in,
+    texts_of,
+    tokenize,
+    write_jsonl,
+)
 
 TEXTS = documents(60)
 DOCUMENTS = [f"{number}번째 문서입니다. 오늘은 날씨가 좋아서 산책을 갔다." for number in range(40)]
@@ -58,7 +67,12 @@ def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
 def test_files_written_on_windows(tmp_path: Path, name: str):
     """A byte-order mark, also where files were joined, and CRLF are no text; JSON's own escapes are."""
-    content = b"\xef\xbb\xbf\r\n" + jsonl(["one\r\n"]).replace(b"\n", b"\r\n") + b"\xef\xbb\xbf" + jsonl(["\ufefftwo"])
+    content = (
+        b"\xef\xbb\xbf\r\n"
+        + jsonl(["one\r\n"]).replace(b"\n", b"\r\n")
+        + b"\xef\xbb\xbf"
+        + jsonl(["\ufefftwo"])
+    )
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     assert texts_of(tmp_path / name) == ["one\r\n", "\ufefftwo"]
     (tmp_path / "x.txt").write_bytes("\ufeff하나\r\n\r\n둘\r\n\ufeffthree".encode())
@@ -67,13 +81,18 @@ def test_files_written_on_windows(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_array_of_records(tmp_path: Path, indent: int | None):
-    array = [{"instruction": f'{number} ["{{\\', "output": '한 \n "\\\\" ]},' * number} for number in range(1, 30)]
+    array = [
+        {"instruction": f'{number} ["{{\\', "output": '한 \n "\\\\" ]},' * number}
+        for number in range(1, 30)
+    ]
     content = json.dumps(array, indent=indent, ensure_ascii=indent is None)
     (tmp_path / "x.json").write_text("\ufeff" + content, encoding="utf-8")
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(content.encode()))
     for name in ("x.json", "x.json.gz"):
         found = read(tmp_path / name, keys=Keys("output", "instruction"))
-        assert [(record.prompt, record.text) for record in found] == [tuple(record.values()) for record in array]
+        assert [(record.prompt, record.text) for record in found] == [
+            tuple(record.values()) for record in array
+        ]
 
 
 # --- Lines and paragraphs --------------------------------------------------------------------------------------------
@@ -91,7 +110,11 @@ class Bytes:
         return self.content[offset : offset + size]
 
 
-@given(st.lists(st.sampled_from([b"", b" \r", b"a", b"bb", b"c" * 30]), max_size=12), st.booleans(), st.data())
+@given(
+    st.lists(st.sampled_from([b"", b" \r", b"a", b"bb", b"c" * 30]), max_size=12),
+    st.booleans(),
+    st.data(),
+)
 def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data: st.DataObject):
     """Each line belongs to the range it begins in, wherever the cuts and the reading blocks fall."""
     content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
@@ -101,8 +124,12 @@ def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data:
             patch.setattr(readers, name, data.draw(st.integers(1, 40)))
         edges = itertools.pairwise([0, *cuts, len(content)])
         found = [line for start, stop in edges for line in lines(Bytes(content), start, stop)]
-    assert [line.content for line in found] == content.removesuffix(b"\n").split(b"\n")[: len(content)]
-    assert [content[line.offset : line.offset + line.size] for line in found] == [line.content for line in found]
+    assert [line.content for line in found] == content.removesuffix(b"\n").split(b"\n")[
+        : len(content)
+    ]
+    assert [content[line.offset : line.offset + line.size] for line in found] == [
+        line.content for line in found
+    ]
 
 
 def test_going_back_further_than_the_window(tmp_path: Path):
@@ -123,7 +150,9 @@ def test_a_book_by_lines_and_as_a_whole(tmp_path, suffix):
     assert texts_of(path, keys=AS_A_WHOLE) == [BOOK.replace("\r\n", "\n")]
     assert tokenize(tmp_path / "out", path, document="file").documents == 1
     assert load_manifest(tmp_path / "out").document == "file"
-    with pytest.raises(DataError, match="begun with another document: expected 'line', found 'file'"):
+    with pytest.raises(
+        DataError, match="begun with another document: expected 'line', found 'file'"
+    ):
         tokenize(tmp_path / "out", path)
 
 
@@ -151,7 +180,9 @@ def test_csv_and_tsv(tmp_path: Path, name: str, compression: str):
     assert texts_of(path, keys=Keys(quoting="standard")) == ['하나, "둘"\r\n셋', "넷"]
     asked = Keys("text", "question", quoting="standard")
     assert [record.prompt for record in read(path, keys=asked, unit_bytes=3)] == ["왜?", "누가?"]
-    with pytest.raises(DataError, match=f"{path}: has no column 'content'; set --text-key to one of: id, q"):
+    with pytest.raises(
+        DataError, match=f"{path}: has no column 'content'; set --text-key to one of: id, q"
+    ):
         read(path, keys=Keys("content"))
 
 
@@ -164,22 +195,30 @@ def test_bad_rows_of_a_csv_are_rejected(tmp_path: Path):
     whole = COMPRESS[".gz"](b"text\n" + b"".join(b"%d\n" % number for number in range(50_000)))
     (tmp_path / "x.csv.gz").write_bytes(whole[: len(whole) // 2])
     shutil.copy(tmp_path / "x.csv.gz", tmp_path / "x.txt.gz")
-    with pytest.raises(DataError, match=r"x\.csv\.gz: is truncated after .* set `allow_damaged: true`"):
+    with pytest.raises(
+        DataError, match=r"x\.csv\.gz: is truncated after .* set `allow_damaged: true`"
+    ):
         texts_of(tmp_path / "x.csv.gz")
-    assert texts_of(tmp_path / "x.txt.gz", keys=AS_A_WHOLE._replace(allow_damaged=True)) == ["truncated_file"]
+    assert texts_of(tmp_path / "x.txt.gz", keys=AS_A_WHOLE._replace(allow_damaged=True)) == [
+        "truncated_file"
+    ]
     *kept, last = texts_of(tmp_path / "x.csv.gz", keys=Keys(allow_damaged=True))
     assert last == "truncated_file" and len(kept) > 1000
     assert kept == [str(number) for number in range(len(kept))]
 
 
-@pytest.mark.parametrize(("name", "encoding"), [("x.jsonl", "cp949"), ("x.txt.gz", "euc-kr"), ("x.csv", "utf-16")])
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("x.jsonl", "cp949"), ("x.txt.gz", "euc-kr"), ("x.csv", "utf-16")]
+)
 def test_another_encoding_is_named_and_read(tmp_path: Path, name: str, encoding: str):
     lines = {"x.jsonl": jsonl(DOCUMENTS).decode(), "x.txt.gz": "\n".join(DOCUMENTS)}
     content = lines.get(name, "\n".join(["text", *DOCUMENTS])).encode(encoding)
     path = tmp_path / name
     path.write_bytes(COMPRESS[".gz" if name.endswith("gz") else ""](content))
     advised = "cp949" if encoding in ("cp949", "euc-kr") else encoding
-    with pytest.raises(DataError, match=f"{path} is likely {advised}, not UTF-8: set `encoding: {advised}` for"):
+    with pytest.raises(
+        DataError, match=f"{path} is likely {advised}, not UTF-8: set `encoding: {advised}` for"
+    ):
         tokenize(tmp_path / "other", path, max_bad_fraction=0.01)
     tokenize(tmp_path / "out", path, encoding=encoding, unit_bytes=500)
     assert texts_in(tmp_path / "out") == DOCUMENTS
@@ -187,8 +226,14 @@ def test_another_encoding_is_named_and_read(tmp_path: Path, name: str, encoding:
 
 
 def test_bytes_that_an_encoding_does_not_have_cost_their_record(tmp_path: Path):
-    (tmp_path / "x.txt").write_bytes("하나\n".encode("cp949") + b"\xff\xff\n" + "둘\n".encode("cp949"))
-    assert texts_of(tmp_path / "x.txt", keys=Keys(encoding="cp949")) == ["하나", "invalid_utf8", "둘"]
+    (tmp_path / "x.txt").write_bytes(
+        "하나\n".encode("cp949") + b"\xff\xff\n" + "둘\n".encode("cp949")
+    )
+    assert texts_of(tmp_path / "x.txt", keys=Keys(encoding="cp949")) == [
+        "하나",
+        "invalid_utf8",
+        "둘",
+    ]
     with pytest.raises(DataError, match="unknown encoding 'cp94'"):
         read(tmp_path / "x.txt", keys=Keys(encoding="cp94"))
     (tmp_path / "x.jsonl").write_bytes(jsonl(TEXTS) + b'{"text": "\xff"}\n' * 9)

@@ -10,10 +10,10 @@ from unicodedata import normalize
 import pytest
 
 from pipeline.config.data import Data
-from pipeline.data.corpora import corpus_jobs
-from pipeline.data.preprocess import preprocess
-from pipeline.data.token_corpus import load_manifest
-from pipeline.data.workers import local_workers
+from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, write_jsonl
 
@@ -25,8 +25,12 @@ def made(folder: Path, **corpora: dict[str, Any]) -> Path:
     for corpus in corpora.values():
         for key in ("input", "heldout_input"):
             if key in corpus:
-                corpus[key] = [str(write_jsonl(folder / name, texts)) for name, texts in corpus[key].items()]
-    data = Data.model_validate({"folder": folder / "tokens", "sequence_length": 64, "corpora": corpora})
+                corpus[key] = [
+                    str(write_jsonl(folder / name, texts)) for name, texts in corpus[key].items()
+                ]
+    data = Data.model_validate(
+        {"folder": folder / "tokens", "sequence_length": 64, "corpora": corpora}
+    )
     with local_workers(1) as workers:
         for job in corpus_jobs(data, STORIES260K):
             preprocess(job, workers)
@@ -35,22 +39,33 @@ def made(folder: Path, **corpora: dict[str, Any]) -> Path:
 
 def test_a_document_of_heldout_files_is_named_in_any_training_part(tmp_path: Path):
     others = {"input": {"b.jsonl": TEXTS[20:40]}, "role": "replay"}
-    corpus = {"input": {"a.jsonl": TEXTS[:20]}, "heldout_input": {"held.jsonl": [*TEXTS[40:], TEXTS[33]]}}
+    corpus = {
+        "input": {"a.jsonl": TEXTS[:20]},
+        "heldout_input": {"held.jsonl": [*TEXTS[40:], TEXTS[33]]},
+    }
     named = rf"b\.jsonl: the document '0-33 .* is also held out, in {tmp_path}/tokens/a\.heldout; leave it"
     with pytest.raises(DataError, match=named):
         made(tmp_path, a=dict(corpus), b=dict(others))
     assert not (tmp_path / "tokens" / "b" / "manifest.json").exists()
     shutil.rmtree(tmp_path / "tokens" / "a.heldout")
     tokens = made(tmp_path, a=corpus | {"heldout_input": {"held2.jsonl": TEXTS[40:]}}, b=others)
-    assert [load_manifest(tokens / part).documents for part in ("a", "b", "a.heldout")] == [20, 20, 20]
+    assert [load_manifest(tokens / part).documents for part in ("a", "b", "a.heldout")] == [
+        20,
+        20,
+        20,
+    ]
 
 
 @pytest.mark.parametrize("copy", ["{}\n", " {}", "{}  "])
 def test_a_copy_that_differs_in_white_space_or_form_is_named(tmp_path: Path, copy: str):
     copied = copy.format(normalize("NFD", TEXTS[33]).replace(" ", "  "))
-    corpus = {"input": {"a.jsonl": [*TEXTS[:20], copied]}, "heldout_input": {"held.jsonl": TEXTS[30:40]}}
+    corpus = {
+        "input": {"a.jsonl": [*TEXTS[:20], copied]},
+        "heldout_input": {"held.jsonl": TEXTS[30:40]},
+    }
     with pytest.raises(
-        DataError, match=rf"a\.jsonl: the document ' ?0-33 .* held out, in {tmp_path}/tokens/a\.heldout"
+        DataError,
+        match=rf"a\.jsonl: the document ' ?0-33 .* held out, in {tmp_path}/tokens/a\.heldout",
     ):
         made(tmp_path, a=corpus)
 
@@ -58,7 +73,9 @@ def test_a_copy_that_differs_in_white_space_or_form_is_named(tmp_path: Path, cop
 def test_files_held_out_later_are_compared_with_what_is_there(tmp_path: Path):
     texts = {"a.jsonl": TEXTS[:20]}
     made(tmp_path, a={"input": texts})
-    with pytest.raises(DataError, match=rf"a\.jsonl: the document '0-7 .*held out, in {tmp_path}/tokens/a\.heldout"):
+    with pytest.raises(
+        DataError, match=rf"a\.jsonl: the document '0-7 .*held out, in {tmp_path}/tokens/a\.heldout"
+    ):
         made(tmp_path, a={"input": texts, "heldout_input": {"held.jsonl": [*TEXTS[40:], TEXTS[7]]}})
     assert not (tmp_path / "tokens" / "a.heldout" / "manifest.json").exists()
 
@@ -66,12 +83,22 @@ def test_files_held_out_later_are_compared_with_what_is_there(tmp_path: Path):
 def test_documents_of_a_share_are_held_out_of_two_corpora_or_named(tmp_path: Path):
     texts = {"a.jsonl": TEXTS}
     same = {"b.jsonl": TEXTS[:30]}
-    made(tmp_path, a={"input": texts, "heldout_fraction": 0.5}, b={"input": same, "heldout_fraction": 0.5})
+    made(
+        tmp_path,
+        a={"input": texts, "heldout_fraction": 0.5},
+        b={"input": same, "heldout_fraction": 0.5},
+    )
     with pytest.raises(DataError, match=r"c\.jsonl: .* is also held out, in .*/a\.heldout"):
-        made(tmp_path, c={"input": {"c.jsonl": TEXTS[:30]}}, a={"input": texts, "heldout_fraction": 0.5})
+        made(
+            tmp_path,
+            c={"input": {"c.jsonl": TEXTS[:30]}},
+            a={"input": texts, "heldout_fraction": 0.5},
+        )
 
 
 def test_a_corpus_may_be_held_out_as_a_whole_to_see_whether_it_is_memorised(tmp_path: Path):
     texts = {"a.jsonl": TEXTS}
     tokens = made(tmp_path, a={"input": texts, "heldout_input": texts})
-    assert load_manifest(tokens / "a").documents == load_manifest(tokens / "a.heldout").documents == 60
+    assert (
+        load_manifest(tokens / "a").documents == load_manifest(tokens / "a.heldout").documents == 60
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from tests.data.helpers import STORIES260K, documents, tokenize, write_jsonl
 from tests.programs import scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
@@ -16,25 +16,35 @@ def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
     texts = documents(30)
     source = write_jsonl(tmp_path / "x.jsonl", [*texts, 1, ""])
     tokenize(tmp_path / "corpus", source, unit_bytes=1000)
-    done = scale_cpt("inspect-data", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "30")
+    done = scale_cpt(
+        "inspect-data", tmp_path / "corpus", "--tokenizer", STORIES260K, "--samples", "30"
+    )
     assert done.returncode == 0, done.stderr
     summary, *decoded = done.stdout.split("\n--- ")
     values = dict(re.split("  +", line, maxsplit=1) for line in summary.splitlines())
     assert (values["rejected"], values["documents"]) == ("empty_text 1, text_not_string 1", "30")
-    assert str(source) in values["input"] and values["rejected records"].endswith("quarantine.jsonl")
+    assert str(source) in values["input"] and values["rejected records"].endswith(
+        "quarantine.jsonl"
+    )
     found = [document.partition(" ---\n")[2].rstrip("\n") for document in decoded]
     assert sorted(found) == sorted(f"<s> {text}</s>".rstrip("\n") for text in texts)
 
     described = (STORIES260K / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(described.replace('"ignore_merges": false', '"ignore_merges": true'))
-    (tmp_path / "tokenizer_config.json").write_bytes((STORIES260K / "tokenizer_config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text(
+        described.replace('"ignore_merges": false', '"ignore_merges": true')
+    )
+    (tmp_path / "tokenizer_config.json").write_bytes(
+        (STORIES260K / "tokenizer_config.json").read_bytes()
+    )
     done = scale_cpt("inspect-data", tmp_path / "corpus", "--tokenizer", tmp_path)
     assert done.returncode == 1
     assert f"tokenizer.json: did not make {tmp_path / 'corpus'}" in done.stderr
 
 
 def test_a_folder_of_corpora_has_a_line_for_each(tmp_path: Path):
-    tokenize(tmp_path / "korean", write_jsonl(tmp_path / "x.jsonl", documents(30)), heldout_fraction=0.2)
+    tokenize(
+        tmp_path / "korean", write_jsonl(tmp_path / "x.jsonl", documents(30)), heldout_fraction=0.2
+    )
     (tmp_path / "begun" / ".units").mkdir(parents=True)
     done = scale_cpt("inspect-data", tmp_path, "--verify")
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.blend import BLOCK, Blend, Permutation, Share, floor_sum, tempered
-from pipeline.data.samples import SampleOrder, rank_indices
+from pipeline.data.dataset.blend import BLOCK, Blend, Permutation, Share, floor_sum, tempered
+from pipeline.data.dataset.samples import SampleOrder, rank_indices
 from pipeline.errors import DataError
 
 NO_LIMIT = Share(1.0, None)
@@ -50,7 +50,9 @@ def shares(draw: st.DrawFn) -> dict[str, Share]:
     count = draw(st.integers(1, 5))
     weights = draw(st.lists(st.floats(0.01, 100), min_size=count, max_size=count))
     budgets = draw(st.lists(st.integers(1, 700), min_size=count, max_size=count))
-    return {f"c{number}": Share(*pair) for number, pair in enumerate(zip(weights, budgets, strict=True))}
+    return {
+        f"c{number}": Share(*pair) for number, pair in enumerate(zip(weights, budgets, strict=True))
+    }
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,7 +62,9 @@ def test_every_draw_of_every_corpus_happens_once(shares: dict[str, Share], index
     assert blend.total == sum(share.budget or 0 for share in shares.values())
     draws = [blend[index] for index in range(blend.total)]
     for name, share in shares.items():  # in order: a pass ends before the next begins
-        assert [draw.occurrence for draw in draws if draw.corpus == name] == list(range(share.budget or 0))
+        assert [draw.occurrence for draw in draws if draw.corpus == name] == list(
+            range(share.budget or 0)
+        )
     with pytest.raises(DataError, match="raise epochs or token_budget"):
         blend[blend.total]
     index = min(index, blend.total)
@@ -68,7 +72,11 @@ def test_every_draw_of_every_corpus_happens_once(shares: dict[str, Share], index
     assert blend.drawn_before(index) == {name: counts[name] for name in blend.names}
 
 
-@given(st.lists(st.floats(0.02, 1.0), min_size=2, max_size=5), st.integers(0, 10**9), st.integers(50, 2000))
+@given(
+    st.lists(st.floats(0.02, 1.0), min_size=2, max_size=5),
+    st.integers(0, 10**9),
+    st.integers(50, 2000),
+)
 def test_any_range_has_the_proportions(weights: list[float], start: int, length: int):
     blend = Blend({str(number): Share(weight, None) for number, weight in enumerate(weights)})
     drawn = Counter(blend[index].corpus for index in range(start, start + length))
@@ -76,8 +84,14 @@ def test_any_range_has_the_proportions(weights: list[float], start: int, length:
         assert abs(drawn[str(number)] - length * weight / sum(weights)) < 8
 
 
-@given(st.lists(st.integers(1, 10**13), min_size=2, max_size=6, unique=True), st.floats(1, 100), st.floats(1.1, 100))
-def test_a_temperature_makes_shares_of_sizes(sizes: list[int], temperature: float, hotter_by: float):
+@given(
+    st.lists(st.integers(1, 10**13), min_size=2, max_size=6, unique=True),
+    st.floats(1, 100),
+    st.floats(1.1, 100),
+)
+def test_a_temperature_makes_shares_of_sizes(
+    sizes: list[int], temperature: float, hotter_by: float
+):
     """Proportional at 1, the power 1 / T in between, and with a higher T more even but never in another order."""
     named = {str(size): size for size in sizes}
     factors = tempered(named, temperature)
@@ -96,17 +110,26 @@ def test_roles_and_weights_divide_the_draws():
     }  # fmt: skip
     drawn = Blend(shares, {"replay": 1 / 16, "rehearsal": 1 / 16}).drawn_before(BLOCK)
     expected = {"a": 21 / 32, "b": 7 / 32, "tiny": 0, "c": 1 / 32, "d": 1 / 32, "own": 1 / 16}
-    assert {name: count / BLOCK for name, count in drawn.items()} == pytest.approx(expected, abs=2 / BLOCK)
+    assert {name: count / BLOCK for name, count in drawn.items()} == pytest.approx(
+        expected, abs=2 / BLOCK
+    )
     assert drawn["tiny"] > 0
     assert Blend(shares).drawn_before(BLOCK)["c"] == 0
-    blend = Blend({"korean": NO_LIMIT, "english": Share(1.0, None, role="replay")}, fractions={"replay": 1 / 16})
-    batches = [sum(blend[index].corpus == "english" for index in range(at, at + 16)) for at in range(0, 16 * 512, 16)]
+    blend = Blend(
+        {"korean": NO_LIMIT, "english": Share(1.0, None, role="replay")},
+        fractions={"replay": 1 / 16},
+    )
+    batches = [
+        sum(blend[index].corpus == "english" for index in range(at, at + 16))
+        for at in range(0, 16 * 512, 16)
+    ]
     assert abs(sum(batches) - 512) <= 1 and set(batches) <= {0, 1, 2}, "in every batch"
 
 
 def test_the_others_continue_after_a_corpus_is_exhausted():
     blend = Blend(
-        {"short": Share(1, 30), "long": Share(1, 300), "old": Share(1, None, "replay")}, fractions={"replay": 0.25}
+        {"short": Share(1, 30), "long": Share(1, 300), "old": Share(1, None, "replay")},
+        fractions={"replay": 0.25},
     )
     names = [blend[index].corpus for index in range(blend.total or 0)]
     assert Counter(names)["short"] == 30
@@ -118,7 +141,8 @@ def test_the_others_continue_after_a_corpus_is_exhausted():
 
 def order(seed: int = 1) -> SampleOrder:
     blend = Blend(
-        {"ko": Share(3.0, None), "law": Share(1.0, 40), "en": Share(1.0, None, "replay")}, fractions={"replay": 0.1}
+        {"ko": Share(3.0, None), "law": Share(1.0, 40), "en": Share(1.0, None, "replay")},
+        fractions={"replay": 0.1},
     )
     return SampleOrder(blend, {"ko": 37, "law": 20, "en": 11}, seed)
 
@@ -152,12 +176,20 @@ def test_any_ranks_and_resume_points_read_the_same_batches(
         ranks = other_dp_size if step in resumed else dp_size
         micro_batches = [
             rank_indices(
-                step * global_batch, global_batch_size=global_batch, micro_batch_size=micro, dp_rank=rank, dp_size=ranks
+                step * global_batch,
+                global_batch_size=global_batch,
+                micro_batch_size=micro,
+                dp_rank=rank,
+                dp_size=ranks,
             )
             for rank in range(ranks)
         ]
-        read = [index for of_rank in micro_batches for micro_batch in of_rank for index in micro_batch]
+        read = [
+            index for of_rank in micro_batches for micro_batch in of_rank for index in micro_batch
+        ]
         assert sorted(read) == list(range(step * global_batch, (step + 1) * global_batch))
-        assert all(len(micro_batch) <= micro for of_rank in micro_batches for micro_batch in of_rank)
+        assert all(
+            len(micro_batch) <= micro for of_rank in micro_batches for micro_batch in of_rank
+        )
         if global_batch % (ranks * micro) == 0:
             assert {len(of_rank) for of_rank in micro_batches} == {global_batch // (ranks * micro)}

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.packing import IGNORED, PackedCorpus
+from pipeline.data.dataset.packing import IGNORED, PackedCorpus
 
 PADDING = 0
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=20)
@@ -35,13 +35,25 @@ class Documents:
         return None if self.prompts is None else self.prompts[start:stop]
 
 
-def packed(source: Documents, length: int, *, mask: bool = True, whole: bool = False, end: bool = False):
-    return PackedCorpus(source, length, padding=PADDING, document_mask=mask, whole_documents=whole, begins_with_end=end)
+def packed(
+    source: Documents, length: int, *, mask: bool = True, whole: bool = False, end: bool = False
+):
+    return PackedCorpus(
+        source,
+        length,
+        padding=PADDING,
+        document_mask=mask,
+        whole_documents=whole,
+        begins_with_end=end,
+    )
 
 
 def rows(corpus: PackedCorpus, name: str) -> list[list[int]]:
     """An array of every sample, with _ for what is ignored."""
-    return [[_ if value == IGNORED else int(value) for value in getattr(sample, name)] for sample in corpus]
+    return [
+        [_ if value == IGNORED else int(value) for value in getattr(sample, name)]
+        for sample in corpus
+    ]
 
 
 _ = IGNORED
@@ -73,9 +85,18 @@ def test_a_document_sees_the_end_of_the_one_before_it_where_no_start_token_does(
 def test_samples_of_prompts_and_answers_by_hand():
     # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document does not fit into the first.
     corpus = packed(Documents([4, 2, 8], [2, 1, 2]), 5, whole=True)
-    assert rows(corpus, "tokens")[:3] == [[1, 2, 3, 4, PADDING], [5, 6, *[PADDING] * 3], [7, 8, 9, 10, 11]]
+    assert rows(corpus, "tokens")[:3] == [
+        [1, 2, 3, 4, PADDING],
+        [5, 6, *[PADDING] * 3],
+        [7, 8, 9, 10, 11],
+    ]
     # Longer than a sample: it starts a new one; its continuation in the next is not the beginning of an answer.
-    assert rows(corpus, "targets") == [[_, 3, 4, _, _], [6, _, _, _, _], [_, 9, 10, 11, 12], [13, 14, _, _, _]]
+    assert rows(corpus, "targets") == [
+        [_, 3, 4, _, _],
+        [6, _, _, _, _],
+        [_, 9, 10, 11, 12],
+        [13, 14, _, _, _],
+    ]
     begun = [np.flatnonzero(sample.answer_starts).tolist() for sample in corpus]
     assert begun == [[1], [0], [1], []]
 
@@ -89,7 +110,9 @@ def predicted(corpus: PackedCorpus) -> list[int]:
 
 
 @given(LENGTHS, st.integers(2, 17), st.booleans())
-def test_after_another_documents_end_every_token_but_the_first_is_predicted_once(lengths, length, whole):
+def test_after_another_documents_end_every_token_but_the_first_is_predicted_once(
+    lengths, length, whole
+):
     corpus = packed(Documents(lengths), length, whole=whole, end=True)
     assert predicted(corpus) == list(range(2, sum(lengths) + 1))
     for sample in corpus:
@@ -98,7 +121,9 @@ def test_after_another_documents_end_every_token_but_the_first_is_predicted_once
 
 
 @given(LENGTHS, st.integers(1, 17), st.booleans())
-def test_every_token_is_read_once_and_predicted_from_its_own_document(lengths: list[int], length: int, mask: bool):
+def test_every_token_is_read_once_and_predicted_from_its_own_document(
+    lengths: list[int], length: int, mask: bool
+):
     corpus = packed(Documents(lengths), length, mask=mask)
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     read: list[int] = []
@@ -110,7 +135,9 @@ def test_every_token_is_read_once_and_predicted_from_its_own_document(lengths: l
             documents = document_of[sample.tokens[real] - 1]
             assert np.array_equal(np.diff(documents) != 0, np.diff(sample.document_ids[real]) != 0)
             at = sample.targets != IGNORED
-            assert np.array_equal(document_of[sample.targets[at] - 1], document_of[sample.tokens[at] - 1])
+            assert np.array_equal(
+                document_of[sample.targets[at] - 1], document_of[sample.tokens[at] - 1]
+            )
         assert np.all(sample.document_ids[~real] > sample.document_ids[real].max(initial=-1))
         new = np.diff(sample.document_ids, prepend=-1) != 0
         assert np.array_equal(sample.positions == 0, new)
@@ -127,12 +154,22 @@ def test_every_token_is_read_once_and_predicted_from_its_own_document(lengths: l
     st.booleans(),
 )
 def test_every_answer_is_predicted_once_and_stays_with_its_prompt(pairs, length, mask):
-    source = Documents([prompt + answer for prompt, answer in pairs], [prompt for prompt, _ in pairs])
+    source = Documents(
+        [prompt + answer for prompt, answer in pairs], [prompt for prompt, _ in pairs]
+    )
     corpus = packed(source, length, mask=mask, whole=True)
-    assert [token for sample in corpus for token in sample.tokens if token] == list(range(1, source.tokens + 1))
+    assert [token for sample in corpus for token in sample.tokens if token] == list(
+        range(1, source.tokens + 1)
+    )
     assert predicted(corpus) == list(np.flatnonzero(~source.prompts) + 1)
     begun = [target for sample in corpus for target in sample.targets[sample.answer_starts]]
-    assert begun == [start + prompt + 1 for start, (prompt, _) in zip(source.starts, pairs, strict=True)]
+    assert begun == [
+        start + prompt + 1 for start, (prompt, _) in zip(source.starts, pairs, strict=True)
+    ]
     cuts = {0} | {int(sample.tokens[0]) - 1 for sample in corpus}
-    whole = [(start, sum(pair)) for start, pair in zip(source.starts, pairs, strict=True) if sum(pair) <= length]
+    whole = [
+        (start, sum(pair))
+        for start, pair in zip(source.starts, pairs, strict=True)
+        if sum(pair) <= length
+    ]
     assert not [start for start, size in whole if any(start < cut < start + size for cut in cuts)]

@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.data import preprocess as preprocessing
-from pipeline.data.corpora import is_heldout
-from pipeline.data.preprocess import preprocess
-from pipeline.data.token_corpus import load_manifest
-from pipeline.data.tokenizer import Encoded, GigatokenEncoder
-from pipeline.data.workers import Workers, local_workers
+from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.tokenize import job as preprocessing
+from pipeline.data.tokenize.corpora import is_heldout
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.workers import Workers, local_workers
+from pipeline.data.tokenizer.load import Encoded, GigatokenEncoder
 from pipeline.errors import PASSING_FAULT, DataError
 from pipeline.files import file_hash, held_bytes
 from tests.data.helpers import (
@@ -47,7 +47,16 @@ from tests.waiting import PATIENCE_S
 # 50 units of a quarter MiB, from two compressed files: enough that none is finished before it is killed.
 INPUTS = (REVIEWS, STORIES)
 SETTINGS: dict[str, Any] = {"heldout_fraction": 0.1, "unit_bytes": 2**18}
-ARGUMENTS = ["--input", *INPUTS, "--tokenizer", STORIES260K, "--heldout-fraction", "0.1", "--unit-mib", "0.25"]
+ARGUMENTS = [
+    "--input",
+    *INPUTS,
+    "--tokenizer",
+    STORIES260K,
+    "--heldout-fraction",
+    "0.1",
+    "--unit-mib",
+    "0.25",
+]
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n")
 
 
@@ -119,12 +128,18 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
     assert len(descendants) >= 4  # the fork server, which needs a tracker, and three workers
     parent.process.kill()
     parent.errors()
-    assert not psutil.wait_procs(descendants, timeout=PATIENCE_S)[1]  # no worker outlives its parent
+    assert not psutil.wait_procs(descendants, timeout=PATIENCE_S)[
+        1
+    ]  # no worker outlives its parent
 
     worker = Running(output, "--workers", "2")
     worker.wait_for_units(chance.randint(1, 8))
     # The workers are children of the fork server, which is a child of the job's own process.
-    workers = [child for server in psutil.Process(worker.process.pid).children() for child in server.children()]
+    workers = [
+        child
+        for server in psutil.Process(worker.process.pid).children()
+        for child in server.children()
+    ]
     chance.choice(workers).kill()
     errors = worker.errors()
     assert worker.process.returncode == 1
@@ -134,8 +149,12 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: dict[str, str]):
     assert corpus_contents(output) == undisturbed
 
 
-@pytest.mark.parametrize("refusals", [NO_HARD_LINKS, NO_SAFE_RENAME], ids=["no links", "rename only"])
-def test_a_file_system_without_hard_links_holds_the_same_corpus(tmp_path: Path, refusals: dict[str, int]):
+@pytest.mark.parametrize(
+    "refusals", [NO_HARD_LINKS, NO_SAFE_RENAME], ids=["no links", "rename only"]
+)
+def test_a_file_system_without_hard_links_holds_the_same_corpus(
+    tmp_path: Path, refusals: dict[str, int]
+):
     text = write_jsonl(tmp_path / "text.jsonl", documents(20))
     tokenize(tmp_path / "ordinary" / "corpus", text)
     output = tmp_path / "other" / "corpus"
@@ -150,9 +169,13 @@ def test_a_file_system_without_hard_links_holds_the_same_corpus(tmp_path: Path, 
     assert contents(output) == contents(tmp_path / "ordinary" / "corpus")
 
 
-def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undisturbed: dict[str, str]):
+def test_one_share_finishes_alone_and_all_together_agree(
+    tmp_path: Path, undisturbed: dict[str, str]
+):
     """As in a job array: three shares at the same time, of which one dies; then one share alone."""
-    together = [Running(tmp_path / "a" / "corpus", "--workers", "1", "--share", f"{k}/3") for k in range(3)]
+    together = [
+        Running(tmp_path / "a" / "corpus", "--workers", "1", "--share", f"{k}/3") for k in range(3)
+    ]
     together[1].wait_for_units(4)
     os.killpg(together[1].process.pid, signal.SIGKILL)
     for survivor in (together[0], together[2]):
@@ -163,7 +186,9 @@ def test_one_share_finishes_alone_and_all_together_agree(tmp_path: Path, undistu
     assert corpus_contents(tmp_path / "b" / "corpus") == undisturbed
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)")
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)"
+)
 def test_over_mpi_ranks_killed_once(tmp_path: Path, undisturbed: dict[str, str]):
     running = Running(tmp_path / "corpus", "--mpi", launcher=(*MPIRUN, "3"))
     running.wait_for_units(3)
@@ -177,12 +202,18 @@ def test_a_machine_without_mpi_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     done = scale_cpt("tokenize", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert "--mpi: this machine has no MPI (" in line and line.endswith("use a job array, which needs neither")
+    assert "--mpi: this machine has no MPI (" in line and line.endswith(
+        "use a job array, which needs neither"
+    )
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)")
-def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="NO MPI ON THIS MACHINE: MPI was not tested (make slurm)"
+)
+def test_mpi_without_a_launcher_inside_an_allocation_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     done = scale_cpt("tokenize", *ARGUMENTS, "--output", tmp_path / "out", "--mpi")
     assert done.returncode == 1
@@ -190,11 +221,16 @@ def test_mpi_without_a_launcher_inside_an_allocation_is_refused(tmp_path: Path, 
 
 
 def test_the_task_at_which_a_process_aborts_is_named():
-    wait, abort = "__import__('time').sleep(600)", "[__import__('time').sleep(0.2), __import__('os').abort()]"
+    wait, abort = (
+        "__import__('time').sleep(600)",
+        "[__import__('time').sleep(0.2), __import__('os').abort()]",
+    )
     for tasks, named in (([wait, abort], f"{wait} or {abort}"), ([abort], abort)):
         with (
             local_workers(len(tasks), isolated=True) as workers,
-            pytest.raises(DataError, match=re.escape(f"a worker process was killed at {named}; start")),
+            pytest.raises(
+                DataError, match=re.escape(f"a worker process was killed at {named}; start")
+            ),
         ):
             list(workers.run(eval, tasks))
 
@@ -206,10 +242,17 @@ def test_a_different_job_cannot_continue_in_the_same_folder(tmp_path: Path, fini
         tokenize(output, source, max_bad_fraction=float(finished))
     before = contents(output)
     changes = {"text key": {"text_key": "body"}, "heldout fraction": {"heldout_fraction": 0.5}}
-    for name, change in {**changes, "document end": {"end_of_document": "<unk>"}, "inputs": {}}.items():
+    for name, change in {
+        **changes,
+        "document end": {"end_of_document": "<unk>"},
+        "inputs": {},
+    }.items():
         if not change:
             write_jsonl(source, documents(30))
-        with pytest.raises(DataError, match=f"begun with another {name}: expected .*, found .*; set it back, or remov"):
+        with pytest.raises(
+            DataError,
+            match=f"begun with another {name}: expected .*, found .*; set it back, or remov",
+        ):
             tokenize(output, source, **change)
     assert contents(output) == before
 
@@ -218,21 +261,38 @@ def test_the_manifest_and_the_documents_held_out_by_their_hash(tmp_path: Path):
     texts = documents(400)
     first = write_jsonl(tmp_path / "a.jsonl.gz", [*texts[:200], 5])
     made = tokenize(
-        tmp_path / "corpus", first, write_jsonl(tmp_path / "b.jsonl", [*texts[200:], *texts[:2]]), heldout_fraction=0.2
+        tmp_path / "corpus",
+        first,
+        write_jsonl(tmp_path / "b.jsonl", [*texts[200:], *texts[:2]]),
+        heldout_fraction=0.2,
     )
     train, held = texts_in(tmp_path / "corpus"), texts_in(tmp_path / "corpus.heldout")
     assert sorted(train + held) == sorted([*texts, *texts[:2]]) and not set(train) & set(held)
     assert 50 < len(held) < 110 and all(is_heldout(text, 0.2) for text in held)
-    assert all(is_heldout(text, 0.3) for text in held), "a larger fraction only adds to a smaller one"
+    assert all(is_heldout(text, 0.3) for text in held), (
+        "a larger fraction only adds to a smaller one"
+    )
     heldout = load_manifest(tmp_path / "corpus.heldout")
     for part, name, texts in ((made, "train", train), (heldout, "heldout", held)):
-        assert (part.part, part.documents, part.characters) == (name, len(texts), sum(map(len, texts)))
+        assert (part.part, part.documents, part.characters) == (
+            name,
+            len(texts),
+            sum(map(len, texts)),
+        )
         assert part.bytes == sum(len(text.encode()) for text in texts)
         assert part.rejected == {"text_not_string": 1}
     assert made.tokens_per_character == pytest.approx(made.tokens / made.characters, abs=1e-6)
     file = made.inputs[0]
-    assert (file.path, file.bytes, file.sha256) == (str(first), first.stat().st_size, file_hash(first))
-    assert (made.tokenizer.backend, made.tokenizer.vocab_size, made.token_dtype) == ("gigatoken", 512, "uint16")
+    assert (file.path, file.bytes, file.sha256) == (
+        str(first),
+        first.stat().st_size,
+        file_hash(first),
+    )
+    assert (made.tokenizer.backend, made.tokenizer.vocab_size, made.token_dtype) == (
+        "gigatoken",
+        512,
+        "uint16",
+    )
     assert not (tmp_path / "corpus" / ".units").exists()
 
 
@@ -249,13 +309,18 @@ def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
     monkeypatch.setattr(GigatokenEncoder, "encode", erring)
     monkeypatch.setattr(preprocessing, "_BATCH_BYTES", 1)  # each document is compared
     output = tmp_path / "corpus"
-    with pytest.raises(DataError, match=f"gigatoken and tokenizers differ on '거짓 하나'; remove {output} and start"):
+    with pytest.raises(
+        DataError,
+        match=f"gigatoken and tokenizers differ on '거짓 하나'; remove {output} and start",
+    ):
         tokenize(output, source)
     with pytest.raises(DataError, match="was begun with another backend"):
         tokenize(output, source, reference_only=True)
     shutil.rmtree(output)
     assert tokenize(output, source, reference_only=True).tokenizer.backend == "tokenizers"
-    assert tokenize(output, source) == load_manifest(output), "either encoder may have made a finished corpus"
+    assert tokenize(output, source) == load_manifest(output), (
+        "either encoder may have made a finished corpus"
+    )
 
 
 def test_memory_follows_neither_the_corpus_nor_a_document_that_is_too_large(tmp_path: Path):
@@ -270,32 +335,50 @@ def test_memory_follows_neither_the_corpus_nor_a_document_that_is_too_large(tmp_
 
     def made(name: str, content: bytes) -> tuple[str, str, float]:
         (path := tmp_path / name).write_bytes(content)
-        done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+        )
         count, rejected, peak_kib = done.stdout.split(";")
         return count, rejected, int(peak_kib) / 1024
 
     small, large = made("small.jsonl", content * 4), made("large.jsonl", content * 16)
     assert large[2] < small[2] + 20
-    huge = made("huge.jsonl", jsonl(["first"]) + b'{"text": "' + b"a" * 200_000_000 + b'"}\n' + jsonl(["last"]))
+    huge = made(
+        "huge.jsonl",
+        jsonl(["first"]) + b'{"text": "' + b"a" * 200_000_000 + b'"}\n' + jsonl(["last"]),
+    )
     assert huge[:2] == ("2", "{'too_large': 1}") and huge[2] < 500
 
 
 def test_every_corpus_of_a_configuration(tmp_path: Path):
-    korean, english, heldout = (write_jsonl(tmp_path / f"{n}.jsonl", documents(30, n)) for n in range(3))
+    korean, english, heldout = (
+        write_jsonl(tmp_path / f"{n}.jsonl", documents(30, n)) for n in range(3)
+    )
     corpora = {
         "korean": {"input": [str(korean)], "heldout_fraction": 0.3},
         "english": {"input": [str(english)], "heldout_input": [str(heldout)], "role": "replay"},
     }
-    path, tokens = write_config(tmp_path / "run", tmp_path / "tokens", data__corpora=corpora), tmp_path / "tokens"
+    path, tokens = (
+        write_config(tmp_path / "run", tmp_path / "tokens", data__corpora=corpora),
+        tmp_path / "tokens",
+    )
     tool = ("tokenize", path, "--workers", "1")
     heldout.rename(tmp_path / "later")
     early = scale_cpt(*tool)
-    assert (early.returncode, early.stderr.count("\n")) == (1, 1) and "2.jsonl: no such file" in early.stderr
+    assert (early.returncode, early.stderr.count("\n")) == (
+        1,
+        1,
+    ) and "2.jsonl: no such file" in early.stderr
     assert not tokens.exists()  # the file of the last job is looked for before the first job
     (tmp_path / "later").rename(heldout)
     done = scale_cpt(*tool)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tokens.iterdir()} == {"english", "english.heldout", "korean", "korean.heldout"}
+    assert {path.name for path in tokens.iterdir()} == {
+        "english",
+        "english.heldout",
+        "korean",
+        "korean.heldout",
+    }
     assert load_manifest(tokens / "english.heldout").part == "heldout"
     assert texts_in(tokens / "english.heldout") == documents(30, seed=2)
     made = {path: path.stat().st_mtime_ns for path in tokens.rglob("*")}
@@ -308,9 +391,13 @@ def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[.
     output = disk.path / "corpus"
     done = scale_cpt("tokenize", *ARGUMENTS, "--output", output, "--workers", "2")
     assert done.returncode == PASSING_FAULT
-    named = re.search(r"error: no space left on the disk of (\S+) \((\S+) of its (\S+) GB are free\)", done.stderr)
+    named = re.search(
+        r"error: no space left on the disk of (\S+) \((\S+) of its (\S+) GB are free\)", done.stderr
+    )
     assert named is not None and "Traceback" not in done.stderr, done.stderr
-    assert Path(named[1]).is_relative_to(disk.path) and float(named[3]) == pytest.approx(2**20 / 1e9, rel=0.01)
+    assert Path(named[1]).is_relative_to(disk.path) and float(named[3]) == pytest.approx(
+        2**20 / 1e9, rel=0.01
+    )
     needed = re.search(r"this corpus needs about (\S+) GB more", done.stderr)
     assert needed is not None
     left = held_bytes(disk.path)

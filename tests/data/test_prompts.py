@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.data.chats import ChatTemplate, chat_template
-from pipeline.data.corpora import is_heldout
-from pipeline.data.token_corpus import TokenCorpus
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.tokenize.corpora import is_heldout
+from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize
 from tests.texts import chat, write_chats
@@ -33,7 +33,10 @@ TEMPLATE = (
 
 def write_pairs(path: Path, *more: object) -> Path:
     records = [*({"question": prompt, "text": answer} for prompt, answer in PAIRS), *more]
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -53,11 +56,16 @@ def stored(folder: Path) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("unit_bytes", [700, 10**9])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_prompt_and_answer_are_encoded_separately_and_recognized(tmp_path: Path, kind: str, unit_bytes: int):
+def test_prompt_and_answer_are_encoded_separately_and_recognized(
+    tmp_path: Path, kind: str, unit_bytes: int
+):
     path = write_pairs(tmp_path / "x.jsonl")
     if kind == "parquet":
         path = tmp_path / "x.parquet"
-        columns = {"text": [answer for _, answer in PAIRS], "question": [prompt for prompt, _ in PAIRS]}
+        columns = {
+            "text": [answer for _, answer in PAIRS],
+            "question": [prompt for prompt, _ in PAIRS],
+        }
         pq.write_table(pa.table(columns), path, row_group_size=7)
     made = tokenize(tmp_path / "out", path, prompt_key="question", unit_bytes=unit_bytes)
     assert stored(tmp_path / "out") == [expected(*pair) for pair in PAIRS]
@@ -72,7 +80,11 @@ def test_prompt_and_answer_are_encoded_separately_and_recognized(tmp_path: Path,
 
 
 def test_records_without_a_usable_prompt_are_rejected(tmp_path: Path):
-    bad = [{"text": "an answer"}, {"text": "an answer", "question": 7}, {"text": "an answer", "question": " "}]
+    bad = [
+        {"text": "an answer"},
+        {"text": "an answer", "question": 7},
+        {"text": "an answer", "question": " "},
+    ]
     path = write_pairs(tmp_path / "x.jsonl", *bad, {"question": "and?"})
     made = tokenize(tmp_path / "out", path, prompt_key="question")
     assert made.rejected == {"no_prompt_key": 1, "no_text_key": 1, "prompt_not_usable": 2}
@@ -85,7 +97,12 @@ def test_records_without_a_usable_prompt_are_rejected(tmp_path: Path):
 # --- Chats -----------------------------------------------------------------------------------------------------------
 
 
-CHAT = chat(("user", "Who ran home? "), ("assistant", "Tom."), ("user", "Why?"), ("assistant", "It was late."))
+CHAT = chat(
+    ("user", "Who ran home? "),
+    ("assistant", "Tom."),
+    ("user", "Why?"),
+    ("assistant", "It was late."),
+)
 
 
 @pytest.fixture
@@ -97,7 +114,9 @@ def model(tmp_path) -> Path:
 
 def make(model: Path, output: Path, chats: list[object], **settings: object):
     path = write_chats(output.with_suffix(".jsonl"), *chats)
-    return tokenize(output, path, tokenizer=model, messages_key="messages", max_bad_fraction=0.9, **settings)
+    return tokenize(
+        output, path, tokenizer=model, messages_key="messages", max_bad_fraction=0.9, **settings
+    )
 
 
 def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp_path):
@@ -146,7 +165,9 @@ def test_the_answers_of_a_chat_are_held_out_together(model, tmp_path):
 def test_a_template_is_part_of_the_corpus_and_runs_in_a_sandbox(model, tmp_path):
     make(model, tmp_path / "out", [CHAT])
     template = model / "chat_template.jinja"
-    template.write_text("{{ cycler.__init__.__globals__.os.system('touch " + str(tmp_path / "ran") + "') }}")
+    template.write_text(
+        "{{ cycler.__init__.__globals__.os.system('touch " + str(tmp_path / "ran") + "') }}"
+    )
     chat_template.cache_clear()
     with pytest.raises(DataError, match="begun with another chat template"):
         make(model, tmp_path / "out", [CHAT])
@@ -177,18 +198,26 @@ def test_a_template_that_asks_for_the_day_is_told_a_fixed_one(model, tmp_path, c
     assert "its chat template asks for today's date; it is told 2025-01-01" in caplog.text
     framed = "[user 01 Jan 2025] Who ran home? [assistant 01 Jan 2025] "
     assert stored(tmp_path / "out")[0] == expected(framed, "Tom.")
-    with pytest.raises(DataError, match="begun with another chat date: expected '2024-02-29', found '2025-01-01'"):
+    with pytest.raises(
+        DataError, match="begun with another chat date: expected '2024-02-29', found '2025-01-01'"
+    ):
         make(model, tmp_path / "out", [CHAT], chat_date=date(2024, 2, 29))
     other = make(model, tmp_path / "other", [CHAT], chat_date=date(2024, 2, 29))
     assert other.chat_template != made.chat_template
-    assert stored(tmp_path / "other")[0] == expected(framed.replace("01 Jan 2025", "29 Feb 2024"), "Tom.")
+    assert stored(tmp_path / "other")[0] == expected(
+        framed.replace("01 Jan 2025", "29 Feb 2024"), "Tom."
+    )
 
     texts = [
         ChatTemplate(model).opened(CHAT[:1]),
-        AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True),
+        AutoTokenizer.from_pretrained(model).apply_chat_template(
+            CHAT[:1], tokenize=False, add_generation_prompt=True
+        ),
     ]
     assert texts[0] == framed
-    assert texts[1] == framed.replace("01 Jan 2025", f"{date.today():%d %b %Y}"), "others keep their clock"
+    assert texts[1] == framed.replace("01 Jan 2025", f"{date.today():%d %b %Y}"), (
+        "others keep their clock"
+    )
 
 
 @pytest.mark.parametrize("drawn", ["{{ ['a', 'b'] | random }}", "{{ lipsum(1) }}"])

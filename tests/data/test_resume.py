@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data import jobs
-from pipeline.data import preprocess as preprocessing
-from pipeline.data.jobs import QUARANTINE, STATE, UnitRecord, Work, heldout_of
+from pipeline.data.tokenize import job as preprocessing
+from pipeline.data.tokenize import queue as jobs
+from pipeline.data.tokenize.queue import QUARANTINE, STATE, UnitRecord, Work, heldout_of
 from pipeline.errors import DataError
 from pipeline.files import file_hash
 from tests.data.helpers import PROJECT, STORIES260K, contents, documents, tokenize, write_jsonl
@@ -27,7 +27,11 @@ from tests.texts import REVIEWS
 from tests.waiting import wait_until
 
 SETTINGS = {"heldout_fraction": 0.3, "unit_bytes": 2000}
-DAMAGES: dict[str, Callable[[Path], object]] = {"removed": Path.unlink, "flipped": flip_bit, "cut": cut}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "removed": Path.unlink,
+    "flipped": flip_bit,
+    "cut": cut,
+}
 
 
 def parts(output: Path) -> dict[str, str]:
@@ -82,7 +86,12 @@ FILES: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_file_is_made_again(
-    begun: Path, source: Path, undisturbed: dict[str, str], file: str, damage: str, caplog: pytest.LogCaptureFixture
+    begun: Path,
+    source: Path,
+    undisturbed: dict[str, str],
+    file: str,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
 ):
     path = FILES[file](begun)
     DAMAGES[damage](path)
@@ -90,7 +99,9 @@ def test_a_damaged_file_is_made_again(
         tokenize(begun, source, **SETTINGS)
     assert parts(begun) == undisturbed
     is_said = f"{path}: " in caplog.text and "its unit is done again" in caplog.text
-    assert is_said or (damage == "removed" and path.suffix == ".json"), "a unit without a record is one not done yet"
+    assert is_said or (damage == "removed" and path.suffix == ".json"), (
+        "a unit without a record is one not done yet"
+    )
 
 
 def change_count(output: Path) -> None:
@@ -110,12 +121,20 @@ def swap_records(output: Path) -> None:
     second.write_bytes(content)
 
 
-CHANGES = {"a count": change_count, "no checksum": forget_checksum, "records of each other": swap_records}
+CHANGES = {
+    "a count": change_count,
+    "no checksum": forget_checksum,
+    "records of each other": swap_records,
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_unit_with_a_changed_record_is_done_again(
-    begun: Path, source: Path, undisturbed: dict[str, str], change: str, caplog: pytest.LogCaptureFixture
+    begun: Path,
+    source: Path,
+    undisturbed: dict[str, str],
+    change: str,
+    caplog: pytest.LogCaptureFixture,
 ):
     CHANGES[change](begun)
     tokenize(begun, source, **SETTINGS)
@@ -123,7 +142,9 @@ def test_a_unit_with_a_changed_record_is_done_again(
     assert "its unit is done again" in caplog.text
 
 
-def test_units_that_were_done_for_another_plan_are_done_again(begun: Path, source: Path, tmp_path: Path):
+def test_units_that_were_done_for_another_plan_are_done_again(
+    begun: Path, source: Path, tmp_path: Path
+):
     """With plan.json removed, nothing else would say that they are other documents."""
     (begun / STATE / "plan.json").unlink()
     other = {**SETTINGS, "heldout_fraction": 0.6}
@@ -138,7 +159,9 @@ def test_what_is_sound_is_not_done_again(
     done: list[str] = []
     original = preprocessing.tokenize_unit
     monkeypatch.setattr(
-        preprocessing, "tokenize_unit", lambda job, unit: (done.append(unit.name), original(job, unit))[1]
+        preprocessing,
+        "tokenize_unit",
+        lambda job, unit: (done.append(unit.name), original(job, unit))[1],
     )
     flip_bit(begun / "00000-000002.bin")
     tokenize(begun, source, **SETTINGS)
@@ -146,7 +169,9 @@ def test_what_is_sound_is_not_done_again(
     assert parts(begun) == undisturbed
 
 
-def test_what_another_job_has_compared_meanwhile_is_compared_by_size(every_unit_done: Path, begun: Path):
+def test_what_another_job_has_compared_meanwhile_is_compared_by_size(
+    every_unit_done: Path, begun: Path
+):
     """Or each of the jobs of an array that continues would read the whole corpus."""
     state = begun / STATE
     records = jobs._Records(state, UnitRecord, file_hash(state / "plan.json"), jobs._time_of(state))
@@ -155,7 +180,11 @@ def test_what_another_job_has_compared_meanwhile_is_compared_by_size(every_unit_
     shard = begun / "00000-000001.bin"
     flip_bit(shard)
     assert records.kept(unit).record is not None
-    assert replace(records, began=jobs._time_of(state)).kept(unit).fault.startswith(f"{shard}: damaged")
+    assert (
+        replace(records, began=jobs._time_of(state))
+        .kept(unit)
+        .fault.startswith(f"{shard}: damaged")
+    )
     cut(shard)
     assert records.kept(unit).fault.startswith(f"{shard}: damaged: expected ")
 
@@ -166,7 +195,9 @@ def test_a_shard_that_vanishes_during_the_work_is_no_part_of_a_finished_corpus(
     victim = begun / "00000-000001.bin"
     with monkeypatch.context() as patch:
         patch.setattr(preprocessing, "compare_documents", lambda *_: victim.unlink())
-        with pytest.raises(DataError, match=f"{victim}: no such file; start again: its unit is done again"):
+        with pytest.raises(
+            DataError, match=f"{victim}: no such file; start again: its unit is done again"
+        ):
             tokenize(begun, source, **SETTINGS)
     assert not (begun / "manifest.json").exists()
     tokenize(begun, source, **SETTINGS)
@@ -174,24 +205,49 @@ def test_a_shard_that_vanishes_during_the_work_is_no_part_of_a_finished_corpus(
 
 
 def test_by_command_line_tokenizing_survives_a_kill_and_damage(tmp_path: Path):
-    command = ("tokenize", "--input", REVIEWS, "--tokenizer", STORIES260K, "--unit-mib", "0.05", "--workers", "1")
+    command = (
+        "tokenize",
+        "--input",
+        REVIEWS,
+        "--tokenizer",
+        STORIES260K,
+        "--unit-mib",
+        "0.05",
+        "--workers",
+        "1",
+    )
     killed_damaged_and_continued(tmp_path, *command)
 
 
 def test_by_command_line_sampling_survives_a_kill_and_damage(tmp_path: Path):
-    openings = write_jsonl(tmp_path / "o.jsonl", [f"Once upon a time {text}" for text in documents(40)])
-    settings = ("--tokens", "6000", "--max-tokens", "40", "--openings", openings, "--opening-tokens", "6")
+    openings = write_jsonl(
+        tmp_path / "o.jsonl", [f"Once upon a time {text}" for text in documents(40)]
+    )
+    settings = (
+        "--tokens",
+        "6000",
+        "--max-tokens",
+        "40",
+        "--openings",
+        openings,
+        "--opening-tokens",
+        "6",
+    )
     command = ("sample", "--base", STORIES260K, *settings, "--batch-size", "4", "--workers", "1")
     killed_damaged_and_continued(tmp_path, *command, state_files=("openings.bin", "openings.idx"))
 
 
-def killed_damaged_and_continued(folder: Path, *command: object, state_files: tuple[str, ...] = ()) -> None:
+def killed_damaged_and_continued(
+    folder: Path, *command: object, state_files: tuple[str, ...] = ()
+) -> None:
     """Six units are damaged, each in another way, and then files of the folder of unfinished work."""
     whole, output = folder / "whole" / "corpus", folder / "killed" / "corpus"
     assert scale_cpt(*command, "--output", whole).returncode == 0
     words = [sys.executable, "-m", "pipeline", *map(str, command), "--output", str(output)]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(words, cwd=PROJECT, stderr=log, stdout=log, start_new_session=True)
+        process = subprocess.Popen(
+            words, cwd=PROJECT, stderr=log, stdout=log, start_new_session=True
+        )
     assert wait_until(lambda: len(list((output / STATE).glob("*-*[0-9].json"))) >= 6, every_s=0.002)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, (folder / "log").read_text()

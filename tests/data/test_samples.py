@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from pipeline.config.data import Data
-from pipeline.data.corpora import corpus_jobs
-from pipeline.data.packing import IGNORED
-from pipeline.data.preprocess import preprocess
-from pipeline.data.samples import TrainingSamples, load_heldout
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.workers import local_workers
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.dataset.packing import IGNORED
+from pipeline.data.dataset.samples import TrainingSamples, load_heldout
+from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize, write_jsonl
 
@@ -31,7 +31,12 @@ def described(folder: Path, **changes: object) -> Data:
             "role": "replay",
         },
     }
-    settings = {"folder": folder / "tokens", "sequence_length": LENGTH, "corpora": corpora, "replay_fraction": 0.25}
+    settings = {
+        "folder": folder / "tokens",
+        "sequence_length": LENGTH,
+        "corpora": corpora,
+        "replay_fraction": 0.25,
+    }
     return Data.model_validate({**settings, **changes})
 
 
@@ -57,7 +62,9 @@ def test_a_sample_is_a_pure_function_of_its_index(data: Data):
     for index in reversed(range(60)):
         assert all(np.array_equal(a, b) for a, b in zip(forward[index], again[index], strict=True))
     other = training(data, seed=2)
-    assert any(not np.array_equal(forward[index].tokens, other[index].tokens) for index in range(60))
+    assert any(
+        not np.array_equal(forward[index].tokens, other[index].tokens) for index in range(60)
+    )
     assert ours[10**9].tokens.shape == (LENGTH,), "without a table of anything"
 
 
@@ -66,7 +73,9 @@ def test_a_temperature_draws_corpora_of_a_role_by_their_sizes(module_folder: Pat
     described_corpora["english"]["weight"] = 3
     tokens = {name: TokenCorpus(data.folder / name).tokens for name in described_corpora}
     for temperature, power in ((1, 1.0), (2, 0.5), (None, 0.0)):
-        changed = described(module_folder, corpora=described_corpora, replay_fraction=0, temperature=temperature)
+        changed = described(
+            module_folder, corpora=described_corpora, replay_fraction=0, temperature=temperature
+        )
         drawn = training(changed).epochs_after(2**16)
         sampled = {name: drawn[name] * -(-tokens[name] // LENGTH) for name in tokens}
         expected = 3 * (tokens["english"] / tokens["korean"]) ** power
@@ -101,8 +110,13 @@ def test_budgets(module_folder: Path, data: Data):
 
 
 def test_a_corpus_that_is_not_usable_is_refused(data: Data, tmp_path: Path):
-    for load in (lambda **own: TrainingSamples(data, seed=1, **own), lambda **own: load_heldout(data, **own)):
-        with pytest.raises(DataError, match=r"was tokenized with another tokenizer: expected .*, found"):
+    for load in (
+        lambda **own: TrainingSamples(data, seed=1, **own),
+        lambda **own: load_heldout(data, **own),
+    ):
+        with pytest.raises(
+            DataError, match=r"was tokenized with another tokenizer: expected .*, found"
+        ):
             load(tokenizer_fingerprint="tokenizers:0123")
     elsewhere = data.model_copy(update={"folder": tmp_path})
     with pytest.raises(DataError, match="does not exist"):

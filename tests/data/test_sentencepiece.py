@@ -13,13 +13,18 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from pipeline.data.chats import ChatTemplate
-from pipeline.data.sentencepiece_model import SentencePieceModel, converted, read_model, train_model
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.tokenizer_pieces import read_pieces
-from pipeline.data.units import texts
-from pipeline.data.vocabulary import learn_extension
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenizer.chats import ChatTemplate
+from pipeline.data.tokenizer.extension.bpe import read_pieces
+from pipeline.data.tokenizer.extension.vocabulary import learn_extension
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.data.tokenizer.sentencepiece_model import (
+    SentencePieceModel,
+    converted,
+    read_model,
+    train_model,
+)
 from pipeline.errors import DataError
 from tests.data.helpers import documents, stories, tokenize, write_jsonl
 from tests.files import change_json
@@ -89,7 +94,9 @@ def test_what_stands_before_and_after_a_document(tmp_path: Path):
 
 def test_a_corpus_of_a_lone_model(tmp_path: Path):
     read = [text for text in documents(20) if text.strip()]
-    tokenize(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", read), tokenizer=SPM / "tokenizer.model")
+    tokenize(
+        tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", read), tokenizer=SPM / "tokenizer.model"
+    )
     corpus = TokenCorpus(tmp_path / "out")
     assert corpus.manifest.tokenizer.backend == "sentencepiece"
     library = sentencepiece.SentencePieceProcessor(model_file=str(SPM / "tokenizer.model"))
@@ -118,7 +125,14 @@ def test_a_conversion_has_the_same_ids(kind: str):
     """But where a Unigram model has several best cuts, between which the libraries choose by their rounding."""
     model = trained(**KINDS[kind])
     tokenizer = converted(model, (1,))
-    read = [*ODD, *(text for text in stories(60) if not any(piece in text for piece in model.reserved_pieces))]
+    read = [
+        *ODD,
+        *(
+            text
+            for text in stories(60)
+            if not any(piece in text for piece in model.reserved_pieces)
+        ),
+    ]
     different = [text for text in read if tokenizer.encode(text).ids != [1, *ids_of(model, text)]]
     assert len(read) > 60 and len(different) <= (2 if "unigram" in kind else 0)
     if kind == "llama":
@@ -126,15 +140,31 @@ def test_a_conversion_has_the_same_ids(kind: str):
 
 
 def test_the_suffix_decides_what_is_written(tmp_path: Path):
-    read = ["--input", str(REVIEWS_HELDOUT), str(STORIES_HELDOUT), "--max-mib", "0.2", "--vocab-size", "1500"]
-    for name, more in (("bpe.model", []), ("bpe.json", []), ("unigram.model", ["--model-type", "unigram"])):
+    read = [
+        "--input",
+        str(REVIEWS_HELDOUT),
+        str(STORIES_HELDOUT),
+        "--max-mib",
+        "0.2",
+        "--vocab-size",
+        "1500",
+    ]
+    for name, more in (
+        ("bpe.model", []),
+        ("bpe.json", []),
+        ("unigram.model", ["--model-type", "unigram"]),
+    ):
         done = scale_cpt("tokenizer", *read, "--output", tmp_path / name, *more)
         assert done.returncode == 0, done.stderr
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "bpe.model"))
     json_, own = load_tokenizer(tmp_path / "bpe.json"), load_tokenizer(tmp_path / "bpe.model")
     for text in islice(texts([str(REVIEWS_HELDOUT)]), 50):
         expected = library.encode(text)
-        assert own.reference.encode([text]).ids.tolist() == json_.reference.encode([text]).ids.tolist() == expected
+        assert (
+            own.reference.encode([text]).ids.tolist()
+            == json_.reference.encode([text]).ids.tolist()
+            == expected
+        )
     kinds = [
         read_model(path, path.read_bytes()).description.trainer_spec.model_type
         for path in (tmp_path / "bpe.model", tmp_path / "unigram.model")
@@ -159,9 +189,14 @@ def test_a_model_is_converted_and_its_ids_are_compared(tmp_path: Path):
     assert load_tokenizer(folder).path.name == "tokenizer.json"
 
 
-@pytest.mark.parametrize("needs_json", [ChatTemplate, lambda path: learn_extension(path, [], [], add=1, min_uses=1)])
+@pytest.mark.parametrize(
+    "needs_json", [ChatTemplate, lambda path: learn_extension(path, [], [], add=1, min_uses=1)]
+)
 def test_what_needs_a_tokenizer_json_says_how_to_write_one(needs_json):
-    with pytest.raises(DataError, match=r"scale-cpt tokenizer --convert .*tokenizer\.model --output .*tokenizer\.json"):
+    with pytest.raises(
+        DataError,
+        match=r"scale-cpt tokenizer --convert .*tokenizer\.model --output .*tokenizer\.json",
+    ):
         needs_json(SPM)
 
 
@@ -170,5 +205,7 @@ def test_a_unigram_tokenizer_cannot_be_extended(tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_text(converted(read_model(tmp_path / "x.model", content)).to_str())
     assert json.loads(path.read_text())["model"]["type"] == "Unigram"
-    with pytest.raises(DataError, match=r"a Unigram tokenizer.* train on it as it is, without `vocabulary`"):
+    with pytest.raises(
+        DataError, match=r"a Unigram tokenizer.* train on it as it is, without `vocabulary`"
+    ):
         read_pieces(path)

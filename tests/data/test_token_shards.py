@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.token_shards import Shard, shard_file, token_dtype, writing_shard
+from pipeline.data.corpus.indexed_dataset import Shard, shard_file, token_dtype, writing_shard
 from pipeline.errors import DataError
 
 # Written by megatron-core 0.16.1's IndexedDatasetBuilder: twenty documents of random ids; 3 of 2, 1 and 3 sequences.
@@ -20,7 +20,10 @@ VOCABULARIES = {"uint16": 50_277, "int32": 128_256}
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_we_read_and_write_what_megatron_writes(name: str, tmp_path: Path):
     random = np.random.default_rng(7)
-    documents = [random.integers(0, VOCABULARIES[name], size=int(length)) for length in random.integers(1, 40, size=20)]
+    documents = [
+        random.integers(0, VOCABULARIES[name], size=int(length))
+        for length in random.integers(1, 40, size=20)
+    ]
     with writing_shard(tmp_path / "ours", token_dtype(VOCABULARIES[name])) as writer:
         for batch in (documents[:7], documents[7:]):
             writer.add(np.concatenate(batch), np.array([len(document) for document in batch]))
@@ -36,7 +39,11 @@ def test_we_read_and_write_what_megatron_writes(name: str, tmp_path: Path):
 def test_documents_of_several_sequences_are_read_completely():
     assert [token_dtype(size).name for size in (65_499, 65_500)] == ["uint16", "int32"]
     shard = Shard(FIXTURES / "megatron_sentences")
-    assert [list(shard.document(number)) for number in range(3)] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    assert [list(shard.document(number)) for number in range(3)] == [
+        [1, 2, 3],
+        [4],
+        [5, 6, 7, 8, 9],
+    ]
     starts = {(0, 9): [0, 3, 4], (1, 4): [3], (5, 9): []}
     assert {where: list(shard.document_starts(*where)) for where in starts} == starts
 
@@ -81,18 +88,26 @@ def test_damage_gives_a_one_line_error(tmp_path: Path):
         writer.add(np.arange(9), np.array([2, 3, 4]))
     index = tmp_path / "s.idx"
     whole = index.read_bytes()
-    for damaged, message in ((b"", "Megatron"), (b"PK" + whole, "Megatron"), (whole[:60], "damaged index")):
+    for damaged, message in (
+        (b"", "Megatron"),
+        (b"PK" + whole, "Megatron"),
+        (whole[:60], "damaged index"),
+    ):
         index.write_bytes(damaged)
         with pytest.raises(DataError, match=message):
             Shard(tmp_path / "s")
-    for at in range(len(whole) - 3 * 8):  # a document's border that moves to another sequence's is not noticed
+    for at in range(
+        len(whole) - 3 * 8
+    ):  # a document's border that moves to another sequence's is not noticed
         index.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(DataError):
             Shard(tmp_path / "s").check_index()
     index.write_bytes(whole)
     shard = Shard(tmp_path / "s")
     os.truncate(shard.bin_path, 7)
-    with pytest.raises(DataError, match=r"s\.bin: expected 8 bytes from token 5 on, found 0: it was cut while"):
+    with pytest.raises(
+        DataError, match=r"s\.bin: expected 8 bytes from token 5 on, found 0: it was cut while"
+    ):
         shard.document(2)
     with pytest.raises(DataError, match="expected 9 tokens"):
         Shard(tmp_path / "s")

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pipeline.data.tokenizer import Encoder, agree, load_tokenizer
+from pipeline.data.tokenizer.load import Encoder, agree, load_tokenizer
 from pipeline.errors import DataError
 from pipeline.studies.random_base import train_tokenizer
 from tests.data.helpers import STORIES260K, documents
@@ -31,7 +31,9 @@ def ids_of(encoder: Encoder, texts: list[str]) -> list[list[int]]:
 
 def test_ids_are_those_of_transformers():
     ours, texts = load_tokenizer(STORIES260K), documents(50)
-    expected = transformers.AutoTokenizer.from_pretrained(STORIES260K)(texts, add_special_tokens=False)["input_ids"]
+    expected = transformers.AutoTokenizer.from_pretrained(STORIES260K)(
+        texts, add_special_tokens=False
+    )["input_ids"]
     assert ours.fast is not None
     assert ids_of(ours.reference, texts) == ids_of(ours.fast, texts) == expected
     assert (ours.vocab_size, ours.document_start, ours.document_end) == (512, (1,), (2,))
@@ -62,7 +64,10 @@ def test_dropout_of_merges_is_off_and_said(tmp_path: Path, caplog: pytest.LogCap
     library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert len({tuple(library.encode(text).ids) for _ in range(20)}) > 1, "or nothing is tried"
     loaded, original = load_tokenizer(tmp_path, end_of_document="</s>"), load_tokenizer(STORIES260K)
-    assert f"{tmp_path}/tokenizer.json: its BPE dropout of 0.5, which makes other tokens" in caplog.text
+    assert (
+        f"{tmp_path}/tokenizer.json: its BPE dropout of 0.5, which makes other tokens"
+        in caplog.text
+    )
     assert ids_of(loaded.reference, [text] * 20) == ids_of(original.reference, [text] * 20)
     assert loaded.fast is not None and agree(loaded.fast, original.reference, [text] * 20)
     assert loaded.fingerprint == original.fingerprint, "their ids are equal"
@@ -78,9 +83,17 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
 
     respelled = {
         **described,
-        "truncation": {"max_length": 5, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        "truncation": {
+            "max_length": 5,
+            "strategy": "LongestFirst",
+            "stride": 0,
+            "direction": "Right",
+        },
     }
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in described["model"]["merges"]]
+    merges = [
+        merge.split(" ") if isinstance(merge, str) else merge
+        for merge in described["model"]["merges"]
+    ]
     respelled["model"] = {**described["model"], "merges": merges}
     assert fingerprint_of(respelled) == original
     texts = documents(20)
@@ -90,7 +103,9 @@ def test_the_fingerprint_follows_the_ids_and_nothing_else(tmp_path: Path):
     assert fingerprint_of(other) != original
 
 
-def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     with caplog.at_level("INFO", logger="pipeline"):
         tokenizer = load_tokenizer(word_level(tmp_path / "t", {"a": 0, "</s>": 1}))
     assert tokenizer.fast is None
@@ -111,11 +126,17 @@ def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error():
         ("tokenizer.json", None, "no such tokenizer"),
         ("tokenizer.json", b"{", "not JSON"),
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', "cannot read this tokenizer.json"),
-        ("x.model", b"nonsense", "expected a model of SentencePiece, which its library cannot read"),
+        (
+            "x.model",
+            b"nonsense",
+            "expected a model of SentencePiece, which its library cannot read",
+        ),
         ("", None, "no such tokenizer"),
     ],
 )
-def test_a_missing_or_damaged_tokenizer_gives_a_one_line_error(tmp_path: Path, name: str, content, message: str):
+def test_a_missing_or_damaged_tokenizer_gives_a_one_line_error(
+    tmp_path: Path, name: str, content, message: str
+):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)

@@ -14,10 +14,21 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.merges import ROW_BITS, learn_merges, new_rows_of_characters, row_pattern
-from pipeline.data.tokenizer import Tokenizer, agree, load_tokenizer
-from pipeline.data.units import texts
-from pipeline.data.vocabulary import Comparison, Extension, learn_extension, read_vocabulary, write_extension
+from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenizer.extension.merges import (
+    ROW_BITS,
+    learn_merges,
+    new_rows_of_characters,
+    row_pattern,
+)
+from pipeline.data.tokenizer.extension.vocabulary import (
+    Comparison,
+    Extension,
+    learn_extension,
+    read_vocabulary,
+    write_extension,
+)
+from pipeline.data.tokenizer.load import Tokenizer, agree, load_tokenizer
 from pipeline.errors import DataError
 from tests.data.helpers import STORIES260K, write_jsonl
 from tests.programs import scale_cpt
@@ -74,7 +85,10 @@ def test_korean_takes_fewer_tokens_and_english_the_same(extended: Case):
     korean = extended.comparison.of(islice(texts([str(REVIEWS_HELDOUT)]), 20))
     assert korean.tokens_after < 0.75 * korean.tokens_before
     english = extended.comparison.of(texts([str(STORIES_HELDOUT)]))
-    assert english.tokens_after == english.tokens_before and english.cut_as_before == english.documents == 200
+    assert (
+        english.tokens_after == english.tokens_before
+        and english.cut_as_before == english.documents == 200
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,7 +97,21 @@ def test_korean_takes_fewer_tokens_and_english_the_same(extended: Case):
         st.one_of(
             st.text(max_size=8),
             st.sampled_from(
-                ["한국", "영화", " 정말", "ㅋㅋ", "é", "갉", "\uac00\u0301", "ᄒ", "ꡀ", "the", " ", "\n", "재미있"]
+                [
+                    "한국",
+                    "영화",
+                    " 정말",
+                    "ㅋㅋ",
+                    "é",
+                    "갉",
+                    "\uac00\u0301",
+                    "ᄒ",
+                    "ꡀ",
+                    "the",
+                    " ",
+                    "\n",
+                    "재미있",
+                ]
             ),
         ),
         max_size=12,
@@ -106,13 +134,23 @@ def test_new_ids_lie_above_the_base_and_old_ones_stay(extended: Case):
     extension, before, after = extended.extension, extended.before, extended.after
     assert after.vocab_size == extension.record.base_rows + len(extension.record.pieces)
     assert extension.record.base_rows >= before.vocab_size
-    assert (after.document_start, after.document_end) == (before.document_start, before.document_end)
+    assert (after.document_start, after.document_end) == (
+        before.document_start,
+        before.document_end,
+    )
     record = read_vocabulary(extended.folder)
     assert (record.base_tokenizer, record.tokenizer) == (before.fingerprint, after.fingerprint)
-    assert all(len(piece.replaces) > 1 and max(piece.replaces) < before.vocab_size for piece in record.pieces)
+    assert all(
+        len(piece.replaces) > 1 and max(piece.replaces) < before.vocab_size
+        for piece in record.pieces
+    )
     used = set(cut(after, "".join(KOREAN)))
-    assert max(used) < after.vocab_size and not used & set(range(before.vocab_size, extension.record.base_rows))
-    spaces = "a" + " " * 9 + "b<|endoftext|>\t"  # added tokens of the 20B tokenizer, which lie above its vocabulary
+    assert max(used) < after.vocab_size and not used & set(
+        range(before.vocab_size, extension.record.base_rows)
+    )
+    spaces = (
+        "a" + " " * 9 + "b<|endoftext|>\t"
+    )  # added tokens of the 20B tokenizer, which lie above its vocabulary
     assert cut(after, spaces) == cut(before, spaces)
 
 
@@ -128,12 +166,17 @@ def test_every_encoder_and_transformers_agree(extended: Case):
 
 
 def test_whole_words_before_merges_and_the_chat_template_stay(tmp_path: Path):
-    extension = learn_extension(llama3_like(tmp_path / "base"), KOREAN, ENGLISH, add=100, min_uses=5)
+    extension = learn_extension(
+        llama3_like(tmp_path / "base"), KOREAN, ENGLISH, add=100, min_uses=5
+    )
     write_extension(extension, tmp_path / "out", lambda _: None)
     cuts = Comparison(extension, tmp_path / "out").of([*KOREAN, *ENGLISH])
     assert cuts.tokens_after < cuts.tokens_before and cuts.cut_as_before >= len(ENGLISH)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "안녕"}], tokenize=False) == "안녕"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "안녕"}], tokenize=False)
+        == "안녕"
+    )
     assert tokenizer.eos_token_id == 0
 
 
@@ -150,7 +193,9 @@ def test_rows_are_those_of_foreign_letters():
     assert not {ord(letter) >> ROW_BITS for letter in "a1%é“…がо"} & set(rows)
 
 
-def learned(words: dict[str, int], *, limit: int = 100, min_uses: int = 1, taken: set[str] = frozenset()):
+def learned(
+    words: dict[str, int], *, limit: int = 100, min_uses: int = 1, taken: set[str] = frozenset()
+):
     """Merges of one-letter pieces, as pairs of spellings."""
     is_new = row_pattern(ROWS)
 
@@ -182,7 +227,9 @@ def test_the_tool_reports_and_publishes(tmp_path: Path):
     first = (tmp_path / "v" / "vocabulary.json").read_bytes()
     assert scale_cpt(*tool, *wanted).returncode == 0
     assert (tmp_path / "v" / "vocabulary.json").read_bytes() == first
-    ended = scale_cpt(*tool, "--corpus", write_jsonl(tmp_path / "e.jsonl", ENGLISH), "--output", tmp_path / "w")
+    ended = scale_cpt(
+        *tool, "--corpus", write_jsonl(tmp_path / "e.jsonl", ENGLISH), "--output", tmp_path / "w"
+    )
     assert ended.returncode == 1 and "keep this tokenizer" in ended.stderr
     with pytest.raises(DataError, match="found none"):
         read_vocabulary(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import os, signal, sys, time
-from pipeline.data.workers import local_workers
+from pipeline.data.tokenize.workers import local_workers
 
 def kill(parent):
     os.kill(parent if sys.argv[1] == "parent" else os.getpid(), signal.SIGKILL)
@@ -27,7 +27,11 @@ if __name__ == "__main__":
 def test_nothing_is_printed_about_semaphores_after_a_kill(tmp_path, who):
     (program := tmp_path / "program.py").write_text(PROGRAM)
     ended = subprocess.run(
-        [sys.executable, str(program), who], env=dict(os.environ), stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, str(program), who],
+        env=dict(os.environ),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
     )  # which reads until the last process that has the pipe open has ended
     assert (ended.returncode == -signal.SIGKILL) == (who == "parent")
     assert "resource_tracker" not in ended.stderr

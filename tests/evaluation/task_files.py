@@ -27,7 +27,10 @@ ARC = [
 ]
 BLIMP = [{"pair": [f"{name} has a cat.", f"{name} have a cat."]} for name in _NAMES]
 TASKS = {
-    "copa": (COPA, {"doc_to_text": "premise", "doc_to_choice": "alternatives", "doc_to_target": "label"}),
+    "copa": (
+        COPA,
+        {"doc_to_text": "premise", "doc_to_choice": "alternatives", "doc_to_target": "label"},
+    ),
     "arc": (
         ARC,
         {
@@ -37,8 +40,14 @@ TASKS = {
             "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
         },
     ),
-    "passive_1": (BLIMP, {"doc_to_text": "", "doc_to_choice": "pair", "doc_to_target": 0, "num_fewshot": 0}),
-    "passive_2": (BLIMP[:3], {"doc_to_text": "", "doc_to_choice": "pair", "doc_to_target": 0, "num_fewshot": 0}),
+    "passive_1": (
+        BLIMP,
+        {"doc_to_text": "", "doc_to_choice": "pair", "doc_to_target": 0, "num_fewshot": 0},
+    ),
+    "passive_2": (
+        BLIMP[:3],
+        {"doc_to_text": "", "doc_to_choice": "pair", "doc_to_target": 0, "num_fewshot": 0},
+    ),
 }
 
 
@@ -48,7 +57,10 @@ def write_task_files(folder: Path) -> Path:
     for name, (records, settings) in TASKS.items():
         documents = folder / f"{name}.jsonl"
         documents.write_text("\n".join(json.dumps(record) for record in records))
-        files = {"test": str(documents), **({"validation": str(documents)} if name == "copa" else {})}
+        files = {
+            "test": str(documents),
+            **({"validation": str(documents)} if name == "copa" else {}),
+        }
         task = {
             "task": name,
             "dataset_path": "json",
@@ -60,6 +72,10 @@ def write_task_files(folder: Path) -> Path:
         }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
     aggregate = [{"metric": "acc", "weight_by_size": True}]
-    group = {"group": "passive", "task": ["passive_1", "passive_2"], "aggregate_metric_list": aggregate}
+    group = {
+        "group": "passive",
+        "task": ["passive_1", "passive_2"],
+        "aggregate_metric_list": aggregate,
+    }
     (folder / "passive.yaml").write_text(yaml.safe_dump(group))
     return folder

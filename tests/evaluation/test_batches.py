@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from lm_eval.api.instance import Instance
 
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation import chats
 from pipeline.evaluation.batches import frequencies_of, frequency_context
 from pipeline.evaluation.benchmarks import _in_parts, benchmark_model
 from pipeline.evaluation.chats import read_chats, score_chats
 from pipeline.evaluation.perplexity import _token_nll, score_folder
+from pipeline.hf.folder import load_hf_model
 from tests.bases import CONFIGS
 from tests.files import change_json
 from tests.rehearsal.helpers import copied_stories, random_base
@@ -45,8 +45,16 @@ def test_where_frequencies_change():
     assert frequency_context(CONFIGS["phi3"]) == CONTEXT
     assert frequency_context(CONFIGS["llama yarn"]) is None is frequency_context(CONFIGS["olmo3"])
     assert frequencies_of(5, 10, None) == frequencies_of(900, 10, None)
-    assert frequencies_of(20, 12, CONTEXT) == frequencies_of(3, 29, CONTEXT) != frequencies_of(21, 12, CONTEXT)
-    assert frequencies_of(33, 12, CONTEXT) == frequencies_of(90, 0, CONTEXT) != frequencies_of(32, 1, CONTEXT)
+    assert (
+        frequencies_of(20, 12, CONTEXT)
+        == frequencies_of(3, 29, CONTEXT)
+        != frequencies_of(21, 12, CONTEXT)
+    )
+    assert (
+        frequencies_of(33, 12, CONTEXT)
+        == frequencies_of(90, 0, CONTEXT)
+        != frequencies_of(32, 1, CONTEXT)
+    )
     assert frequencies_of(31, 9, CONTEXT) != frequencies_of(30, 9, CONTEXT)
 
 
@@ -74,7 +82,9 @@ def test_log_likelihoods_and_answers_of_lm_eval(longrope):
     model = benchmark_model(longrope, batch_size=4)
     pairs = [(short[:3], short[3:]), (long[:4], long[4:]), (short[1:5], short[5:])]
     requests = [(("", ""), *pair) for pair in pairs]
-    apart = [model._loglikelihood_tokens([request], disable_tqdm=True)[0][0] for request in requests]
+    apart = [
+        model._loglikelihood_tokens([request], disable_tqdm=True)[0][0] for request in requests
+    ]
     found = [score for score, _ in model._loglikelihood_tokens(requests, disable_tqdm=True)]
     assert found == pytest.approx(apart, rel=1e-6)
 
@@ -103,10 +113,15 @@ def test_an_answer_is_not_that_of_the_batch(kind, longrope, tmp_path, monkeypatc
     """A chat that nearly fills the context leaves the others their own room; longrope's frequencies are each one's."""
     folder = longrope
     if kind == "stories":
-        settings = {"tokenizer_config": {"chat_template": TEMPLATE}, "config": {"max_position_embeddings": 60}}
+        settings = {
+            "tokenizer_config": {"chat_template": TEMPLATE},
+            "config": {"max_position_embeddings": 60},
+        }
         folder = copied_stories(tmp_path / "stories", **settings)
     tokenizer = load_tokenizer(folder)
-    asked = [text_of(words) for words in ((33, 5, 7, 3) if kind == "stories" else (45, 5, 22, 21, 23))]
+    asked = [
+        text_of(words) for words in ((33, 5, 7, 3) if kind == "stories" else (45, 5, 22, 21, 23))
+    ]
     lengths = [len(tokenizer.reference.encode([text]).ids) for text in asked]
     assert 35 < max(lengths) < 60 if kind == "stories" else min(lengths) < CONTEXT < max(lengths)
     names = [

@@ -11,9 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, MissingPackageError
-from pipeline.evaluation.benchmarks import AVERAGE, Result, benchmark_model, comparison, load_tasks, task_results
+from pipeline.evaluation.benchmarks import (
+    AVERAGE,
+    Result,
+    benchmark_model,
+    comparison,
+    load_tasks,
+    task_results,
+)
 from tests.bases import STORIES
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.programs import scale_cpt
@@ -30,7 +37,10 @@ def files(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def log_likelihood():
     """The log likelihood of a text after a context; an empty context is a BOS."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(STORIES),
+        AutoTokenizer.from_pretrained(STORIES),
+    )
 
     @torch.no_grad()
     def measured(context: str, text: str) -> float:
@@ -56,8 +66,12 @@ def test_accuracy_is_that_of_transformers_logits(files, log_likelihood):
         """By log likelihood, and by log likelihood per byte."""
         plain = per_byte = 0
         for context, answers, right in questions:
-            scores = [log_likelihood(context, f" {answer}" if context else answer) for answer in answers]
-            shares = [score / len(answer.encode()) for score, answer in zip(scores, answers, strict=True)]
+            scores = [
+                log_likelihood(context, f" {answer}" if context else answer) for answer in answers
+            ]
+            shares = [
+                score / len(answer.encode()) for score, answer in zip(scores, answers, strict=True)
+            ]
             plain += scores.index(max(scores)) == right
             per_byte += shares.index(max(shares)) == right
         return plain / len(questions), per_byte / len(questions)
@@ -66,13 +80,22 @@ def test_accuracy_is_that_of_transformers_logits(files, log_likelihood):
     arc = [(f"Question: {q['question']}\nAnswer:", q["choices"], q["answer"]) for q in ARC]
     blimp = [("", q["pair"], 0) for q in BLIMP]
     expected = {"copa": accuracy(copa)[0], "arc": accuracy(arc)[0], "passive_1": accuracy(blimp)[0]}
-    assert {task: found[task, "acc"] for task in expected} == expected and expected["passive_1"] > 0.5
+    assert {task: found[task, "acc"] for task in expected} == expected and expected[
+        "passive_1"
+    ] > 0.5
     assert found["arc", "acc_norm"] == accuracy(arc)[1]
     group = (6 * found["passive_1", "acc"] + 3 * found["passive_2", "acc"]) / 9
     assert found["passive", "acc"] == pytest.approx(group)
     assert found[AVERAGE, "acc"] == pytest.approx((expected["copa"] + expected["arc"] + group) / 3)
     documents = {result.task: result.documents for result in results}
-    assert documents == {"copa": 12, "arc": 6, "passive": 9, "passive_1": 6, "passive_2": 3, AVERAGE: 27}
+    assert documents == {
+        "copa": 12,
+        "arc": 6,
+        "passive": 9,
+        "passive_1": 6,
+        "passive_2": 3,
+        AVERAGE: 27,
+    }
     header, _, first, *_ = comparison({"base": results, "exported": results}).splitlines()
     assert header.split() == ["task", "metric", "n", "base", "exported"]
     assert first.split()[:3] == ["copa", "acc", "12"] and first.count("±") == 2
@@ -80,8 +103,15 @@ def test_accuracy_is_that_of_transformers_logits(files, log_likelihood):
 
 @pytest.mark.parametrize("has_start", [True, False])
 def test_a_prompt_follows_what_documents_follow_in_training(has_start, tmp_path):
-    base = STORIES if has_start else copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
-    before, alone = load_tokenizer(base).before_document, benchmark_model(base, prefix="none").tok_encode("a")
+    base = (
+        STORIES
+        if has_start
+        else copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
+    )
+    before, alone = (
+        load_tokenizer(base).before_document,
+        benchmark_model(base, prefix="none").tok_encode("a"),
+    )
     assert benchmark_model(base).tok_encode("a") == [*before, *alone]
 
 
@@ -89,11 +119,16 @@ def test_a_chat_template_frames_each_question(files, tmp_path, log_likelihood):
     """Nothing else stands before it."""
     framed = copied_stories(
         tmp_path / "a",
-        tokenizer_config={"chat_template": "{% for m in messages %}{{ bos_token }}{{ m.content }}!{% endfor %}"},
+        tokenizer_config={
+            "chat_template": "{% for m in messages %}{{ bos_token }}{{ m.content }}!{% endfor %}"
+        },
     )
     right = 0
     for question in COPA:
-        scores = [log_likelihood(question["premise"] + "!", f" {text}") for text in question["alternatives"]]
+        scores = [
+            log_likelihood(question["premise"] + "!", f" {text}")
+            for text in question["alternatives"]
+        ]
         right += scores.index(max(scores)) == question["label"]
     tasks = load_tasks(["copa"], include=files)
     (found,) = task_results(benchmark_model(framed, chat_template=True), tasks, chat_template=True)
@@ -120,7 +155,9 @@ def test_errors_name_what_is_missing(files, tmp_path, monkeypatch):
     (copied / "copa.jsonl").unlink()
     refused(DataError, "--tasks copa: documents cannot be read", "copa", copied)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    refused(MissingPackageError, r"lm-eval is needed.*pip install 'scale-cpt\[eval\]'", "copa", files)
+    refused(
+        MissingPackageError, r"lm-eval is needed.*pip install 'scale-cpt\[eval\]'", "copa", files
+    )
 
 
 def test_the_command_line_compares_models(files):

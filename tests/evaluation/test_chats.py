@@ -37,7 +37,12 @@ ASKED = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """stories260K with a chat template; of its generation_config.json only the ends must count."""
-    settings = {"eos_token_id": list(ENDS), "repetition_penalty": 5.0, "max_new_tokens": 2, "do_sample": True}
+    settings = {
+        "eos_token_id": list(ENDS),
+        "repetition_penalty": 5.0,
+        "max_new_tokens": 2,
+        "do_sample": True,
+    }
     return copied_stories(
         tmp_path_factory.mktemp("model") / "chat",
         tokenizer_config={"chat_template": TEMPLATE},
@@ -48,26 +53,42 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def answers() -> list[list[int]]:
     """What transformers writes to each chat alone, without the end; as long as the limit where there is none."""
-    library, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+    library, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(STORIES),
+        AutoTokenizer.from_pretrained(STORIES),
+    )
     library.generation_config = GenerationConfig()
     found = []
     for asked in ASKED:
-        text = "<s>" + "".join(content + ("</s>" if role == "assistant" else "") for role, content in asked)
+        text = "<s>" + "".join(
+            content + ("</s>" if role == "assistant" else "") for role, content in asked
+        )
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        new = library.generate(ids, do_sample=False, max_new_tokens=LIMIT, eos_token_id=list(ENDS), pad_token_id=2)
+        new = library.generate(
+            ids, do_sample=False, max_new_tokens=LIMIT, eos_token_id=list(ENDS), pad_token_id=2
+        )
         written = new[0, ids.shape[1] :].tolist()
         found.append(written[:-1] if written[-1] in ENDS else written)
     return found
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 2**13])
-def test_a_score_is_of_transformers_greedy_answers(batch_tokens, model, answers, tmp_path, monkeypatch):
+def test_a_score_is_of_transformers_greedy_answers(
+    batch_tokens, model, answers, tmp_path, monkeypatch
+):
     monkeypatch.setattr(chats, "_BATCH_TOKENS", batch_tokens)
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     texts = [tokenizer.decode(answer) for answer in answers]
-    right = [chat(*asked, ("assistant", f" {text}\n")) for asked, text in zip(ASKED, texts, strict=True)]
-    wrong = [chat(*asked, ("assistant", f"{text}!")) for asked, text in zip(ASKED, texts, strict=True)]
-    names = [write_chats(tmp_path / "right.jsonl", *right), write_chats(tmp_path / "half.x.jsonl", *right, *wrong)]
+    right = [
+        chat(*asked, ("assistant", f" {text}\n")) for asked, text in zip(ASKED, texts, strict=True)
+    ]
+    wrong = [
+        chat(*asked, ("assistant", f"{text}!")) for asked, text in zip(ASKED, texts, strict=True)
+    ]
+    names = [
+        write_chats(tmp_path / "right.jsonl", *right),
+        write_chats(tmp_path / "half.x.jsonl", *right, *wrong),
+    ]
     ended = sum(len(answer) < LIMIT for answer in answers) / len(answers)
     assert 0 < ended < 1, "some answers end, and some do not"
     length = pytest.approx(sum(map(len, answers)) / len(answers))
@@ -86,7 +107,9 @@ def test_thoughts_are_no_part_of_an_answer(answers, tmp_path):
     )
     word, said = text.split(maxsplit=1)
     decoder = json.loads((STORIES / "tokenizer.json").read_text())["decoder"]
-    decoder["decoders"].append({"type": "Replace", "pattern": {"String": word}, "content": "</think>"})
+    decoder["decoders"].append(
+        {"type": "Replace", "pattern": {"String": word}, "content": "</think>"}
+    )
     thinking = copied_stories(
         tmp_path / "thinking",
         tokenizer={"decoder": decoder},
@@ -94,7 +117,9 @@ def test_thoughts_are_no_part_of_an_answer(answers, tmp_path):
         generation_config={"eos_token_id": list(ENDS)},
     )
     references = [said, f"<think>\nOther thoughts.\n</think>\n\n{said}", text, f"{said}</think>"]
-    path = write_chats(tmp_path / "x.jsonl", *(chat(*asked, ("assistant", one)) for one in references))
+    path = write_chats(
+        tmp_path / "x.jsonl", *(chat(*asked, ("assistant", one)) for one in references)
+    )
     score = score_chats(thinking, read_chats([path]), max_answer_tokens=LIMIT)["x"]
     assert (score.exact_match, score.ended) == (0.5, 1)
     assert score.answer_tokens > 2, "thoughts are part of the length"
@@ -143,9 +168,20 @@ def test_other_faults_of_files_and_models(tmp_path):
 
 def test_the_command_line_compares_models(model, tmp_path):
     path = write_chats(tmp_path / "x.jsonl", chat(*ASKED[0], ("assistant", "b")))
-    options = ["--model", model, os.path.relpath(model), "--chats", path, "--max-answer-tokens", "3"]
+    options = [
+        "--model",
+        model,
+        os.path.relpath(model),
+        "--chats",
+        path,
+        "--max-answer-tokens",
+        "3",
+    ]
     done = scale_cpt("evaluate", *options)
     assert done.returncode == 0, done.stderr
     header, _, first, second = done.stdout.splitlines()
     assert header.split() == ["chats", "exact", "match", "answers", "that", "end", "tokens"]
-    assert first.split() == [f"{model}:", *(row := ["x", "1", "0.0%", "0.0%", "3.0"])] and second.split()[1:] == row
+    assert (
+        first.split() == [f"{model}:", *(row := ["x", "1", "0.0%", "0.0%", "3.0"])]
+        and second.split()[1:] == row
+    )

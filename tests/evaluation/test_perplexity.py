@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from pipeline.data.packing import IGNORED, pack
-from pipeline.data.records import Document
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import texts
+from pipeline.data.dataset.packing import IGNORED, pack
+from pipeline.data.sources.records import Document
+from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.evaluation import perplexity
 from pipeline.evaluation.perplexity import score_folder, windows
@@ -61,11 +61,19 @@ def test_every_token_is_scored_once_in_order_and_sees_enough(length, context, st
 
 
 def test_a_document_within_the_context_is_scored_whole():
-    chosen = [text for text in documents(ENGLISH, 40) if len(stories_tokenizer().reference.encode([text]).ids) < 500]
+    chosen = [
+        text
+        for text in documents(ENGLISH, 40)
+        if len(stories_tokenizer().reference.encode([text]).ids) < 500
+    ]
     chosen = chosen[:5]
     found = score_folder(STORIES, {"english": chosen})["english"]
     nll, tokens = (sum(column) for column in zip(*map(plain_nll, chosen), strict=True))
-    assert (found.documents, found.tokens, found.bytes) == (5, tokens, sum(len(text.encode()) for text in chosen))
+    assert (found.documents, found.tokens, found.bytes) == (
+        5,
+        tokens,
+        sum(len(text.encode()) for text in chosen),
+    )
     assert found.nll_per_token == pytest.approx(nll / tokens, rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-5)
     assert found.bits_per_byte == pytest.approx(nll / math.log(2) / found.bytes, rel=1e-5)
@@ -85,11 +93,17 @@ def test_only_the_answer_to_a_prompt_is_scored():
 @pytest.mark.parametrize("has_start", [True, False])
 def test_a_document_is_scored_as_it_is_trained(has_start, tmp_path):
     """The nll of documents in a packed sample, under the document mask, is that of the same documents scored alone."""
-    base = STORIES if has_start else copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
+    base = (
+        STORIES
+        if has_start
+        else copied_stories(tmp_path / "base", tokenizer={"post_processor": None})
+    )
     tokenizer = load_tokenizer(base)
     chosen = [text[:200] for text in documents(ENGLISH, 3)]
     encoded = [tokenizer.reference.encode([text]).ids for text in chosen]
-    framed = [np.array([*tokenizer.document_start, *ids, *tokenizer.document_end]) for ids in encoded]
+    framed = [
+        np.array([*tokenizer.document_start, *ids, *tokenizer.document_end]) for ids in encoded
+    ]
     window = np.concatenate([framed[0][-1:], *framed])  # after the end of another document
     starts = 1 + np.cumsum([0, *map(len, framed)])[:-1] - (not has_start)
     sample = pack(window, starts, len(window) + 2, padding=0, begins_with_end=not has_start)
@@ -120,7 +134,9 @@ def test_documents_do_not_see_each_other_and_batches_do_not_matter(monkeypatch):
 
 
 def test_a_limit_takes_the_beginnings_of_many_documents():
-    limited = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_bytes=4096)["korean"]
+    limited = score_folder(STORIES, {"korean": texts([str(KOREAN)])}, context=64, max_bytes=4096)[
+        "korean"
+    ]
     assert limited.documents >= 15 and abs(limited.bytes - 4096) <= 256 and not limited.whole
     assert score_folder(STORIES, {"few": documents(KOREAN, 2)}, context=64)["few"].whole
 
@@ -146,7 +162,9 @@ def test_the_command_line_scores_any_folder():
 
 def test_command_lines_that_are_refused():
     missing = scale_cpt("evaluate", "--model", STORIES, "nowhere", "--data", ENGLISH)
-    assert missing.returncode == 1 and "windows" not in missing.stderr  # no model is scored before all are found
+    assert (
+        missing.returncode == 1 and "windows" not in missing.stderr
+    )  # no model is scored before all are found
     assert missing.stderr.splitlines()[-1].startswith("error: nowhere/config.json: no such file")
     for arguments in (["run.yaml"], ["--tasks", "arc_easy", "--data", "a"]):
         assert scale_cpt("evaluate", "--model", STORIES, *arguments).returncode == 2
@@ -162,7 +180,11 @@ def refusal(folder) -> str | None:
     try:
         score_folder(folder, {"x": ["Once upon a time there was a cat."]}, context=16)
     except UserError as error:
-        assert str(error).startswith(str(folder)) and len(str(error).splitlines()) == 1 and len(str(error)) < 800
+        assert (
+            str(error).startswith(str(folder))
+            and len(str(error).splitlines()) == 1
+            and len(str(error)) < 800
+        )
         return str(error)
     return None
 
@@ -172,7 +194,10 @@ CONFIGS = {
     "cannot be loaded": {"num_attention_heads": 0},
     "cannot be loaded by": {"model_type": []},
     "chatglm": {"model_type": "chatglm"},
-    "needs the code": {"model_type": "evil", "auto_map": {"AutoConfig": "evil.E", "AutoModelForCausalLM": "evil.E"}},
+    "needs the code": {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.E", "AutoModelForCausalLM": "evil.E"},
+    },
 }
 
 

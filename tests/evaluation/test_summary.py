@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.corpora import heldout_corpora
+from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
 from pipeline.evaluation.summary import summarise
@@ -31,7 +31,8 @@ TRAINING = {
 
 
 METRICS = "".join(
-    json.dumps({"step": step, "perplexity/korean": 9.0 - step, "bits_per_byte/korean": 1.0}) + "\n" for step in (0, 1)
+    json.dumps({"step": step, "perplexity/korean": 9.0 - step, "bits_per_byte/korean": 1.0}) + "\n"
+    for step in (0, 1)
 )
 
 
@@ -44,7 +45,10 @@ def run_config(folder: Path, **corpora) -> RunConfig:
 def run(models, tmp_path_factory):
     """A SCALE run, trained and converted."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
-    convert(Conversion(models("stories260K", "adapt separate").checkpoint, STORIES, folder / "hf"), probe_maker({}))
+    convert(
+        Conversion(models("stories260K", "adapt separate").checkpoint, STORIES, folder / "hf"),
+        probe_maker({}),
+    )
     (folder / "training.json").write_text(json.dumps(TRAINING))
     return folder
 
@@ -56,7 +60,9 @@ def test_the_summary_of_a_run(run, tmp_path):
     assert values.items() >= TRAINING.items()
     assert values["export_max_abs_logit_difference"] <= 1e-4 and values["trained_fraction"] == 0.25
     assert Path(values["hf_folder"]) == tmp_path / "demo" / "hf"
-    english, korean = (values["scores"]["before"][language]["perplexity"] for language in ("english", "korean"))
+    english, korean = (
+        values["scores"]["before"][language]["perplexity"] for language in ("english", "korean")
+    )
     assert english < 6 < 1000 < korean
     for language in ("english", "korean"):
         before, after = (values["scores"][when][language] for when in ("before", "after"))
@@ -89,11 +95,18 @@ def test_chats_are_in_the_summary_the_card_and_the_report(run, tmp_path):
     for _ in range(2):  # the card has them once
         text = summarise(config, max_bytes=2000, chats=[kept], max_answer_tokens=5)
     found = json.loads((tmp_path / "demo" / "summary.json").read_text())["chats"]
-    assert {when: files["kept"]["chats"] for when, files in found.items()} == {"before": 1, "after": 1}
+    assert {when: files["kept"]["chats"] for when, files in found.items()} == {
+        "before": 1,
+        "after": 1,
+    }
     row = f"{found['after']['kept']['answer_tokens']:.1f}"
-    assert [line.split()[-1] for line in text.splitlines() if line.startswith("SCALE-Adapt: kept")] == [row]
+    assert [
+        line.split()[-1] for line in text.splitlines() if line.startswith("SCALE-Adapt: kept")
+    ] == [row]
     card = (hf / "README.md").read_text()
-    assert card.count("## Chats") == 1 and f"| SCALE-Adapt: kept | 1 | 0.0% | 0.0% | {row} |" in card
+    assert (
+        card.count("## Chats") == 1 and f"| SCALE-Adapt: kept | 1 | 0.0% | 0.0% | {row} |" in card
+    )
 
     (tmp_path / "demo" / "metrics.jsonl").write_text(METRICS)
     (read,) = read_runs([tmp_path / "demo"])
@@ -122,19 +135,28 @@ def test_chats_are_answered_without_scoring_the_texts_again_unless_something_cha
     other, _ = scored(max_bytes=1000, chats=[kept])
     assert other not in (first, 1234.5)
     path.write_text(json.dumps(marked))
-    (hf / "verification.json").write_text((hf / "verification.json").read_text() + "\n")  # another export
+    (hf / "verification.json").write_text(
+        (hf / "verification.json").read_text() + "\n"
+    )  # another export
     assert scored(chats=[kept])[0] == first
 
 
 def test_an_exported_model_answers_benchmarks(run, tmp_path):
     """In the scale format too, whose code is not part of transformers."""
-    exported = task_results(benchmark_model(run / "hf"), load_tasks(["arc"], include=write_task_files(tmp_path)))
-    assert [(result.metric, result.documents) for result in exported] == [("acc", 6), ("acc_norm", 6)]
+    exported = task_results(
+        benchmark_model(run / "hf"), load_tasks(["arc"], include=write_task_files(tmp_path))
+    )
+    assert [(result.metric, result.documents) for result in exported] == [
+        ("acc", 6),
+        ("acc_norm", 6),
+    ]
 
 
 def test_a_held_out_fraction_is_the_part_that_was_not_trained_on(tmp_path):
     file = str(STORIES_HELDOUT)
-    config = run_config(tmp_path, english={"input": [file], "heldout_fraction": 0.25}, other={"input": [file]})
+    config = run_config(
+        tmp_path, english={"input": [file], "heldout_fraction": 0.25}, other={"input": [file]}
+    )
     found = {name: list(documents) for name, documents in heldout_corpora(config).items()}
     assert list(found) == ["english"] and 25 < len(found["english"]) < 75
     with pytest.raises(DataError, match="none has held-out text"):

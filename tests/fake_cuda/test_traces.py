@@ -20,7 +20,10 @@ TORCH = Path(torch.__file__).parent
 METHODS = ("preserve", "adapt", "route", "fft", "freeze", "lora", "llama_pro")
 QUICK = [
     *(f"{method}/llama" for method in METHODS),
-    *(f"adapt/llama/{option}" for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_rows", "gate")),
+    *(
+        f"adapt/llama/{option}"
+        for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_rows", "gate")
+    ),
     *("fft/llama/kl", "route/llama/gate", "muon/llama"),
     # Window, soft-capping, parallel residual, experts.
     *("adapt/mistral window", "adapt/gemma2", "adapt/neox", "adapt/qwen3_moe/aligned"),
@@ -31,8 +34,16 @@ DENSE = [name for name in CONFIGS if not name.startswith(MIXTURES)]
 ALL = [
     *(f"{method}/{name}" for name in DENSE for method in ("adapt", "route")),
     *(f"{method}/{name}/aligned" for name in MIXTURES for method in ("preserve", "adapt", "route")),
-    *(f"{method}/llama/{precision}" for method in ("preserve", "route", "lora") for precision in ("fp8", "nf4")),
-    *(f"{method}/llama/{option}" for method in METHODS for option in ("all", "kl", "new_rows", "fp32")),
+    *(
+        f"{method}/llama/{precision}"
+        for method in ("preserve", "route", "lora")
+        for precision in ("fp8", "nf4")
+    ),
+    *(
+        f"{method}/llama/{option}"
+        for method in METHODS
+        for option in ("all", "kl", "new_rows", "fp32")
+    ),
 ]
 
 
@@ -40,8 +51,23 @@ ALL = [
 def trace(tmp_path_factory):
     """Traces cases in a process that was started with the device, and returns the faults of each."""
     device = tmp_path_factory.mktemp("device") / "device.so"
-    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}", str(HERE / "device.cpp")]
-    command += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}", "-o", str(device)]
+    command = [
+        "g++",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        f"-I{TORCH / 'include'}",
+        str(HERE / "device.cpp"),
+    ]
+    command += [
+        f"-L{TORCH / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{TORCH / 'lib'}",
+        "-o",
+        str(device),
+    ]
     subprocess.run(command, check=True, capture_output=True)
 
     def run(*cases: str) -> dict[str, list[str]]:
@@ -80,6 +106,10 @@ def test_planted_faults_are_seen_with_their_line(trace):
     found = trace("adapt/llama/planted_host_tensor", "adapt/llama/planted_wait", "adapt/qwen3_moe")
     host, wait, experts = found.values()
     assert any("pipeline/model/" in fault for fault in host), host
-    assert any("pipeline/model/decoder.py" in fault and "embedding_scale" in fault for fault in wait), wait
+    assert any(
+        "pipeline/model/decoder.py" in fault and "embedding_scale" in fault for fault in wait
+    ), wait
     # Experts whose widths no grouped product takes are multiplied one by one, and the host waits for their counts.
-    assert any("pipeline/parallel/experts.py" in fault and ".tolist()" in fault for fault in experts), experts
+    assert any(
+        "pipeline/parallel/experts.py" in fault and ".tolist()" in fault for fault in experts
+    ), experts

@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 
 from pipeline.config.schedule import Schedule
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods import method_for, quantize_base
 from pipeline.model import attention
 from pipeline.model.attention import Documents
@@ -83,10 +83,14 @@ def spec_of(case: Case) -> DecoderSpec:
 
 def build(case: Case, spec: DecoderSpec) -> Decoder:
     """The model as the engine builds it, in bf16, or in fp32 for which other kernels run."""
-    recomputed = next((kind for kind in get_args(ActivationCheckpointing) if kind in case.options), "none")
+    recomputed = next(
+        (kind for kind in get_args(ActivationCheckpointing) if kind in case.options), "none"
+    )
     dtype = torch.float32 if "fp32" in case.options else torch.bfloat16
     with DEVICE, default_dtype(dtype):
-        model = method_for(METHODS[case.method], Path("unread"), SEED).build(spec, SINGLE, recomputed)
+        model = method_for(METHODS[case.method], Path("unread"), SEED).build(
+            spec, SINGLE, recomputed
+        )
         for precision in get_args(QuantizedPrecision):
             if precision in case.options:
                 quantize_base(model, precision)
@@ -190,7 +194,9 @@ class Faults:
         on_device = [tensor for tensor in (*taken, *made) if tensor.device.type == "cuda"]
         if on_host and on_device:
             self.add(f"{operation} takes a tensor of the host")
-        if any(tensor.device.type == "cpu" for tensor in made) and any(t.device.type == "cuda" for t in taken):
+        if any(tensor.device.type == "cpu" for tensor in made) and any(
+            t.device.type == "cuda" for t in taken
+        ):
             self.add(f"{operation} copies to the host")
         if any(tuple(tensor.shape).count(LENGTH) > 1 for tensor in made):
             self.add(f"{operation} makes a tensor of all pairs of tokens")
@@ -205,7 +211,9 @@ class Faults:
             return
         where = "no line of the project"
         if ours:
-            where = f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}: {ours[-1].line}"
+            where = (
+                f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}: {ours[-1].line}"
+            )
         self.found.append(f"{what}: {where}")
 
 
@@ -236,7 +244,9 @@ def traced(case: Case) -> Faults:
             with WatchedKernels(faults.look):
                 run()
         except Exception as error:  # noqa: BLE001  # each is a fault of the case
-            faults.add(f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__))
+            faults.add(
+                f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
+            )
     return faults
 
 
@@ -249,7 +259,11 @@ class WatchedKernels(Watched):
 def main() -> None:
     for name in sys.argv[1:]:
         faults = traced(Case.of(name))
-        result = {"case": name, "operations": faults.operations, "faults": sorted(set(faults.found))}
+        result = {
+            "case": name,
+            "operations": faults.operations,
+            "faults": sorted(set(faults.found)),
+        }
         sys.stdout.write(json.dumps(result) + "\n")
 
 

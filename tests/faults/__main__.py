@@ -61,8 +61,12 @@ FAULTS: dict[str, Callable[..., Result]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
     arguments = parser.parse_args()
     if reason := why_not():
@@ -71,7 +75,10 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     shutil.rmtree(arguments.folder, ignore_errors=True)
     laboratory = Laboratory(arguments.folder.resolve())
-    rows = ["| fault | times | steps lost | seconds to resume | sequence equal |", "|---|---|---|---|---|"]
+    rows = [
+        "| fault | times | steps lost | seconds to resume | sequence equal |",
+        "|---|---|---|---|---|",
+    ]
     results: dict[str, Result | None] = {}
     with guarded_cluster() as cluster:
         for name in arguments.only:
@@ -82,11 +89,18 @@ def main() -> int:
                 results[name] = None
                 rows.append(f"| {name} | 1 | all | never | NO |")
             else:
-                seconds = "" if result.seconds_to_resume is None else f"{result.seconds_to_resume:.1f}"
+                seconds = (
+                    "" if result.seconds_to_resume is None else f"{result.seconds_to_resume:.1f}"
+                )
                 equal = "yes" if result.sequence_equal else "NO"
-                rows.append(f"| {name} | {result.times} | {result.steps_lost} | {seconds} | {equal} |")
+                rows.append(
+                    f"| {name} | {result.times} | {result.steps_lost} | {seconds} | {equal} |"
+                )
             print(rows[-1], flush=True)
-    write_json(arguments.folder / "summary.json", {name: one and one._asdict() for name, one in results.items()})
+    write_json(
+        arguments.folder / "summary.json",
+        {name: one and one._asdict() for name, one in results.items()},
+    )
     print("\n".join(["", *rows]))
     return 0 if all(one is not None and one.sequence_equal for one in results.values()) else 1
 

@@ -15,11 +15,19 @@ from tests.slurm.jobs import ON_THE_CPU, PROJECT
 class Job:
     """A submitted run, with one rank on each of both nodes."""
 
-    def __init__(self, cluster: Cluster, run: Run, *, options: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(
+        self, cluster: Cluster, run: Run, *, options: tuple[str, ...] = (), **environment: str
+    ) -> None:
         self.cluster = cluster
         self.run = run
         self._saved_before = 0
-        command = (f"--output={run.log}", *options, PROJECT / "slurm" / "cpt_korean.sh", run.config, "train")
+        command = (
+            f"--output={run.log}",
+            *options,
+            PROJECT / "slurm" / "cpt_korean.sh",
+            run.config,
+            "train",
+        )
         self.id = cluster.sbatch(*command, cwd=PROJECT, **ON_THE_CPU, **environment)
 
     def wait_between_checkpoints(self, checkpoints: int = 1) -> None:
@@ -67,7 +75,9 @@ class Job:
 
         A job whose batch script was killed is in state FAILED until its ranks requeue it.
         """
-        self.cluster.wait_for(self.id, lambda job: job["JobState"] == "PENDING" and int(job["Restarts"]) > restarts)
+        self.cluster.wait_for(
+            self.id, lambda job: job["JobState"] == "PENDING" and int(job["Restarts"]) > restarts
+        )
 
     def finish(self, restarts: int | None = None) -> None:
         """Waits for its end.
@@ -92,7 +102,9 @@ class Job:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
                 environment = process.environ()
-                own = environment.get("SLURM_JOB_ID") == str(self.id) or script in " ".join(process.cmdline())
+                own = environment.get("SLURM_JOB_ID") == str(self.id) or script in " ".join(
+                    process.cmdline()
+                )
                 if own and environment.get("SLURM_CONF") == conf and described(process):
                     found.append(process)
         return sorted(found, key=lambda process: (process.create_time(), process.pid))

@@ -40,7 +40,10 @@ def local_ranks(run: Run) -> Iterator[list[Any]]:
     everything: training starts after a second.
     """
     with reserved_port() as port:
-        ranks = [processes.Process(target=_train, args=(run, rank, port), daemon=True) for rank in range(RANKS)]
+        ranks = [
+            processes.Process(target=_train, args=(run, rank, port), daemon=True)
+            for rank in range(RANKS)
+        ]
         for process in ranks:
             process.start()
         try:
@@ -50,7 +53,13 @@ def local_ranks(run: Run) -> Iterator[list[Any]]:
 
 
 def _train(run: Run, rank: int, port: int) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": RANKS,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in places.items()})
     torch.set_num_threads(1)
     descriptor = os.open(run.log, os.O_WRONLY | os.O_APPEND)
@@ -78,14 +87,21 @@ def have_ended(ranks: Sequence[Any], timeout_s: float = 0.0) -> bool:
 
 
 def kill_at_random(
-    laboratory: Laboratory, _: Cluster | None = None, *, kills: int, seed: int, asynchronous: bool = False
+    laboratory: Laboratory,
+    _: Cluster | None = None,
+    *,
+    kills: int,
+    seed: int,
+    asynchronous: bool = False,
 ) -> Result:
     """Trains runs as plain processes, and kills one or both ranks, until there were `kills` kills."""
     draw = random.Random(seed)
     whole_s = laboratory.undisturbed(BRIEF)[1]
     done, lost, equal = 0, 0, True
     while done < kills:
-        run = laboratory.new_run(BRIEF, checkpoints={"every_steps": OFTEN, "asynchronous": asynchronous})
+        run = laboratory.new_run(
+            BRIEF, checkpoints={"every_steps": OFTEN, "asynchronous": asynchronous}
+        )
         while done < kills and _is_killed(run, draw.uniform(0, whole_s), draw):
             done, lost = done + 1, max(lost, run.step - run.saved_step)
         if not run.is_done:
@@ -120,7 +136,9 @@ def _is_killed(run: Run, lives_s: float, draw: random.Random) -> bool:
     return killed
 
 
-def kill_jobs_at_random(laboratory: Laboratory, cluster: Cluster, *, kills: int, seed: int) -> Result:
+def kill_jobs_at_random(
+    laboratory: Laboratory, cluster: Cluster, *, kills: int, seed: int
+) -> Result:
     """The same for Slurm jobs, including srun; the first job is not disturbed, to measure how long one takes."""
     draw = random.Random(seed)
     done, lost, seconds, equal, whole_s = 0, 0, 0.0, True, 0.0

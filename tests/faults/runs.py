@@ -114,7 +114,10 @@ class Run:
     @property
     def figures(self) -> list[dict[str, float]]:
         """The metrics of every step, without timing and counts of faults."""
-        return [{name: value for name, value in line.items() if name not in _COUNTS} for line in metrics(self.folder)]
+        return [
+            {name: value for name, value in line.items() if name not in _COUNTS}
+            for line in metrics(self.folder)
+        ]
 
     def trains_again(self, printed_before: int) -> bool:
         """Whether a new attempt has trained a step, by the output after `printed_before` characters."""

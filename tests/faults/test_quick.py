@@ -25,9 +25,13 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
 
 
 @pytest.mark.slurm
-def test_a_killed_rank_and_a_truncated_checkpoint_cost_some_steps(laboratory: Laboratory, slurm_cluster: Cluster):
+def test_a_killed_rank_and_a_truncated_checkpoint_cost_some_steps(
+    laboratory: Laboratory, slurm_cluster: Cluster
+):
     damage = partial(to_the_newest, truncate)
-    result = stop_and_resume(laboratory, slurm_cluster, inject=kill_rank, while_down=damage, checkpoints_before=2)
+    result = stop_and_resume(
+        laboratory, slurm_cluster, inject=kill_rank, while_down=damage, checkpoints_before=2
+    )
     assert result.sequence_equal and result.steps_lost > SAVE_EVERY
 
 
@@ -36,7 +40,9 @@ def test_a_difference_in_the_last_bit_is_found(laboratory: Laboratory, tmp_path:
     lines = read_metrics(reference.folder / METRICS)
 
     def found_equal() -> bool:
-        (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        (tmp_path / METRICS).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
         return laboratory.is_undisturbed(replace(reference, folder=tmp_path))
 
     assert found_equal()

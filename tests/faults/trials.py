@@ -86,7 +86,10 @@ def _kill_in_training(job: Job, described: Callable[[psutil.Process], bool]) -> 
     """Rank 1 is suspended until Slurm has noticed: a short run could end before."""
     rank = job.stop_between_checkpoints()
     job.process(described).kill()
-    await_that(lambda: job.cluster.job(job.id)["JobState"] != "RUNNING", "that Slurm notices the end of a process")
+    await_that(
+        lambda: job.cluster.job(job.id)["JobState"] != "RUNNING",
+        "that Slurm notices the end of a process",
+    )
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.resume()
 
@@ -95,7 +98,12 @@ def lose_node(job: Job) -> None:
     """SIGKILL to node n2's slurmd and all of the job's processes there, as in a power failure; slurmd comes back."""
     job.stop_between_checkpoints()
     doomed = job.processes(lambda process: process.environ().get("SLURMD_NODENAME") == "n2")
-    keepers = {parent for process in doomed for parent in process.parents() if parent.name() == "slurmstepd"}
+    keepers = {
+        parent
+        for process in doomed
+        for parent in process.parents()
+        if parent.name() == "slurmstepd"
+    }
     job.cluster.slurmd("n2").suspend()  # it shall not report their end
     for process in (*keepers, *doomed):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -171,13 +179,19 @@ def stop_and_resume(
     return Result(1, lost, seconds, laboratory.is_undisturbed(run))
 
 
-def damage_the_newest(laboratory: Laboratory, cluster: Cluster, *, damage: Callable[[Path], None]) -> Result:
+def damage_the_newest(
+    laboratory: Laboratory, cluster: Cluster, *, damage: Callable[[Path], None]
+) -> Result:
     """Damages the newest checkpoint of a job that is queued again."""
     while_down = partial(to_the_newest, damage)
-    return stop_and_resume(laboratory, cluster, inject=requeue, while_down=while_down, checkpoints_before=2)
+    return stop_and_resume(
+        laboratory, cluster, inject=requeue, while_down=while_down, checkpoints_before=2
+    )
 
 
-def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkpoint) -> tuple[int, float]:
+def interrupt(
+    job: Job, inject: Injection, while_down: WhileDown = newest_checkpoint
+) -> tuple[int, float]:
     """Stops the job with `inject`, waits until it is requeued, and starts it at once; steps lost, seconds to resume.
 
     Raises:
@@ -189,7 +203,9 @@ def interrupt(job: Job, inject: Injection, while_down: WhileDown = newest_checkp
     last_step, printed = run.step, len(run.output)
     expected = while_down(job)
     job.cluster.start_now(job.id)
-    job.wait_until(lambda: run.trains_again(printed) or run.is_done, "the first step after the fault")
+    job.wait_until(
+        lambda: run.trains_again(printed) or run.is_done, "the first step after the fault"
+    )
     seconds = time.monotonic() - struck
     resumed = run.resumed_steps[-1] if run.resumed_steps else 0
     # The newest checkpoint may be one that was damaged meanwhile.
@@ -236,14 +252,20 @@ def fill_the_disk(laboratory: Laboratory, cluster: Cluster) -> Result:
     return Result(1, 0, seconds, laboratory.is_undisturbed(run))
 
 
-def poison_a_batch(laboratory: Laboratory, cluster: Cluster, *, stays: bool, step: int = 13) -> Result:
+def poison_a_batch(
+    laboratory: Laboratory, cluster: Cluster, *, stays: bool, step: int = 13
+) -> Result:
     """Runs a job with a NaN in a batch of rank 1 in that step, whenever it is read or only the first time."""
     skipped = (step,) if stays else ()  # else the step is computed again
     run = laboratory.new_run(BRIEF)
     strokes = run.folder / "strokes"
-    global_batch, micro_batch = (SHAPES[BRIEF][f"schedule__{name}_batch_size"] for name in ("global", "micro"))
+    global_batch, micro_batch = (
+        SHAPES[BRIEF][f"schedule__{name}_batch_size"] for name in ("global", "micro")
+    )
     batch = (step - 1) * (global_batch // micro_batch // RANKS) + 1
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "poison"), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(
+        filter(None, (str(Path(__file__).parent / "poison"), os.environ.get("PYTHONPATH")))
+    )
     poison = json.dumps({"rank": 1, "micro_batch": batch, "stays": stays, "strokes": str(strokes)})
     job = Job(cluster, run, PYTHONPATH=path, POISON=poison)
     job.wait_for_step(step)
@@ -251,5 +273,7 @@ def poison_a_batch(laboratory: Laboratory, cluster: Cluster, *, stays: bool, ste
     job.finish(restarts=0)
     times = [float(line) for line in strokes.read_text(encoding="utf-8").splitlines()]
     run.require(len(times) == (2 if stays else 1), f"struck {len(times)} times")
-    run.require(f"step {step}: its loss or gradient is not finite" in run.output, "the NaN was not noticed")
+    run.require(
+        f"step {step}: its loss or gradient is not finite" in run.output, "the NaN was not noticed"
+    )
     return Result(1, 1, done - times[0], laboratory.is_undisturbed(run, skipped))

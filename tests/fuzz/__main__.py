@@ -28,22 +28,40 @@ TARGETS = list(dict.fromkeys(subject.target for subject in SUBJECTS))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--minutes", type=float, default=5.0, help="how long (default: 5)")
     add("--inputs", type=int, help="how many instead")
     add("--seed", type=int, default=1, help="of all random choices (default: 1)")
-    add("--only", nargs="+", metavar="SUBJECT", choices=TARGETS, default=TARGETS, help=f"of {', '.join(TARGETS)}")
-    add("--folder", type=Path, default=Path("runs/fuzz"), help="where inputs are made and kept (default: runs/fuzz)")
+    add(
+        "--only",
+        nargs="+",
+        metavar="SUBJECT",
+        choices=TARGETS,
+        default=TARGETS,
+        help=f"of {', '.join(TARGETS)}",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=Path("runs/fuzz"),
+        help="where inputs are made and kept (default: runs/fuzz)",
+    )
     options = parser.parse_args()
     ends = time.monotonic() + 60 * options.minutes
-    numbers = takewhile(lambda _: options.inputs or time.monotonic() < ends, islice(count(), options.inputs))
+    numbers = takewhile(
+        lambda _: options.inputs or time.monotonic() < ends, islice(count(), options.inputs)
+    )
     folder = options.folder.absolute()
     chosen = [subject for subject in SUBJECTS if subject.target in options.only]
     found = list(results(folder, chosen, options.seed, numbers))
     bad = [result._asdict() for result in found if result.outcome not in GOOD]
     write_json(folder / "summary.json", {"seed": options.seed, "inputs": len(found), "faults": bad})
-    for (target, outcome), times in sorted(Counter((result.target, result.outcome) for result in found).items()):
+    for (target, outcome), times in sorted(
+        Counter((result.target, result.outcome) for result in found).items()
+    ):
         print(f"{target:<20} {outcome:<14} {times:>6}")
     for result in bad:
         print("", *(f"{name}: {value}" for name, value in result.items()), sep="\n")

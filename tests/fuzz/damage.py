@@ -24,7 +24,9 @@ def damage(root: Path, draw: random.Random, *, values: bool) -> str:
     """
     done = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        if files := [path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink()]:
+        if files := [
+            path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink()
+        ]:
             file = draw.choice(files)
             done.append(f"{file}: {_damage_file(file, draw, values)}")
     return "; ".join(done) or "nothing"
@@ -61,7 +63,9 @@ def _change_bytes(file: Path, data: bytearray, draw: random.Random) -> str:
     elif kind == "cut":
         del data[at:]
     elif kind == "insert":
-        data[at:at] = draw.choice((draw.randbytes(size), b"[" * 5_000, b"9" * 5_000, b"\xef\xbb\xbf", b"\r\n", b"\0"))
+        data[at:at] = draw.choice(
+            (draw.randbytes(size), b"[" * 5_000, b"9" * 5_000, b"\xef\xbb\xbf", b"\r\n", b"\0")
+        )
     elif kind == "integer":
         data[at - at % 8 : at - at % 8 + 8] = (draw.choice(_EXTREMES) % 2**64).to_bytes(8, "little")
     file.write_bytes(data)
@@ -72,7 +76,9 @@ def _change_a_value(file: Path, text: str, draw: random.Random) -> str:
     """Changes or removes a random value of JSON, of a line of JSON, or of YAML; raises where it is none."""
     lines = text.split("\n") if file.suffix == ".jsonl" else [text]
     number = draw.randrange(max(1, len(lines) - 1))
-    read, write = (yaml.safe_load, yaml.safe_dump) if file.suffix == ".yaml" else (json.loads, json.dumps)
+    read, write = (
+        (yaml.safe_load, yaml.safe_dump) if file.suffix == ".yaml" else (json.loads, json.dumps)
+    )
     holder = {"": read(lines[number])}
     # Values deep in long lists are many, and alike: half of the time a place near the root is taken.
     places = list(_places(holder))

@@ -50,4 +50,7 @@ LIARS: dict[str, tuple[str, Callable[[], object]]] = {
 
 
 def subjects() -> list[Subject]:
-    return [Subject(name, "file", _make, partial(_read, act), exact=True) for name, (_, act) in LIARS.items()]
+    return [
+        Subject(name, "file", _make, partial(_read, act), exact=True)
+        for name, (_, act) in LIARS.items()
+    ]

@@ -36,7 +36,11 @@ def _make_run() -> None:
     for step in range(9):
         line = {"step": step, "loss": 3.0, "seconds": 1.5, "tokens_per_second_per_gpu": 800.0}
         if step % 4 == 0:
-            line |= {"perplexity/korean": 9.0, "bits_per_byte/korean": 1.0, "perplexity/english": 3.0}
+            line |= {
+                "perplexity/korean": 9.0,
+                "bits_per_byte/korean": 1.0,
+                "perplexity/english": 3.0,
+            }
         lines.append(json.dumps(line))
     (INPUT / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     for name in ("step_00000004", "step_00000008"):
@@ -80,7 +84,9 @@ def _take_lock() -> None:
     lock = INPUT / "training.lock"
     if lock.exists():
         an_hour_ago = time.time() - 3600
-        os.utime(lock, (an_hour_ago, an_hour_ago))  # an owner that cannot be read is waited for while it is new
+        os.utime(
+            lock, (an_hour_ago, an_hour_ago)
+        )  # an owner that cannot be read is waited for while it is new
     with RunLock(INPUT):
         pass
 

@@ -56,7 +56,11 @@ class Result(NamedTuple):
 
 
 def results(
-    folder: Path, subjects: Sequence[Subject], seed: int, numbers: Iterable[int], alarm_s: int = ALARM_S
+    folder: Path,
+    subjects: Sequence[Subject],
+    seed: int,
+    numbers: Iterable[int],
+    alarm_s: int = ALARM_S,
 ) -> Iterator[Result]:
     """Makes the sound inputs in `folder`, and yields how damaged copies of them ended, of each target in turn.
 
@@ -108,7 +112,9 @@ def _in_child(work: Callable[[], object], place: Path, alarm_s: int) -> tuple[st
         try:
             _answer(work, place, alarm_s)
         finally:
-            os._exit(0)  # also after a fault of the fuzz itself: this process must never go on as its parent does
+            os._exit(
+                0
+            )  # also after a fault of the fuzz itself: this process must never go on as its parent does
     status = os.waitpid(child, 0)[1]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # its workers

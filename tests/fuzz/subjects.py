@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import torch
 
 from pipeline.config.run import load_config
-from pipeline.data.corpora import Job
-from pipeline.data.jobs import STATE
-from pipeline.data.packing import PackedCorpus
-from pipeline.data.preprocess import preprocess
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.workers import Workers, local_workers
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.dataset.packing import PackedCorpus
+from pipeline.data.tokenize.corpora import Job
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.queue import STATE
+from pipeline.data.tokenize.workers import Workers, local_workers
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.errors import DataError
 from pipeline.files import json_hash
@@ -38,7 +38,10 @@ from tests.data.helpers import COMPRESS, PROJECT, contents, job
 from tests.fuzz import run_folders, trained
 from tests.fuzz.runner import INPUT, Subject
 
-_TEXTS = [f"Once upon a time there were {number} cats. 고양이 {'and a dog ' * (number % 7)}." for number in range(60)]
+_TEXTS = [
+    f"Once upon a time there were {number} cats. 고양이 {'and a dog ' * (number % 7)}."
+    for number in range(60)
+]
 _RECORDS = [{"text": text, "prompt": text[:20], "n": number} for number, text in enumerate(_TEXTS)]
 _JSONL = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in _RECORDS)
 _FILES = {
@@ -51,7 +54,9 @@ _FILES = {
 _CONFIGS: dict[str, Callable[[Path], object]] = {
     "configs/demo.yaml": lambda path: load_config(path).model_dump_json(),
     "configs/cpt_korean_llama3.2_1b.yaml": lambda path: load_config(path).model_dump_json(),
-    "configs/studies/korean.yaml": lambda path: str(load_study(path, PROJECT / "data")),
+    "configs/studies/korean.yaml": lambda path: str(
+        load_study(path, PROJECT / "examples" / "data")
+    ),
     "ds_configs/zero1.json": lambda path: str(load_deepspeed_config(path, Layout(2, 1))),
 }
 
@@ -70,14 +75,19 @@ def _tokenize(name: str) -> None:
     described = job(Path("tokens"), INPUT / name, prompt_key=prompt_key, unit_bytes=1000)
     # A worker as `scale-cpt tokenize` has it, which may die; forked from this process, which has imported all.
     fork = multiprocessing.get_context("fork")
-    with patch.object(multiprocessing, "get_context", lambda _: fork), local_workers(1, isolated=True) as workers:
+    with (
+        patch.object(multiprocessing, "get_context", lambda _: fork),
+        local_workers(1, isolated=True) as workers,
+    ):
         preprocess(described, workers, max_bad_fraction=0.5)
     TokenCorpus(described.output).check()
 
 
 def _make_finished(prompt_key: str | None) -> None:
     Path("a.jsonl").write_text(_JSONL)
-    preprocess(job(INPUT / "tokens", "a.jsonl", prompt_key=prompt_key, unit_bytes=1500), Workers(None))
+    preprocess(
+        job(INPUT / "tokens", "a.jsonl", prompt_key=prompt_key, unit_bytes=1500), Workers(None)
+    )
 
 
 def _unfinished() -> Job:
@@ -101,7 +111,9 @@ def _continue_unfinished() -> dict[str, str]:
 
 def _train_on() -> str:
     """Reads every sample as training does, after the check of its files; returns a hash of them."""
-    corpus = TokenCorpus(INPUT / "tokens", tokenizer_fingerprint=load_tokenizer(STORIES).fingerprint)
+    corpus = TokenCorpus(
+        INPUT / "tokens", tokenizer_fingerprint=load_tokenizer(STORIES).fingerprint
+    )
     corpus.check(sampled=None)
     packed = PackedCorpus(corpus, 64, padding=0, document_mask=True, whole_documents=False)
     arrays = (array for at in range(len(packed)) for array in packed[at])
@@ -139,7 +151,9 @@ def _subjects() -> Iterator[Subject]:
         yield Subject("base folders", kind, partial(_make_base, kind), _read_base)
     for source, load in _CONFIGS.items():
         name = Path(source).name
-        yield Subject("configurations", name, partial(_make_config, source), partial(load, INPUT / name))
+        yield Subject(
+            "configurations", name, partial(_make_config, source), partial(load, INPUT / name)
+        )
 
 
 # Corpora whose tokenization was interrupted are a target of their own: their subjects are added here.

@@ -78,7 +78,11 @@ def _make_checkpoint() -> None:
             own = flat[rank * half : (rank + 1) * half]
             first[name] = rank * half
             # In the order in which a rank's file has them: the weights, then the moments.
-            values |= {f"{name}/fp32": own, f"{name}/exp_avg": own / 10, f"{name}/exp_avg_sq": own.square()}
+            values |= {
+                f"{name}/fp32": own,
+                f"{name}/exp_avg": own / 10,
+                f"{name}/exp_avg_sq": own.square(),
+            }
         random_state = {"cpu": torch.get_rng_state()}
         state = RankState(0, 1, first, values, torch.tensor(float(STEP)), random_state)
         write_rank_file(rank_file(folder, rank), state)
@@ -89,7 +93,9 @@ def _make_checkpoint() -> None:
     manifest = Manifest(
         run=describe_run(config, base, model, "none"),
         position=Position(step=STEP, tokens_seen=STEP * 256, seconds=1.0),
-        layout=LayoutRecord(world_size=RANKS, tp_size=1, dp_size=RANKS, zero_stage=1, dtype="float32"),
+        layout=LayoutRecord(
+            world_size=RANKS, tp_size=1, dp_size=RANKS, zero_stage=1, dtype="float32"
+        ),
         files=files,
     )
     manifest.save(folder)
@@ -100,7 +106,9 @@ def _read_checkpoint() -> str:
     """Reads all that a resume reads: the newest checkpoint, its files' hashes, weights, moments and random states."""
     found = candidates(INPUT)
     if not found:
-        raise CheckpointError(f"{INPUT}: no checkpoint is whole")  # as a run says it that has checkpoints
+        raise CheckpointError(
+            f"{INPUT}: no checkpoint is whole"
+        )  # as a run says it that has checkpoints
     checkpoint = found[0]
     manifest = load_manifest(checkpoint)
     for name in manifest.files:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from pipeline.conversion.remote_code import scale_cache
-from pipeline.conversion.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.conversion.remote_code.scale_cache import WINDOW, GateCache
+from pipeline.hf.remote_code import scale_cache
+from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.scale_cache import WINDOW, GateCache
 from tests.conversion.checkpoints import generate_greedily, scale_config
 from tests.tolerances import PARITY, assert_near
 
@@ -23,8 +23,17 @@ BOTH = ["attention", "ffn"]
 MODELS = {
     "preserve": {"gate_layer": 4, "l_fp": 4},
     "adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH},
-    "running mean": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH, "gate_features": "token+running_mean"},
-    "sliding": {"gate_layer": 4, "l_fp": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "running mean": {
+        "gate_layer": 2,
+        "l_fp": 2,
+        "collaborative_modules": BOTH,
+        "gate_features": "token+running_mean",
+    },
+    "sliding": {
+        "gate_layer": 4,
+        "l_fp": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "new pieces": {"gate_layer": 4, "l_fp": 4, "base_vocab_size": 500},
 }
 
@@ -56,7 +65,9 @@ def expanded_tokens(model: ScaleForCausalLM) -> Iterator[list[tuple[int, int]]]:
     """Of how many sequences and tokens each pass through the first layer computed the expansion."""
     seen: list[tuple[int, int]] = []
     block = model.layers[0].attention.query.expansion_to_expansion
-    handle = block.register_forward_hook(lambda _, inputs, __: seen.append(tuple(inputs[0].shape[:-1])))
+    handle = block.register_forward_hook(
+        lambda _, inputs, __: seen.append(tuple(inputs[0].shape[:-1]))
+    )
     yield seen
     handle.remove()
 
@@ -69,9 +80,13 @@ def test_generation_is_that_of_the_full_computation(name, bias):
     model, (tokens, mask) = gated(name, bias), prompts()
     for options in ({}, {"num_beams": 3}, {"use_cache": False}):
         with always_whole():
-            whole = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS, **options)
+            whole = generate_greedily(
+                model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS, **options
+            )
         with expanded_tokens(model) as computed:
-            found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS, **options)
+            found = generate_greedily(
+                model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS, **options
+            )
         assert torch.equal(found, whole)
         if name == "sliding" and not options:
             opened = computed[0][1] > tokens.shape[1] if computed else None
@@ -102,7 +117,9 @@ def test_a_shut_text_computes_no_expansion_and_an_open_one_computes_it_once(name
         found = generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
     assert computed == ([] if bias < 0 else once)
     with always_whole(), expanded_tokens(model) as computed:
-        assert torch.equal(found, generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS))
+        assert torch.equal(
+            found, generate_greedily(model, tokens, attention_mask=mask, new_tokens=NEW_TOKENS)
+        )
     assert computed == once
 
 
@@ -152,7 +169,9 @@ def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
     stream = torch.randn(2, 700, model.config.hidden_size, generator=random)
 
     def scores(cache: GateCache, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([model.token_gate.scores(part, None, None, cache) for part in parts], dim=1)
+        return torch.cat(
+            [model.token_gate.scores(part, None, None, cache) for part in parts], dim=1
+        )
 
     parts = stream.tensor_split([300, *range(301, 700)], dim=1)
     with patch.object(scale_cache, "WINDOW", 10**6):

@@ -12,7 +12,11 @@ from pipeline.parallel.topology import TensorParallel
 from tests.gating.gates import random_gate
 from tests.widened import packed, scale_settings, some_batch, some_tokens, widened
 
-BASES = [("llama tied", torch.float32), ("llama tied", torch.bfloat16), ("neox sequential", torch.bfloat16)]
+BASES = [
+    ("llama tied", torch.float32),
+    ("llama tied", torch.bfloat16),
+    ("neox sequential", torch.bfloat16),
+]
 BASES += [("qwen3_moe dense layer", torch.float32), ("qwen3_moe", torch.bfloat16)]
 VARIANTS = ["preserve", "adapt", "route"]
 
@@ -43,7 +47,9 @@ def test_a_gate_that_never_opens_leaves_the_base(name, variant, dtype, base):
     model.gate = random_gate(model, batch[0], opens="never")
     assert torch.equal(model.logits(*batch), base_logits)
     with torch.no_grad():
-        assert torch.equal(model.hidden_states(*batch).x, model.hidden_states(*batch, path="base").x)
+        assert torch.equal(
+            model.hidden_states(*batch).x, model.hidden_states(*batch, path="base").x
+        )
         tokens, targets = some_batch(model.spec, 2, 24)
         of_base = model.output(model.hidden_states(tokens, path="base"), targets.flatten()).nll
         assert torch.equal(model(tokens, targets).nll.flatten(), of_base)
@@ -72,7 +78,9 @@ def test_an_open_token_of_route_takes_the_adapted_path_alone(base):
 @pytest.mark.parametrize("features", ["token", "token+running_mean"])
 @pytest.mark.parametrize("variant", ["preserve", "route"])
 @pytest.mark.parametrize(("name", "dtype"), BASES)
-def test_in_mixed_text_every_closed_token_of_preserve_and_route_is_the_bases(name, variant, features, dtype, base):
+def test_in_mixed_text_every_closed_token_of_preserve_and_route_is_the_bases(
+    name, variant, features, dtype, base
+):
     model = trained(base, name, variant, dtype)
     batch = batch_of(model)
     base_logits = model.logits(*batch, path="base")
@@ -81,7 +89,9 @@ def test_in_mixed_text_every_closed_token_of_preserve_and_route_is_the_bases(nam
     model.gate = random_gate(model, batch[0], batch[2], features=features)
     is_open = decisions(model, *batch)
     assert 8 < is_open.sum() < 40
-    assert torch.equal(model.logits(*batch), torch.where(is_open.unsqueeze(-1), opened, base_logits))
+    assert torch.equal(
+        model.logits(*batch), torch.where(is_open.unsqueeze(-1), opened, base_logits)
+    )
 
 
 def decisions(model, tokens, positions=None, documents=None):
@@ -101,9 +111,14 @@ def test_in_mixed_text_adapt_is_the_bases_until_a_token_opens(name, dtype, base)
     for document in range(3):
         inside = batch[2].ids == document
         opened_before |= inside & ((is_open & inside).cumsum(dim=1) > 0)
-    assert torch.equal(gated[~opened_before], base_logits[~opened_before]) and (~opened_before).sum() > 2
+    assert (
+        torch.equal(gated[~opened_before], base_logits[~opened_before])
+        and (~opened_before).sum() > 2
+    )
     later = opened_before & ~is_open
-    assert (gated[later] != base_logits[later]).any() and (gated[later] != ungated[later]).any(-1).all()
+    assert (gated[later] != base_logits[later]).any() and (gated[later] != ungated[later]).any(
+        -1
+    ).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

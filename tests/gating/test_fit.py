@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from pipeline.data.packing import pack
+from pipeline.data.dataset.packing import pack
 from pipeline.errors import DataError
 from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
 from pipeline.gating.windows import as_windows, joined, spliced
@@ -22,7 +22,9 @@ def problem(count, shift):
     is_new = torch.arange(count) % 3 == 0
     direction = torch.randn(6, generator=random)
     noise = torch.randn(count, 6, generator=random)
-    return noise + torch.where(is_new, shift, 0.0).unsqueeze(1) * direction / direction.norm(), is_new
+    return noise + torch.where(is_new, shift, 0.0).unsqueeze(
+        1
+    ) * direction / direction.norm(), is_new
 
 
 def test_a_separable_problem_is_separated_with_finite_weights():
@@ -53,7 +55,9 @@ def test_one_kind_of_text_alone_is_refused(kind):
         fit_logistic(torch.randn(5, 2), torch.full((5,), kind))
 
 
-@given(scores=st.lists(st.integers(-20, 20), min_size=10, max_size=60), fraction=st.floats(0.1, 0.9))
+@given(
+    scores=st.lists(st.integers(-20, 20), min_size=10, max_size=60), fraction=st.floats(0.1, 0.9)
+)
 def test_the_threshold_keeps_within_the_budget_and_away_from_every_score(scores, fraction):
     found = torch.tensor(scores, dtype=torch.float32)
     threshold = threshold_for(found, fraction)
@@ -74,7 +78,9 @@ def test_the_threshold_does_not_split_tokens_of_one_state():
 
 
 def test_a_budget_that_cannot_be_measured_is_refused():
-    with pytest.raises(DataError, match=r"0\.001 cannot be measured on 100 unused tokens .* at least 1001"):
+    with pytest.raises(
+        DataError, match=r"0\.001 cannot be measured on 100 unused tokens .* at least 1001"
+    ):
         threshold_for(torch.zeros(100), 0.001)
 
 
@@ -85,7 +91,9 @@ def test_a_budget_that_cannot_be_measured_is_refused():
 def test_auc(positives, negatives):
     new, others = (torch.tensor(scores, dtype=torch.float32) for scores in (positives, negatives))
     labels = [1] * len(positives) + [0] * len(negatives)
-    assert area_under_roc(new, others) == pytest.approx(roc_auc_score(labels, positives + negatives))
+    assert area_under_roc(new, others) == pytest.approx(
+        roc_auc_score(labels, positives + negatives)
+    )
 
 
 LENGTH = 16
@@ -103,12 +111,15 @@ def test_padding_is_not_present(tokens, starts):
     starts = {start for start in starts if start < min(tokens, LENGTH) - 1}
     window = as_windows([sample(tokens, list(starts), first=100)], is_new=True)
     assert window.present.sum() == min(tokens, LENGTH)
-    assert (window.tokens[window.present] >= 100).all() and (window.tokens[~window.present] == PADDING).all()
+    assert (window.tokens[window.present] >= 100).all() and (
+        window.tokens[~window.present] == PADDING
+    ).all()
     assert window.is_new.all()
 
 
 @given(
-    starts=st.lists(st.sets(st.integers(1, LENGTH - 1), max_size=3), min_size=4, max_size=4), seed=st.integers(0, 50)
+    starts=st.lists(st.sets(st.integers(1, LENGTH - 1), max_size=3), min_size=4, max_size=4),
+    seed=st.integers(0, 50),
 )
 def test_a_splice_continues_one_document_with_text_of_the_other_kind(starts, seed):
     old = as_windows([sample(LENGTH + 1, list(own), first=100) for own in starts[:2]], is_new=False)
@@ -120,7 +131,9 @@ def test_a_splice_continues_one_document_with_text_of_the_other_kind(starts, see
         assert len(changes) == 1 and found.is_new[row, 0] == first.is_new[0, 0]
         cut = int(changes[0]) + 1
         assert LENGTH // 4 <= cut < 3 * LENGTH // 4
-        assert torch.equal(found.tokens[row], torch.cat([first.tokens[row, :cut], second.tokens[row, cut:]]))
+        assert torch.equal(
+            found.tokens[row], torch.cat([first.tokens[row, :cut], second.tokens[row, cut:]])
+        )
         ids, positions = found.document_ids[row], found.positions[row]
         assert ids[cut] == ids[cut - 1] and positions[cut] == positions[cut - 1] + 1
         assert (ids.diff() >= 0).all()
@@ -130,11 +143,15 @@ def test_a_splice_continues_one_document_with_text_of_the_other_kind(starts, see
 
 
 def test_documents_that_the_base_wrote_in_the_new_kind_are_left_out():
-    own = as_windows([sample(LENGTH + 1, [6], first=100), sample(10, [], first=200)], is_new=False, is_own=True)
+    own = as_windows(
+        [sample(LENGTH + 1, [6], first=100), sample(10, [], first=200)], is_new=False, is_own=True
+    )
     given = as_windows([sample(LENGTH + 1, [6], first=300)], is_new=False)
     windows = joined([own, given])
     is_open = torch.zeros_like(windows.present)
-    is_open[:, 6:12] = True  # six of the ten tokens of the second documents; four of the ten of the short sample
+    is_open[:, 6:12] = (
+        True  # six of the ten tokens of the second documents; four of the ten of the short sample
+    )
     is_open[:, 2] = True
     kept = windows.without_new_kind(is_open)
     expected = windows.present.clone()

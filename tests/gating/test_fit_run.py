@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_sources
-from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
 from pipeline.gating.fit_run import BaseStream, fit_gate, fit_on, warn_of_cost
 from pipeline.gating.windows import FittingText, read_fitting_text
+from pipeline.hf.folder import load_hf_model
 from pipeline.scale.gate_folder import open_gate
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
@@ -35,7 +35,12 @@ pytestmark = pytest.mark.full
 GATE = {"tokens": 3000, "max_open_fraction": 0.01}
 VARIANTS = {
     "adapt": {"base_precision": "nf4"},
-    "preserve": {"base_precision": "fp8", "method__norm": "base", "method__variant": "preserve", "method__l_fp": None},
+    "preserve": {
+        "base_precision": "fp8",
+        "method__norm": "base",
+        "method__variant": "preserve",
+        "method__l_fp": None,
+    },
 }
 
 
@@ -44,7 +49,9 @@ def runs(tokens, tmp_path_factory):
     """Finished runs by variant: the configuration's path. Their gates are fitted and converted by the tests."""
     folder = tmp_path_factory.mktemp("gated")
     made = {
-        name: make_run(folder / name, tokens, zero=1, schedule__learning_rate=0.02, gate=GATE, **changes)
+        name: make_run(
+            folder / name, tokens, zero=1, schedule__learning_rate=0.02, gate=GATE, **changes
+        )
         for name, changes in VARIANTS.items()
     }
     assert run_ranks(in_turn, 1, [partial(train, config) for config in made.values()]) == [[0, 0]]
@@ -89,7 +96,10 @@ def test_the_gate_keeps_the_old_text_and_opens_for_the_new(name, fitted):
     assert abs(korean.gated_perplexity / korean.ungated_perplexity - 1) < 0.3
     assert korean.base_perplexity > 2 * korean.ungated_perplexity
     gate, stored = open_gate(load_config(runs[name]).folder / "gate")
-    assert stored.model_copy(update={"tensors_hash": ""}) == record and gate.threshold == record.threshold
+    assert (
+        stored.model_copy(update={"tensors_hash": ""}) == record
+        and gate.threshold == record.threshold
+    )
 
 
 def test_a_fit_is_repeatable_and_only_a_damaged_gate_is_fitted_again(fitted):
@@ -141,7 +151,9 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
     stream = BaseStream(model.loaded(torch.float32, torch.device("cpu")), 3)
 
     def fitted_on(*, is_own: bool):
-        parts = (with_new_text_among_the_old(part, is_own=is_own) for part in (text.fit, text.unused))
+        parts = (
+            with_new_text_among_the_old(part, is_own=is_own) for part in (text.fit, text.unused)
+        )
         return fit_on(stream, FittingText(*parts), config.gate)
 
     own, given = fitted_on(is_own=True), fitted_on(is_own=False)
@@ -151,7 +163,10 @@ def test_what_the_base_wrote_in_the_new_language_does_not_keep_the_gate_shut(run
     assert (given.new > given.gate.threshold).double().mean() < 0.5
     new = text.unused.rows(text.unused.is_new[:, 0])
     alike = with_new_text_among_the_old(new, is_own=True, share=2)
-    with pytest.raises(DataError, match=r"of what the base wrote itself looks like the new text, expected at most 50%"):
+    with pytest.raises(
+        DataError,
+        match=r"of what the base wrote itself looks like the new text, expected at most 50%",
+    ):
         fit_on(stream, FittingText(text.fit, alike), config.gate)
 
 
@@ -197,7 +212,10 @@ def test_a_gate_that_decides_otherwise_is_not_published(fitted, tmp_path):
     def disturb(model):
         (partial,) = tmp_path.iterdir()
         tensors = load_file(partial / "model.safetensors")
-        save_file(tensors | {"token_gate.weight": -tensors["token_gate.weight"]}, partial / "model.safetensors")
+        save_file(
+            tensors | {"token_gate.weight": -tensors["token_gate.weight"]},
+            partial / "model.safetensors",
+        )
         return probe_maker(*run_sources(config))(model)
 
     with pytest.raises(ConversionError, match="the exported gate decides otherwise"):
@@ -211,9 +229,13 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
     config = copied(runs["adapt"], tmp_path)
     conversion = latest_conversion(config)
     alone = replace(conversion, format="expansion", output=tmp_path / "expansion")
-    assert convert(alone, probe_maker(*run_sources(config))) and not convert(alone, probe_maker(*run_sources(config)))
+    assert convert(alone, probe_maker(*run_sources(config))) and not convert(
+        alone, probe_maker(*run_sources(config))
+    )
     assert "without the gate" in caplog.text
-    with pytest.raises(CheckpointError, match=r"not fitted yet: run the stage gate \(scale-cpt gate\) first"):
+    with pytest.raises(
+        CheckpointError, match=r"not fitted yet: run the stage gate \(scale-cpt gate\) first"
+    ):
         convert(conversion, probe_maker(*run_sources(config)))
     shutil.copytree(load_config(runs["preserve"]).folder / "gate", tmp_path / "gate")
     with pytest.raises(CheckpointError, match="fitted for another checkpoint"):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.errors import CheckpointError, ConversionError
+from pipeline.hf.folder import load_hf_model
 from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
 from pipeline.scale.gate_folder import GATE_RECORD, open_gate, write_gate
 from tests.conversion.checkpoints import training_decoder
@@ -29,7 +29,8 @@ def mean_by_hand(values, document_ids):
     for row in range(len(values)):
         for at in range(values.shape[1]):
             weights = [
-                DECAY ** (at - back) * float(document_ids[row, back] == document_ids[row, at]) for back in range(at + 1)
+                DECAY ** (at - back) * float(document_ids[row, back] == document_ids[row, at])
+                for back in range(at + 1)
             ]
             total = sum(weight * values[row, back].double() for back, weight in enumerate(weights))
             expected[row, at] = total / sum(weights)
@@ -75,7 +76,9 @@ RECORD = gate_record(
 @pytest.fixture
 def folder(base, tmp_path):
     """A gate's folder, of a gate for "llama tied"."""
-    gate = Gate(1, "token", torch.randn(32), torch.rand(32), torch.randn(32), bias=0.5, threshold=1.5)
+    gate = Gate(
+        1, "token", torch.randn(32), torch.rand(32), torch.randn(32), bias=0.5, threshold=1.5
+    )
     write_gate(tmp_path / "run" / "gate", gate, RECORD)
     found, record = open_gate(tmp_path / "run" / "gate")
     assert record == RECORD.model_copy(update={"tensors_hash": record.tensors_hash})
@@ -85,10 +88,19 @@ def folder(base, tmp_path):
 
 
 DAMAGE = {
-    "no record": (lambda gate: (gate / GATE_RECORD).unlink(), r"gate\.json: no such file; .* run the stage gate"),
+    "no record": (
+        lambda gate: (gate / GATE_RECORD).unlink(),
+        r"gate\.json: no such file; .* run the stage gate",
+    ),
     "cut": (lambda gate: (gate / GATE_RECORD).write_text("{"), r"gate\.json: .*fit the gate again"),
-    "no tensors": (lambda gate: (gate / "gate.safetensors").unlink(), r"gate\.safetensors: damaged or missing"),
-    "others": (lambda gate: save_file({}, gate / "gate.safetensors"), r"gate\.safetensors: damaged or missing"),
+    "no tensors": (
+        lambda gate: (gate / "gate.safetensors").unlink(),
+        r"gate\.safetensors: damaged or missing",
+    ),
+    "others": (
+        lambda gate: save_file({}, gate / "gate.safetensors"),
+        r"gate\.safetensors: damaged or missing",
+    ),
 }
 
 
@@ -97,7 +109,10 @@ def without_checksum(gate):
 
 
 DAMAGE |= {
-    "another threshold": (lambda gate: change_json(gate / GATE_RECORD, threshold=-1.5), r"gate\.json: .*changed"),
+    "another threshold": (
+        lambda gate: change_json(gate / GATE_RECORD, threshold=-1.5),
+        r"gate\.json: .*changed",
+    ),
     "and no checksum": (without_checksum, r"gate\.json: has no checksum.*fit the gate again"),
 }
 

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 
+from pipeline.combination.combine import combine
 from pipeline.config.run import load_config
-from pipeline.conversion.combine import combine
 from pipeline.conversion.convert import convert, latest_conversion, run_sources
-from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.tokenizer import load_tokenizer
-from pipeline.data.units import texts
-from pipeline.data.vocabulary import EXPORTED, learn_extension, write_extension
+from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenizer.extension.vocabulary import EXPORTED, learn_extension, write_extension
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.gating.fit_run import fit_gate
+from pipeline.hf.folder import load_hf_model
 from pipeline.model.from_hf import open_base
 from pipeline.model.output import NEVER
 from tests.bases import STORIES, reference
@@ -59,7 +59,9 @@ def test_new_pieces_are_open_and_none_follows_a_closed_token(base, method, tmp_p
     assert torch.equal(logits[exact][:, :OLD], alone[exact][:, :OLD])
     assert (logits[closed][:, OLD:] == NEVER).all() and (logits[~closed][:, OLD:] > NEVER / 2).all()
     assert method != "preserve" or torch.equal(logits[~closed], ungated[~closed])
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(
+        targets.shape
+    )
     torch.testing.assert_close(nll, expected)
     assert (nll[closed & (targets >= OLD)] > -NEVER / 2).all() and (nll[~closed] < 1e3).all()
 
@@ -87,7 +89,9 @@ def train_extended(folder: Path, base: Path, add: int, reviews: slice, **changes
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A finished run with a vocabulary and a gate."""
-    return train_extended(tmp_path_factory.mktemp("vocabulary"), STORIES, 60, slice(20), validation__max_sequences=60)
+    return train_extended(
+        tmp_path_factory.mktemp("vocabulary"), STORIES, 60, slice(20), validation__max_sequences=60
+    )
 
 
 @torch.no_grad()
@@ -95,7 +99,9 @@ def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     first = load_config(run)
     stock = replace(latest_conversion(first), gate=None, format="stock", output=tmp_path / "first")
     assert convert(stock, probe_maker(*run_sources(first)))
-    second = load_config(train_extended(tmp_path, tmp_path / "first", 40, slice(20, 40), schedule__steps=3))
+    second = load_config(
+        train_extended(tmp_path, tmp_path / "first", 40, slice(20, 40), schedule__steps=3)
+    )
     assert open_base(second.base).spec.vocab_size == 512 + 60
     done = json.loads((second.folder / "training.json").read_text())
     assert done["step0_max_abs_logit_difference"] == 0.0
@@ -113,24 +119,40 @@ def test_a_run_with_a_vocabulary_keeps_the_base_through_training_conversion_and_
     record, _ = fit_gate(config)
     korean, english = record.heldout["korean"], record.heldout["english"]
     assert record.closed_max_abs_logit_difference == 0.0 and english.closed_sequences > 0
-    assert english.impossible_fraction == 0 and english.open_fraction < 0.05 < 0.5 < korean.open_fraction
+    assert (
+        english.impossible_fraction == 0
+        and english.open_fraction < 0.05 < 0.5 < korean.open_fraction
+    )
     assert 0 < korean.impossible_fraction < 0.2 and korean.base_perplexity is None
     assert korean.gated_perplexity == pytest.approx(korean.ungated_perplexity, rel=0.05)
-    assert korean.gated_perplexity != korean.ungated_perplexity  # the base's choice on closed tokens, possible ones
+    assert (
+        korean.gated_perplexity != korean.ungated_perplexity
+    )  # the base's choice on closed tokens, possible ones
     convert(latest_conversion(config), probe_maker(*run_sources(config)))
     folder = config.folder / "hf"
     for text in json.loads((folder / "verification.json").read_text())["texts"].values():
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
-    model, base, tokenizer = load_hf_model(folder, trust_remote_code=True), reference(STORIES), load_tokenizer(folder)
+    model, base, tokenizer = (
+        load_hf_model(folder, trust_remote_code=True),
+        reference(STORIES),
+        load_tokenizer(folder),
+    )
     story = "Once upon a time there was a little girl who lived in a small house."
-    tokens = torch.tensor([[*tokenizer.before_document, *tokenizer.reference.encode([story]).ids.tolist()]])
+    tokens = torch.tensor(
+        [[*tokenizer.before_document, *tokenizer.reference.encode([story]).ids.tolist()]]
+    )
     logits, of_base = model(tokens).logits, base(tokens).logits
     assert_near(logits[..., :512], of_base, PARITY)  # another class of transformers
     assert (logits[..., 512:] == NEVER).all()
-    assert torch.equal(generate_greedily(model, tokens, new_tokens=12), generate_greedily(base, tokens, new_tokens=12))
+    assert torch.equal(
+        generate_greedily(model, tokens, new_tokens=12),
+        generate_greedily(base, tokens, new_tokens=12),
+    )
     review = next(texts([str(REVIEWS_HELDOUT)]))
     ids = torch.tensor([tokenizer.reference.encode([review]).ids.tolist()])
-    assert (ids >= 512).any() and (model(ids).logits[..., 512:].amax(-1)[ids >= 512] > NEVER / 2).all()
+    assert (ids >= 512).any() and (
+        model(ids).logits[..., 512:].amax(-1)[ids >= 512] > NEVER / 2
+    ).all()
 
 
 @torch.no_grad()
@@ -142,7 +164,9 @@ def test_evaluation_spells_out_new_pieces_that_cannot_follow(run, tmp_path):
     corpora = {"korean": list(texts([str(REVIEWS_HELDOUT)]))[:4]}
     combine(tmp_path / "served", {"korean": config.folder})
     folders = (folder, tmp_path / "served", STORIES)
-    alone, combined, of_base = (score_folder(one, corpora, trust_remote_code=True)["korean"] for one in folders)
+    alone, combined, of_base = (
+        score_folder(one, corpora, trust_remote_code=True)["korean"] for one in folders
+    )
     assert alone.bits_per_byte < of_base.bits_per_byte and combined == alone
     assert alone.tokens < of_base.tokens
     ids = load_tokenizer(folder).reference.encode([corpora["korean"][0]]).ids.tolist()
@@ -156,11 +180,15 @@ def test_evaluation_spells_out_new_pieces_that_cannot_follow(run, tmp_path):
     # Whole windows of the context, which are longer when they are spelled out.
     whole = " ".join(texts([str(REVIEWS_HELDOUT)]))[:4000]
     assert len(model.tok_encode(whole)) > model.max_length
-    [rolling] = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (whole,), 0)], disable_tqdm=True)
+    [rolling] = model.loglikelihood_rolling(
+        [Instance("loglikelihood_rolling", {}, (whole,), 0)], disable_tqdm=True
+    )
     [plain] = benchmark_model(STORIES).loglikelihood_rolling(
         [Instance("loglikelihood_rolling", {}, (whole,), 0)], disable_tqdm=True
     )
     assert plain < rolling < 0
     (folder / EXPORTED).rename(folder / "elsewhere")
-    assert score_folder(folder, corpora, trust_remote_code=True)["korean"].perplexity == float("inf")
+    assert score_folder(folder, corpora, trust_remote_code=True)["korean"].perplexity == float(
+        "inf"
+    )
     (folder / "elsewhere").rename(folder / EXPORTED)

@@ -14,7 +14,13 @@ from pipeline.health.liveness import Phases, RankHealth, RankReport
 
 LIMITS = Watchdog(dead_after_s=10, hung_after_s=100, slow_after_s=300)
 WORKING = RankReport(
-    node="n1", step=5, phase="forward", phase_s=1, entered=40, at="linear (linear.py:9)", waiting=False
+    node="n1",
+    step=5,
+    phase="forward",
+    phase_s=1,
+    entered=40,
+    at="linear (linear.py:9)",
+    waiting=False,
 )
 WAITING = replace(WORKING, phase_s=150, at="all_reduce (distributed_c10d.py:3)", waiting=True)
 
@@ -38,7 +44,9 @@ def text(health: RankHealth, now: float = 1) -> str:
 
 def test_working_ranks_are_not_blamed():
     assert health_of(WORKING, WORKING).judge(now=9) is None
-    assert health_of(WAITING, WORKING).judge(now=9) is None, "one that waits long is not hung while another works"
+    assert health_of(WAITING, WORKING).judge(now=9) is None, (
+        "one that waits long is not hung while another works"
+    )
 
 
 def test_a_silent_rank_is_lost_and_its_last_report_is_shown():
@@ -53,7 +61,9 @@ def test_a_broken_connection_is_a_lost_rank_and_the_first_verdict_stays():
     health = health_of(WORKING, WORKING)
     health.on_disconnect(1)
     health.on_disconnect(0)
-    assert text(health).startswith("rank 1 on n1 (5 step(s) done, in phase forward) was lost: its process ended")
+    assert text(health).startswith(
+        "rank 1 on n1 (5 step(s) done, in phase forward) was lost: its process ended"
+    )
 
 
 def test_a_rank_that_ended_is_not_missed_and_a_pause_of_this_rank_extends_the_deadline():
@@ -79,13 +89,17 @@ def test_a_failed_rank_gives_its_reason_and_exit_code():
 def test_of_hung_ranks_the_one_behind_is_named_else_the_one_that_does_not_wait_else_all():
     behind = replace(WAITING, phase="data", entered=39, at="read (samples.py:7)", waiting=False)
     said = text(health_of(WAITING, behind, WAITING))
-    assert said.startswith("rank 1 on n1 (5 step(s) done, in phase data) hangs at read (samples.py:7), for 150 s; ")
+    assert said.startswith(
+        "rank 1 on n1 (5 step(s) done, in phase data) hangs at read (samples.py:7), for 150 s; "
+    )
     assert "ranks 0 on n0, 2 on n2: 5 step(s) done, in phase forward, at all_reduce" in said
     alone = replace(WAITING, at="sleep (x.py:1)", waiting=False)
     assert text(health_of(WAITING, alone)).startswith("rank 1 on n1 (")
     assert text(health_of(alone)).endswith("hangs at sleep (x.py:1), for 150 s")
     said = text(health_of(WAITING, WAITING))
-    assert said.startswith("all ranks hang, and none is behind the others: ranks 0 on n0, 1 on n1: 5 step(s) done")
+    assert said.startswith(
+        "all ranks hang, and none is behind the others: ranks 0 on n0, 1 on n1: 5 step(s) done"
+    )
 
 
 @pytest.mark.parametrize(("seconds", "hung"), [(299, False), (301, True)])

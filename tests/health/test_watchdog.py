@@ -47,23 +47,30 @@ class End(NamedTuple):
         return [line.split(" ", 1)[1] for line in self.lines if " E " in line]
 
 
-def start(scenario: Callable[[Phases], None], folder: Path, limits: Settings) -> list[ForkServerProcess]:
+def start(
+    scenario: Callable[[Phases], None], folder: Path, limits: Settings
+) -> list[ForkServerProcess]:
     ranks = [
-        processes.Process(target=_rank, args=(scenario, folder, limits, rank), daemon=True) for rank in range(RANKS)
+        processes.Process(target=_rank, args=(scenario, folder, limits, rank), daemon=True)
+        for rank in range(RANKS)
     ]
     for process in ranks:
         process.start()
     return ranks
 
 
-def await_ends(ranks: list[ForkServerProcess], folder: Path, stopped: int | None = None) -> list[End]:
+def await_ends(
+    ranks: list[ForkServerProcess], folder: Path, stopped: int | None = None
+) -> list[End]:
     for rank, process in enumerate(ranks):
         if rank != stopped:
             process.join(timeout=PATIENCE_S)
     for process in ranks:
         process.kill()
         process.join()
-    logs = [(folder / f"{rank}.log").read_text(encoding="utf-8").splitlines() for rank in range(RANKS)]
+    logs = [
+        (folder / f"{rank}.log").read_text(encoding="utf-8").splitlines() for rank in range(RANKS)
+    ]
     return [End(process.exitcode or 0, lines) for process, lines in zip(ranks, logs, strict=True)]
 
 
@@ -83,7 +90,9 @@ def _rank(scenario: Callable[[Phases], None], folder: Path, limits: Settings, ra
     phases = Phases(torch.device("cpu"))
     with (
         StopSignals() as signals,
-        Watchdog(limits, phases, folder / "stacks", is_interrupted=signals.is_insistent) as watchdog,
+        Watchdog(
+            limits, phases, folder / "stacks", is_interrupted=signals.is_insistent
+        ) as watchdog,
     ):
         heard = watchdog._health
         assert wait_until(lambda: heard._reports.keys() == heard._heard.keys(), every_s=0.01)
@@ -177,7 +186,10 @@ def ends_of(tmp_path_factory) -> Callable[[str], tuple[Path, list[End]]]:
         return start(scenario, folders[name], limits)
 
     running = {name: started(name) for name in [*SCENARIOS][:TOGETHER]}
-    ends = {name: await_ends(ranks, folders[name], SCENARIOS[name][2]) for name, ranks in running.items()}
+    ends = {
+        name: await_ends(ranks, folders[name], SCENARIOS[name][2])
+        for name, ranks in running.items()
+    }
     return lambda name: (
         folders[name],
         ends.get(name) or await_ends(started(name), folders[name], SCENARIOS[name][2]),
@@ -210,7 +222,9 @@ def test_a_lost_rank_is_named_by_all_others_in_one_line(scenario, lost, reason, 
         assert end.errors[0].startswith(f"[{rank}@n{rank}]")
         assert not [text for text in end.lines if "Traceback" in text], end
         # In a step still, or on its way out of one that a broken connection ended.
-        assert re.search("in (steps|__exit__)", (folder / "stacks" / f"rank_0000{rank}.txt").read_text())
+        assert re.search(
+            "in (steps|__exit__)", (folder / "stacks" / f"rank_0000{rank}.txt").read_text()
+        )
 
 
 @pytest.mark.parametrize(("scenario", "hung"), [("last hangs", 2), ("first hangs", 0)])
@@ -225,7 +239,10 @@ def test_a_hung_rank_is_distinguished_from_those_that_wait(scenario, hung, ends_
 
 @pytest.mark.parametrize(
     ("scenario", "code", "fault"),
-    [("last fails", INTERNAL_FAULT, "ValueError: no such sample"), ("users fault", 1, "corpus: gone")],
+    [
+        ("last fails", INTERNAL_FAULT, "ValueError: no such sample"),
+        ("users fault", 1, "corpus: gone"),
+    ],
 )
 def test_the_others_repeat_the_fault_of_a_failed_rank_in_one_line(scenario, code, fault, ends_of):
     _, ends = ends_of(scenario)
@@ -242,7 +259,9 @@ def test_a_fault_that_all_agreed_on_is_not_repeated(ends_of):
     assert [end.errors for end in ends] == [[], [], []]
 
 
-@pytest.mark.parametrize(("scenario", "on_its_own"), [("last interrupted", 2), ("first interrupted", 0)])
+@pytest.mark.parametrize(
+    ("scenario", "on_its_own"), [("last interrupted", 2), ("first interrupted", 0)]
+)
 def test_an_interrupted_rank_ends_all_and_blames_none(scenario, on_its_own, ends_of):
     _, ends = ends_of(scenario)
     assert ends[on_its_own].lines[-1] == "KeyboardInterrupt"
@@ -259,7 +278,9 @@ def test_a_second_keystroke_ends_ranks_that_wait_in_a_collective(ends_of):
         assert "in all_reduce" in (folder / "stacks" / f"rank_0000{rank}.txt").read_text()
 
 
-@pytest.mark.parametrize(("ranks", "every_s"), [(8, 5), (500, 5), (1024, 10.24), (4096, 30), (100_000, 30)])
+@pytest.mark.parametrize(
+    ("ranks", "every_s"), [(8, 5), (500, 5), (1024, 10.24), (4096, 30), (100_000, 30)]
+)
 def test_of_thousands_each_sends_less_often_but_twice_before_it_is_given_up(ranks, every_s):
     limits = Settings(beat_every_s=5, dead_after_s=60)
     assert heartbeat_interval_s(limits, ranks) == every_s

@@ -65,7 +65,10 @@ def is_trained(method, name):
         ("adapt", "phi3"),
         ("lora", "olmo2"),
         ("llama_pro", "gemma3"),
-        *((method, "qwen3_moe") for method in ("preserve", "adapt", "route", "fft", "lora", "llama_pro")),
+        *(
+            (method, "qwen3_moe")
+            for method in ("preserve", "adapt", "route", "fft", "lora", "llama_pro")
+        ),
         ("llama_pro", "qwen2_moe"),
         ("llama_pro", "glm4_moe"),
         ("freeze", "mixtral"),
@@ -81,15 +84,23 @@ def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path
     trained = {key for key, _ in named_trained_parameters(model)}
     assert trained == {key for key, _ in model.named_parameters() if is_trained(method, key)}
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW([parameter for _, parameter in named_trained_parameters(model)], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [parameter for _, parameter in named_trained_parameters(model)], lr=1e-2
+    )
     losses = []
-    for _ in range(4):  # blocks at zero feed blocks at zero: the innermost changes in the fourth step
+    for _ in range(
+        4
+    ):  # blocks at zero feed blocks at zero: the innermost changes in the fourth step
         loss, *_ = model(*some_batch(model.spec, 2, 24))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    moved = {key for key, parameter in model.named_parameters() if not torch.equal(parameter, before[key])}
+    moved = {
+        key
+        for key, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[key])
+    }
     assert moved == trained
     assert losses[-1] < losses[0]
     assert not torch.equal(model.logits(tokens), expected)
@@ -98,22 +109,34 @@ def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path
     assert torch.equal(model.logits(tokens, path="base"), expected) == model.keeps_base
 
 
-@pytest.mark.parametrize(("method", "copies"), [("llama_pro", {3: 2}), ("llama_pro everywhere", {1: 0, 3: 2, 5: 4})])
+@pytest.mark.parametrize(
+    ("method", "copies"), [("llama_pro", {3: 2}), ("llama_pro everywhere", {1: 0, 3: 2, 5: 4})]
+)
 def test_llama_pro_copies_the_block_below(base, method, copies):
     model = start(base("llama"), method)
     assert model.added_layers == copies.keys()
     for copied, original in copies.items():
         for name, parameter in model.layers[copied].named_parameters():
             zeroed = name.startswith(("attention.output.", "ffn.down."))
-            expected = torch.zeros_like(parameter) if zeroed else model.layers[original].get_parameter(name)
+            expected = (
+                torch.zeros_like(parameter)
+                if zeroed
+                else model.layers[original].get_parameter(name)
+            )
             assert torch.equal(parameter, expected), name
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "freeze", "frozen_layers": 4}, "method.frozen_layers: 4, but the base has 3 layers"),
-        ({"name": "llama_pro", "added_layers": 2}, "method.added_layers: expected a divisor of the base's 3 layers"),
+        (
+            {"name": "freeze", "frozen_layers": 4},
+            "method.frozen_layers: 4, but the base has 3 layers",
+        ),
+        (
+            {"name": "llama_pro", "added_layers": 2},
+            "method.added_layers: expected a divisor of the base's 3 layers",
+        ),
         (
             {"name": "lora", "rank": 4, "target_modules": ["query", "gate"]},
             "method.target_modules: the base, of family gpt_neox, has no map gate; it has query, key, value, output, "
@@ -130,5 +153,7 @@ def test_layers_that_the_base_lacks_are_refused(base, settings, message):
 @pytest.mark.parametrize("name", ["glm4_moe", "solar_open", "exaone_moe"])
 def test_routers_for_which_there_is_no_loss_are_not_trained(base, name):
     method = method_for(TypeAdapter(Method).validate_python(SETTINGS["fft"]), Path("unread"), SEED)
-    with pytest.raises(ConfigError, match=f"method.name: fft .* family {name}, which has no loss that balances"):
+    with pytest.raises(
+        ConfigError, match=f"method.name: fft .* family {name}, which has no loss that balances"
+    ):
         method.build(base(name).spec, SINGLE, "none")

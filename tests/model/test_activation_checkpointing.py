@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.widened import kept_for_backward, scale_settings, some_batch, trained_gradients, unwidened, widened
+from tests.widened import (
+    kept_for_backward,
+    scale_settings,
+    some_batch,
+    trained_gradients,
+    unwidened,
+    widened,
+)
 
 
 def step(base, variant, checkpointing):
@@ -14,11 +21,15 @@ def step(base, variant, checkpointing):
         model = unwidened(base)
         model.activation_checkpointing = checkpointing
     else:
-        model = widened(base, scale_settings(variant), noise=0.1, activation_checkpointing=checkpointing)
+        model = widened(
+            base, scale_settings(variant), noise=0.1, activation_checkpointing=checkpointing
+        )
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with kept_for_backward() as kept:
         loss, *_ = model(*some_batch(model.spec, 2, 64))
-    held_bytes = sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in parameters)
+    held_bytes = sum(
+        tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in parameters
+    )
     loss.backward()
     return loss.detach(), trained_gradients(model), held_bytes
 
@@ -41,6 +52,9 @@ def test_loss_and_gradients_are_identical_and_less_is_held(base, name, variant):
         assert torch.equal(loss, other_loss)
         for parameter, gradient in gradients.items():
             assert torch.equal(gradient, other_gradients[parameter]), parameter
-        nothing_to_drop = (variant, checkpointing) in (("preserve", "collaborative"), ("fft", "all"))
+        nothing_to_drop = (variant, checkpointing) in (
+            ("preserve", "collaborative"),
+            ("fft", "all"),
+        )
         assert other_held == held if nothing_to_drop else other_held < 0.8 * held
         held = other_held

@@ -19,11 +19,17 @@ OTHERS = {
         "layer_kinds.0.rotary.frequencies.1 (expected 0.1",
     ),
     "activation": ({"hidden_act": "relu"}, "activation (expected 'silu', found 'relu')"),
-    "context": ({"max_position_embeddings": 256}, "max_position_embeddings (expected 128, found 256)"),
+    "context": (
+        {"max_position_embeddings": 256},
+        "max_position_embeddings (expected 128, found 256)",
+    ),
     "tie": ({"tie_word_embeddings": True}, "tie_word_embeddings (expected False, found True)"),
     "heads": ({"num_key_value_heads": 4}, "widths.num_key_value_heads (expected 2, found 4)"),
     "layers": ({"num_hidden_layers": 2}, "layers (expected [0, 0, 0], found [0, 0])"),
-    "family": ({"model_type": "mistral", "sliding_window": 7}, "family (expected 'llama', found 'mistral')"),
+    "family": (
+        {"model_type": "mistral", "sliding_window": 7},
+        "family (expected 'llama', found 'mistral')",
+    ),
 }
 
 

@@ -27,7 +27,11 @@ from tests.widened import METHODS, SEED, Watched, packed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BOUND = rounding(128, 3)  # the products of 24 or 128 terms, the softmax, and the sum of the values
-LAYOUTS = {"one document": [[24], [24]], "ragged": [[5, 16, 3], [1, 1, 22]], "single tokens": [[1] * 24, [23, 1]]}
+LAYOUTS = {
+    "one document": [[24], [24]],
+    "ragged": [[5, 16, 3], [1, 1, 22]],
+    "single tokens": [[1] * 24, [23, 1]],
+}
 HEADS = {"multi-head": (4, 4, 64), "grouped": (6, 2, 128)}
 
 
@@ -72,13 +76,34 @@ def varlen_on_the_cpu():
     """A forward kernel for the CPU of torch's operator, which has one for CUDA only: each document by itself."""
     pytest.importorskip("torch.nn.attention.varlen")
 
-    def forward(query, key, value, starts, starts_of_keys, longest, longest_key, causal, scale, window, *rest):
-        assert torch.equal(starts, starts_of_keys) and longest == longest_key >= max(starts.diff().tolist())
+    def forward(
+        query,
+        key,
+        value,
+        starts,
+        starts_of_keys,
+        longest,
+        longest_key,
+        causal,
+        scale,
+        window,
+        *rest,
+    ):
+        assert torch.equal(starts, starts_of_keys) and longest == longest_key >= max(
+            starts.diff().tolist()
+        )
         assert starts.dtype == torch.int32 and window[1] == 0
-        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
+        key, value = (
+            heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+            for heads in (key, value)
+        )
         pieces = []
         for own in (slice(*pair) for pair in pairwise(starts.tolist())):
-            scores = query[own].transpose(0, 1) @ key[own].permute(1, 2, 0) * (scale or query.shape[-1] ** -0.5)
+            scores = (
+                query[own].transpose(0, 1)
+                @ key[own].permute(1, 2, 0)
+                * (scale or query.shape[-1] ** -0.5)
+            )
             seen = torch.ones_like(scores, dtype=torch.bool).tril()
             seen = seen if window[0] < 0 else seen.triu(-window[0])
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -99,20 +124,31 @@ def varlen_on_the_cpu():
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_agree(layout, heads, window, scale, softcap, varlen_on_the_cpu):
-    documents, inputs, head_dim = documents_of(LAYOUTS[layout]), heads_of(*HEADS[heads]), HEADS[heads][2]
+    documents, inputs, head_dim = (
+        documents_of(LAYOUTS[layout]),
+        heads_of(*HEADS[heads]),
+        HEADS[heads][2],
+    )
 
     def literal(query, key, value):
         scaled = query if scale is None else query * scale * head_dim**0.5
         return literal_attention(scaled, key, value, documents.ids, window, softcap)
 
-    expected, options = results(literal, inputs), {"window": window, "scale": scale, "softcap": softcap}
+    expected, options = (
+        results(literal, inputs),
+        {"window": window, "scale": scale, "softcap": softcap},
+    )
     kernels = {"masked": attention_kernel(documents, CPU, torch.float32, head_dim, **options)}
     if layout == "one document" and window is None:
         kernels["causal"] = attention_kernel(None, CPU, torch.float32, head_dim, scale=scale)
     for name, kernel in kernels.items():
         for found, wanted in zip(results(kernel, inputs), expected, strict=True):
-            assert_near(found, wanted, BOUND, name, scale=expected[0])  # one token in a window: gradients of nothing
-    of_gpus = [FlexAttention(_block_mask(documents.ids, window), scale, softcap)]  # no backward pass on the CPU
+            assert_near(
+                found, wanted, BOUND, name, scale=expected[0]
+            )  # one token in a window: gradients of nothing
+    of_gpus = [
+        FlexAttention(_block_mask(documents.ids, window), scale, softcap)
+    ]  # no backward pass on the CPU
     of_gpus += [VarlenAttention(documents.starts, window, scale)] if softcap is None else []
     for kernel in of_gpus:
         assert_near(kernel(*(heads.detach() for heads in inputs)), expected[0], BOUND)
@@ -134,7 +170,9 @@ def test_the_kernel_suits_the_device():
         whole_rows = attention_kernel(None, CUDA, dtype, head_dim)
         assert whole_rows.grouped == (dtype != torch.float32 and head_dim <= 256)
         assert_near(whole_rows(*inputs), CausalAttention()(*inputs), BOUND)
-    assert isinstance(attention_kernel(documents, CUDA, torch.bfloat16, 64, softcap=50.0), FlexAttention)
+    assert isinstance(
+        attention_kernel(documents, CUDA, torch.bfloat16, 64, softcap=50.0), FlexAttention
+    )
     assert isinstance(attention_kernel(documents, CPU, torch.bfloat16, 64), MaskedAttention)
 
 

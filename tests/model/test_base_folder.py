@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.conversion.hf_folder import load_hf_model
 from pipeline.errors import BaseModelError, LayoutError
+from pipeline.hf.folder import load_hf_model
 from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, in_three
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
@@ -41,7 +41,9 @@ def forget_a_tensor(path):
 def move_weights_out(path):
     shutil.move(path / "model-00001.safetensors", path.parent / "elsewhere.safetensors")
     index = path / INDEX_FILE
-    index.write_text(index.read_text().replace("model-00001.safetensors", "../elsewhere.safetensors"))
+    index.write_text(
+        index.read_text().replace("model-00001.safetensors", "../elsewhere.safetensors")
+    )
 
 
 def shard(path):
@@ -73,7 +75,9 @@ def test_several_files_load_as_one(base, sharded):
     assert len(open_base(sharded).hashes) == 3
 
 
-@pytest.mark.parametrize("name", ["llama", "neox", "llama one kv head", "neox tied", "phi3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "neox", "llama one kv head", "neox tied", "phi3", "gemma3", "qwen3_moe"]
+)
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_shards_of_every_weight_make_up_the_whole_and_any_rows_can_be_read(base, name, tp_size):
     folder = base(name)
@@ -88,12 +92,18 @@ def test_shards_of_every_weight_make_up_the_whole_and_any_rows_can_be_read(base,
             first, stop = sorted(torch.randperm(len(shard) + 1, generator=generator)[:2].tolist())
             rows = folder.read(parameter, partition_of(shard), rank, tp_size, rows=(first, stop))
             assert torch.equal(rows, shard[first:stop]), (parameter, first, stop)
-    inner = "layers.0.ffn.base.experts.up.weight" if name == "qwen3_moe" else "layers.0.ffn.up.base.weight"
+    inner = (
+        "layers.0.ffn.base.experts.up.weight"
+        if name == "qwen3_moe"
+        else "layers.0.ffn.up.base.weight"
+    )
     assert sum(shard[inner].numel() for shard in shards) == whole[inner].numel()
     for parameter, full in whole.items():
         partition = partition_of(shards[0][parameter])
         size = 0 if partition.dim is None else full.shape[partition.dim]
-        assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), parameter
+        assert torch.equal(merge([shard[parameter] for shard in shards], partition, size), full), (
+            parameter
+        )
 
 
 CONFIG_FAULTS = {
@@ -105,8 +115,14 @@ CONFIG_FAULTS = {
     "activation": ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not among"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "a size that is none": ({"hidden_size": "wide"}, "hidden_size"),
-    "heads in no equal groups": ({"num_attention_heads": 5}, "num_key_value_heads: 2 does not divide"),
-    "another width": ({"hidden_size": 64}, r"embedding.base.weight has shape \(97, 32\), .* implies \(97, 64\)"),
+    "heads in no equal groups": (
+        {"num_attention_heads": 5},
+        "num_key_value_heads: 2 does not divide",
+    ),
+    "another width": (
+        {"hidden_size": 64},
+        r"embedding.base.weight has shape \(97, 32\), .* implies \(97, 64\)",
+    ),
     "too many layers": ({"num_hidden_layers": 4}, "lacks the tensor model.layers.3"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers"),
     "a vocabulary beyond 64 bits": ({"vocab_size": 2**63}, "vocab_size"),
@@ -152,7 +168,11 @@ MIXTURE_FAULTS = {
         {},
         r"router.weight has shape \(7, 32\)",
     ),
-    "more experts to a token than there are": ({}, {"num_experts_per_tok": 7}, "num_experts_per_tok: expected 1 to 6"),
+    "more experts to a token than there are": (
+        {},
+        {"num_experts_per_tok": 7},
+        "num_experts_per_tok: expected 1 to 6",
+    ),
 }
 
 
@@ -166,8 +186,12 @@ def test_a_mixture_of_experts_that_is_none_is_refused(tmp_path, fault):
     shapes, entries, expected = MIXTURE_FAULTS[fault]
     path = save_base("qwen3_moe", tmp_path / "base")
     change_config(path, **entries)
-    tensors = load_file(path / SINGLE_FILE) | {name: shape and torch.ones(shape) for name, shape in shapes.items()}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / SINGLE_FILE)
+    tensors = load_file(path / SINGLE_FILE) | {
+        name: shape and torch.ones(shape) for name, shape in shapes.items()
+    }
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None}, path / SINGLE_FILE
+    )
     assert re.search(expected, refused(path))
 
 
@@ -175,7 +199,9 @@ def test_a_tied_base_with_another_output_projection_is_refused(tmp_path):
     path = save_base("llama tied", tmp_path / "base")
     tensors = load_file(path / SINGLE_FILE)
     embedding = tensors["model.embed_tokens.weight"]
-    save_file({**tensors, "lm_head.weight": embedding.clone()}, path / SINGLE_FILE, {"format": "pt"})
+    save_file(
+        {**tensors, "lm_head.weight": embedding.clone()}, path / SINGLE_FILE, {"format": "pt"}
+    )
     load(path)
     save_file({**tensors, "lm_head.weight": embedding + 1e-3}, path / SINGLE_FILE, {"format": "pt"})
     assert "set tie_word_embeddings to false" in refused(path)
@@ -192,7 +218,10 @@ FILE_FAULTS = {
         lambda path: (path / "model-00001.safetensors").unlink(),
         "model-00001.safetensors: no such file",
     ),
-    "a file cut off": (lambda path: cut(path / "model-00001.safetensors"), "model-00001.safetensors: damaged"),
+    "a file cut off": (
+        lambda path: cut(path / "model-00001.safetensors"),
+        "model-00001.safetensors: damaged",
+    ),
     "a pickle in its place": (
         lambda path: torch.save({"weight": torch.zeros(2)}, path / "model-00000.safetensors"),
         "model-00000.safetensors: damaged",
@@ -239,7 +268,11 @@ def add_an_adapter(path):
 
 
 def load_tensors(path):
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 READ_OTHERWISE = {
@@ -247,8 +280,14 @@ READ_OTHERWISE = {
         leave_an_old_file,
         f"base/{SINGLE_FILE}: {INDEX_FILE} beside it names other files",
     ),
-    "a tensor in two files": (hold_a_tensor_twice, "for lm_head.weight, and model-00002.safetensors holds one too"),
-    "a tensor that the index lacks": (hide_a_tensor, f"{INDEX_FILE}: lacks the tensor lm_head.weight"),
+    "a tensor in two files": (
+        hold_a_tensor_twice,
+        "for lm_head.weight, and model-00002.safetensors holds one too",
+    ),
+    "a tensor that the index lacks": (
+        hide_a_tensor,
+        f"{INDEX_FILE}: lacks the tensor lm_head.weight",
+    ),
     "weights that config.json names": (
         name_other_weights,
         "config.json: transformers_weights: expected none, found 'o",
@@ -287,17 +326,27 @@ def test_a_damaged_folder_is_refused(sharded, fault):
 
 def test_code_in_the_folder_never_runs(llama):
     (llama / "modeling_evil.py").write_text("raise SystemExit('ran')")
-    change_config(llama, auto_map={"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"})
+    change_config(
+        llama, auto_map={"AutoConfig": "modeling_evil.Evil", "AutoModel": "modeling_evil.Evil"}
+    )
     load(llama)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "inner", "tp_size"), [(6, 6, 48, 4), (6, 3, 48, 2), (8, 4, 172, 8)])
-def test_a_base_that_does_not_divide_over_the_ranks_is_refused(base, heads, kv_heads, inner, tp_size):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "tp_size"), [(6, 6, 48, 4), (6, 3, 48, 2), (8, 4, 172, 8)]
+)
+def test_a_base_that_does_not_divide_over_the_ranks_is_refused(
+    base, heads, kv_heads, inner, tp_size
+):
     spec = replace(base("llama").spec, widths=Widths(32, inner, heads, kv_heads), head_dim=8)
-    with pytest.raises(LayoutError, match=rf"parallel.tp_size: expected a divisor of .* found {tp_size}$"):
+    with pytest.raises(
+        LayoutError, match=rf"parallel.tp_size: expected a divisor of .* found {tp_size}$"
+    ):
         Decoder(spec, tp=TensorParallel(rank=0, size=tp_size))
 
 
 def test_tensor_parallelism_of_a_norm_over_all_heads_is_refused(base):
-    with pytest.raises(LayoutError, match=r"parallel.tp_size: expected 1, .* family olmo2 .* found 2; use ZeRO-3"):
+    with pytest.raises(
+        LayoutError, match=r"parallel.tp_size: expected 1, .* family olmo2 .* found 2; use ZeRO-3"
+    ):
         Decoder(base("olmo2").spec, tp=TensorParallel(rank=0, size=2))

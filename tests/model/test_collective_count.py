@@ -61,23 +61,31 @@ def messages_of_rank(path: Path, sequence_parallel: bool) -> dict[str, Sent]:
             loss.backward()
         assert trained_gradients(model)
         collectives = {name for name, *_ in forward.sent + backward.sent}
-        seen[method] = {name: (lengths(forward, name), lengths(backward, name)) for name in collectives}
+        seen[method] = {
+            name: (lengths(forward, name), lengths(backward, name)) for name in collectives
+        }
     return seen
 
 
 def lengths(messages: Messages, collective: str) -> list[int]:
     """In elements, the longer of what is given and got."""
-    return [length // torch.float32.itemsize for name, length, _ in messages.sent if name == collective]
+    return [
+        length // torch.float32.itemsize for name, length, _ in messages.sent if name == collective
+    ]
 
 
 @pytest.fixture(scope="module", params=["llama", "neox"])
 def messages(request, base):
     """The messages of each method, which every rank must have sent alike."""
     whole, split = (of_all_ranks(base(request.param).path, choice) for choice in (False, True))
-    assert all(sent.keys() == {ALL_REDUCE} for sent in whole.values()), "another collective than all-reduce"
+    assert all(sent.keys() == {ALL_REDUCE} for sent in whole.values()), (
+        "another collective than all-reduce"
+    )
     assert all(sent.keys() == {ALL_REDUCE, GATHER, SCATTER} for sent in split.values())
     return Sendings(
-        {method: sent[ALL_REDUCE] for method, sent in whole.items()}, split, base(request.param).spec.parallel_residual
+        {method: sent[ALL_REDUCE] for method, sent in whole.items()},
+        split,
+        base(request.param).spec.parallel_residual,
     )
 
 
@@ -97,7 +105,10 @@ def test_full_fine_tuning_sends_megatrons_messages_and_scale_no_more(messages):
     with_base = 4 - messages.parallel_residual
     assert messages.whole["fft"] == ([BASE] * sums + LOSS, [BASE] * sums)
     assert messages.whole["preserve"] == ([BOTH] * sums + LOSS, [UP] * sums)
-    assert messages.whole["adapt"] == ([BOTH] * sums + LOSS, [BOTH] * with_base + [UP] * (sums - with_base))
+    assert messages.whole["adapt"] == (
+        [BOTH] * sums + LOSS,
+        [BOTH] * with_base + [UP] * (sums - with_base),
+    )
 
 
 def test_route_sends_a_second_path_above_l_fp_and_the_routers_sums(messages):
@@ -125,7 +136,10 @@ def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, meth
     enters the output projection twice; there one of the two base streams has no gradient.
     """
     whole, split = messages.whole[method], messages.split[method]
-    of_regions = [[length for length in sent if length >= UP and length not in LOSS + ROUTER] for sent in whole]
+    of_regions = [
+        [length for length in sent if length >= UP and length not in LOSS + ROUTER]
+        for sent in whole
+    ]
     assert [sorted(sent) for sent in split[SCATTER]] == [sorted(sent) for sent in of_regions]
     more = (BOTH, -UP) if method == "route" else (0, 0)
     totals = [sum(sent) + extra for sent, extra in zip(of_regions, more, strict=True)]

@@ -13,7 +13,14 @@ from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
 from tests.model.test_tensor_parallel import Case
 from tests.tolerances import assert_near, rounding_of
-from tests.widened import packed, scale_settings, some_batch, some_tokens, trained_gradients, widened
+from tests.widened import (
+    packed,
+    scale_settings,
+    some_batch,
+    some_tokens,
+    trained_gradients,
+    widened,
+)
 
 pytestmark = pytest.mark.full
 
@@ -66,7 +73,9 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
             model.zero_grad()
             losses = model(*batch)
             losses.total.backward()
-            results.append((losses.total, *(own.grad for own in model.parameters() if own.grad is not None)))
+            results.append(
+                (losses.total, *(own.grad for own in model.parameters() if own.grad is not None))
+            )
         # Where a layer runs twice, its gradients may be added in another order.
         largest = max((own.abs().max() for own in results[0][1:]), key=float)
         for theirs, ours in zip(*results, strict=True):
@@ -87,7 +96,9 @@ FEATURES = [
 def assert_compiles(case, plain, compiled):
     compiled.compile_layers(backend="aot_eager")
     batch, rows = some_batch(plain.spec, 2, 24), int(case.rehearses)
-    expected, found = (model(*batch, kl_rows=rows, reference_rows=rows) for model in (plain, compiled))
+    expected, found = (
+        model(*batch, kl_rows=rows, reference_rows=rows) for model in (plain, compiled)
+    )
     assert counters["stats"]["unique_graphs"] > 0
     bound = rounding_of(plain.spec, backward=True)
     for losses in (expected, found):
@@ -110,5 +121,8 @@ def compiled_on_a_rank(path, cases):
 
 
 def test_ranks_compile(base):
-    cases = [Case("llama", "adapt", sequence_parallel=sequence_parallel) for sequence_parallel in (False, True)]
+    cases = [
+        Case("llama", "adapt", sequence_parallel=sequence_parallel)
+        for sequence_parallel in (False, True)
+    ]
     run_ranks(compiled_on_a_rank, 2, base("llama").path, cases)

@@ -48,7 +48,10 @@ def test_a_copy_is_seen(crossings):
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [*((method, "llama") for method in METHODS), *(("adapt", name) for name in ("neox", "phi3", "gemma3"))],
+    [
+        *((method, "llama") for method in METHODS),
+        *(("adapt", name) for name in ("neox", "phi3", "gemma3")),
+    ],
 )
 def test_only_the_first_micro_batch_sends_anything(base, tmp_path, crossings, method, name):
     spec, (watch, seen) = base(name).spec, crossings

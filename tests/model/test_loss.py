@@ -37,9 +37,14 @@ def model_of(base, method):
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [*((method, name) for method in LOSSES for name in ("llama", "neox tied")), ("adapt", "gemma2")],
+    [
+        *((method, name) for method in LOSSES for name in ("llama", "neox tied")),
+        ("adapt", "gemma2"),
+    ],
 )
-def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(base, name, method, monkeypatch):
+def test_loss_and_gradients_equal_plain_cross_entropy_for_any_chunk(
+    base, name, method, monkeypatch
+):
     model = model_of(base(name), method)
     tokens, targets = some_batch(model.spec, 2, 24)
     logits = plain_logits(model, model.hidden_states(tokens))
@@ -76,7 +81,9 @@ def test_experts_are_balanced_as_transformers_does_in_each_sequence(base, name):
     expected = dict(theirs.named_parameters())
     reached = 0
     for parameter, gradient in trained_gradients(model).items():
-        of_theirs = expected.get(hf_tensor(parameter, model.spec).name.replace("block_sparse_moe", "mlp"))
+        of_theirs = expected.get(
+            hf_tensor(parameter, model.spec).name.replace("block_sparse_moe", "mlp")
+        )
         if of_theirs is not None:
             own = torch.zeros_like(gradient) if of_theirs.grad is None else of_theirs.grad
             assert_near(gradient, own, PARITY, parameter)
@@ -99,7 +106,9 @@ def test_the_logits_of_a_batch_are_never_held(base, method, monkeypatch):
 
     with (
         Watched(look),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (saved.append(tensor.shape), tensor)[1], lambda t: t
+        ),
     ):
         model(*some_batch(model.spec, 2, 64))[0].backward()
     # Hidden widths among the rows of W: [V, D].T has V columns and D rows.
@@ -121,5 +130,7 @@ def test_sixteen_bit_gradients_follow_the_exact_ones(base, method):
     for name, parameter in named_trained_parameters(rounded):
         assert parameter.grad is not None
         assert parameter.grad.dtype == torch.bfloat16
-        cosine = F.cosine_similarity(parameter.grad.float().flatten(), parameters[name].grad.flatten(), dim=0)
+        cosine = F.cosine_similarity(
+            parameter.grad.float().flatten(), parameters[name].grad.flatten(), dim=0
+        )
         assert cosine > 0.9, name

@@ -34,7 +34,9 @@ from tests.widened import (
     unwidened,
 )
 
-NEW = NewRows([[3], [5, 7], [5, 7, 96], [0, 1, 2, 3], [8, 8]])  # 5: divides over no number of ranks here
+NEW = NewRows(
+    [[3], [5, 7], [5, 7, 96], [0, 1, 2, 3], [8, 8]]
+)  # 5: divides over no number of ranks here
 
 
 def extended(base: BaseFolder) -> BaseFolder:
@@ -62,7 +64,11 @@ def batch_with_new_tokens(model: Decoder) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [*itertools.product(METHODS, ("llama", "llama tied", "neox")), ("adapt", "qwen3_moe"), ("freeze", "qwen3_moe")],
+    [
+        *itertools.product(METHODS, ("llama", "llama tied", "neox")),
+        ("adapt", "qwen3_moe"),
+        ("freeze", "qwen3_moe"),
+    ],
 )
 def test_before_the_first_step_the_old_columns_are_the_bases(base, name, method, tmp_path):
     model = model_of(extended(base(name)), method, tmp_path, noise=0.0)
@@ -70,7 +76,9 @@ def test_before_the_first_step_the_old_columns_are_the_bases(base, name, method,
     expected = unwidened(base(name)).logits(tokens)
     assert torch.equal(model.logits(tokens)[..., :97], expected)
     shake(model, 0.1)
-    assert not torch.equal(model.logits(tokens)[..., :97], expected), "nothing that trains reaches the old columns"
+    assert not torch.equal(model.logits(tokens)[..., :97], expected), (
+        "nothing that trains reaches the old columns"
+    )
     if model.keeps_base:
         assert torch.equal(model.logits(tokens, path="base")[..., :97], expected)
 
@@ -112,15 +120,26 @@ def test_rehearsal_gives_new_pieces_no_probability(base, method, tmp_path):
     model = model_of(extended(base("llama")), method, tmp_path)
     if not model.keeps_base:
         model.add_reference()
-        method_for(METHODS[method], tmp_path, SEED).load(model.reference, extended(base("llama")), SINGLE)
+        method_for(METHODS[method], tmp_path, SEED).load(
+            model.reference, extended(base("llama")), SINGLE
+        )
     tokens, targets = some_batch(base("llama").spec, 2, 24)
     p = unwidened(base("llama")).logits(tokens[:1]).log_softmax(dim=-1)
-    q = plain_logits(model, model.hidden_states(tokens)).log_softmax(dim=-1).view(2, 24, -1)[:1, :, :97]
+    q = (
+        plain_logits(model, model.hidden_states(tokens))
+        .log_softmax(dim=-1)
+        .view(2, 24, -1)[:1, :, :97]
+    )
     expected = (p.exp() * (p - q)).sum(dim=-1).masked_fill(targets[:1] == -100, 0)
     expected.sum().backward()
     gradients = trained_gradients(model)
     model.zero_grad()
-    losses = model(tokens, targets.masked_fill(torch.tensor([[False], [True]]), -100), kl_rows=1, reference_rows=1)
+    losses = model(
+        tokens,
+        targets.masked_fill(torch.tensor([[False], [True]]), -100),
+        kl_rows=1,
+        reference_rows=1,
+    )
     assert_near(losses.kl[:1], expected, PARITY, scale=p)
     losses.total.backward()
     for name, gradient in trained_gradients(model).items():
@@ -131,7 +150,9 @@ def test_initial_rows():
     rows = torch.arange(97.0).unsqueeze(1) * torch.tensor([1.0, 10.0])
     assert torch.equal(NEW.of(rows)[:, 0], torch.tensor([3.0, 6.0, 36.0, 1.5, 8.0]))
     weighted = replace(NEW, initial="last-weighted").of(rows)[:, 1]
-    torch.testing.assert_close(weighted, 10 * torch.tensor([3, (5 + 14) / 3, (5 + 14 + 288) / 6, 2.0, 8]))
+    torch.testing.assert_close(
+        weighted, 10 * torch.tensor([3, (5 + 14) / 3, (5 + 14 + 288) / 6, 2.0, 8])
+    )
     assert torch.equal(replace(NEW, initial="zero").of(rows), torch.zeros(5, 2))
 
 
@@ -145,7 +166,9 @@ def test_new_rows_of_a_widened_base_start_as_the_mean_of_both_streams(base, tmp_
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
-def test_every_token_has_a_column_of_its_own_on_the_rank_that_holds_its_row(vocab_size: int, new: int, tp_size: int):
+def test_every_token_has_a_column_of_its_own_on_the_rank_that_holds_its_row(
+    vocab_size: int, new: int, tp_size: int
+):
     tokens = torch.arange(vocab_size + new)
     owners = []
     for rank in range(tp_size):

@@ -62,7 +62,9 @@ LENGTHS = (5, 16, 9)
 
 def models(base):
     yield unwidened(base)
-    yield widened(base, scale_settings("route", collaborative_modules="both", router_threshold=0.9), noise=0.1)
+    yield widened(
+        base, scale_settings("route", collaborative_modules="both", router_threshold=0.9), noise=0.1
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -71,7 +73,9 @@ def test_packed_documents_equal_documents_alone(base, name):
     positions, documents = packed(LENGTHS)
     for model in models(base(name)):
         together = model.logits(tokens, positions, documents)
-        alone = torch.cat([model.logits(document) for document in tokens.split(LENGTHS, dim=1)], dim=1)
+        alone = torch.cat(
+            [model.logits(document) for document in tokens.split(LENGTHS, dim=1)], dim=1
+        )
         assert_near(together, alone, PARITY)
         crossing = model.logits(tokens)
         assert (crossing - alone)[:, LENGTHS[0] :].abs().max() > 0.1, "the mask hides nothing"

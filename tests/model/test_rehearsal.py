@@ -50,10 +50,17 @@ def rehearsing(base, method, noise=0.1):
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [*((method, "llama tied") for method in METHODS), ("route", "neox"), ("adapt", "gemma2"), ("adapt", "mixtral")],
+    [
+        *((method, "llama tied") for method in METHODS),
+        ("route", "neox"),
+        ("adapt", "gemma2"),
+        ("adapt", "mixtral"),
+    ],
 )
 def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, name):
-    monkeypatch.setattr("pipeline.model.output.CHUNK_ELEMENTS", 97 * 30)  # borders of chunks within rows
+    monkeypatch.setattr(
+        "pipeline.model.output.CHUNK_ELEMENTS", 97 * 30
+    )  # borders of chunks within rows
     model, plain = rehearsing(base(name), method), unwidened(base(name))
     tokens, targets = some_batch(model.spec, 4, 24)
     positions, documents = two_documents(tokens)
@@ -82,7 +89,9 @@ def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, n
         assert_near(gradients[key], expected_gradient, PARITY, key)
 
 
-@pytest.mark.parametrize(("method", "name"), [*((method, "llama") for method in METHODS), ("adapt", "mixtral")])
+@pytest.mark.parametrize(
+    ("method", "name"), [*((method, "llama") for method in METHODS), ("adapt", "mixtral")]
+)
 def test_at_the_base_neither_loss_nor_gradient_is_left(base, method, name):
     model = rehearsing(base(name), method, noise=0.0)
     tokens, targets = some_batch(model.spec, 2, 24)
@@ -110,10 +119,14 @@ def test_the_frozen_copy_of_the_base_does_not_train(base):
     model = rehearsing(base("llama tied"), "fft", noise=0.0)
     copied = {name for name, _ in model.named_parameters() if name.startswith(REFERENCE)}
     plain = unwidened(base("llama tied"))
-    assert {name.removeprefix(REFERENCE) for name in copied} == {name for name, _ in plain.named_parameters()}
+    assert {name.removeprefix(REFERENCE) for name in copied} == {
+        name for name, _ in plain.named_parameters()
+    }
     assert not any(name.startswith(REFERENCE) for name, _ in named_trained_parameters(model))
     before = plain.logits(some_tokens(model.spec, 1, 8))
-    optimizer = torch.optim.AdamW([parameter for _, parameter in named_trained_parameters(model)], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [parameter for _, parameter in named_trained_parameters(model)], lr=1e-2
+    )
     model(*some_batch(model.spec, 2, 24)).total.backward()
     optimizer.step()
     assert torch.equal(model.reference.logits(some_tokens(model.spec, 1, 8)), before)

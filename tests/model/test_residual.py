@@ -42,13 +42,19 @@ def test_maps_that_read_the_stream_without_a_norm_undo_the_scale():
     name = "layers.0.attention.query.base.weight"
     residual = StoredResidual(8, 2.0**-20, read_unnormed=True)
     stored = residual.store(name, values(name))
-    assert torch.equal(stored[:, 8:], values(name)[:, 8:] * 2.0**20) and torch.equal(stored[:, :8], values(name)[:, :8])
+    assert torch.equal(stored[:, 8:], values(name)[:, 8:] * 2.0**20) and torch.equal(
+        stored[:, :8], values(name)[:, :8]
+    )
     assert torch.equal(residual.restore(name, stored), values(name))
 
 
-@given(st.sampled_from(sorted(NAMES)), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(1, SIZE))
+@given(
+    st.sampled_from(sorted(NAMES)), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(1, SIZE)
+)
 def test_any_rows_are_restored(name, first, stop, normed_size):
     first, stop = sorted((first, stop))
     residual = StoredResidual(normed_size, 2.0**-20)
     stored = residual.store(name, values(name))
-    assert torch.equal(residual.restore(name, stored[first:stop].clone(), first), values(name)[first:stop])
+    assert torch.equal(
+        residual.restore(name, stored[first:stop].clone(), first), values(name)[first:stop]
+    )

@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
     gguf=st.booleans(),
     derives_head_dim=st.booleans(),
 )
-def test_padded_widths_fit(kv_heads, group, head_dim, hidden_size, intermediate_size, tp, gguf, derives_head_dim):
+def test_padded_widths_fit(
+    kv_heads, group, head_dim, hidden_size, intermediate_size, tp, gguf, derives_head_dim
+):
     given_widths = Widths(hidden_size, intermediate_size, group * kv_heads, kv_heads)
     needed = tp, 256 if gguf else 1
     found = padded_widths(given_widths, head_dim, *needed, derives_head_dim=derives_head_dim)
@@ -34,7 +36,9 @@ def test_padded_widths_fit(kv_heads, group, head_dim, hidden_size, intermediate_
     assert found.hidden_size % heads == 0 and found.intermediate_size % tp == 0
     assert heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
     if gguf:
-        assert all(row % 256 == 0 for row in (found.hidden_size, found.intermediate_size, heads * head_dim))
+        assert all(
+            row % 256 == 0 for row in (found.hidden_size, found.intermediate_size, heads * head_dim)
+        )
     if derives_head_dim:
         assert found.hidden_size == heads * head_dim
     # Widths that fit are left as they are.
@@ -47,4 +51,7 @@ def test_what_servers_make_of_widths_is_told():
         "split by tp 1; GGUF's K-quants: whole; for both up to tp 8 add hidden_size 256, intermediate_size 1024, "
         "num_attention_heads 32"
     )
-    assert describe_serving(Widths(512, 1024, 32, 8), spec) == "split by tp 1, 2, 4, 8; GGUF's K-quants: whole"
+    assert (
+        describe_serving(Widths(512, 1024, 32, 8), spec)
+        == "split by tp 1, 2, 4, 8; GGUF's K-quants: whole"
+    )

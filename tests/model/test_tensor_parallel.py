@@ -40,7 +40,9 @@ from tests.widened import (
 
 BOTH = {"collaborative_modules": "both"}
 ONE_KV_HEAD = {"expansion": {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 2}}
-ONE_KV_HEAD_IN_FOUR = {"expansion": {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}}
+ONE_KV_HEAD_IN_FOUR = {
+    "expansion": {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 4}
+}
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,20 @@ class Case:
     precision: QuantizedPrecision | None = None
 
     def __str__(self) -> str:
-        flags = [name for name in ("sequence_parallel", "documents", "rehearses", "new_rows") if getattr(self, name)]
+        flags = [
+            name
+            for name in ("sequence_parallel", "documents", "rehearses", "new_rows")
+            if getattr(self, name)
+        ]
         return " ".join(
-            (self.base, self.method, *self.changes, self.activation_checkpointing, *flags, self.precision or "")
+            (
+                self.base,
+                self.method,
+                *self.changes,
+                self.activation_checkpointing,
+                *flags,
+                self.precision or "",
+            )
         )
 
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
@@ -79,7 +92,10 @@ class Case:
         settings = scale_settings(self.method, **self.changes)
 
         def build(tp: TensorParallel) -> Decoder:
-            form = {"activation_checkpointing": self.activation_checkpointing, "precision": self.precision}
+            form = {
+                "activation_checkpointing": self.activation_checkpointing,
+                "precision": self.precision,
+            }
             return widened(base, settings, tp=tp, noise=0.1, **form)
 
         model = build(tp)
@@ -110,18 +126,25 @@ class Outcome:
 
 
 def outcome(model: Decoder, case: Case) -> Outcome:
-    tokens, targets = batch_with_new_tokens(model) if case.new_rows else some_batch(model.spec, 2, 24)
+    tokens, targets = (
+        batch_with_new_tokens(model) if case.new_rows else some_batch(model.spec, 2, 24)
+    )
     positions, documents = two_documents(tokens) if case.documents else (None, None)
     losses = model(tokens, targets, positions, documents, int(case.rehearses), int(case.rehearses))
     losses.total.backward()
     parameters = dict(named_trained_parameters(model))
     gradients = trained_gradients(model)
-    counted = [name for name in parameters if model.tp.rank == 0 or parameters[name].tensor_model_parallel]
+    counted = [
+        name for name in parameters if model.tp.rank == 0 or parameters[name].tensor_model_parallel
+    ]
     with torch.no_grad():
         hidden = model.hidden_states(tokens, positions, documents)
         greedy = greedy_choices_(model.output.logits(hidden), **model.output.all_columns())
     return Outcome(
-        logits={path: model.logits(tokens, positions, documents, path=path) for path in get_args(LogitsPath)},
+        logits={
+            path: model.logits(tokens, positions, documents, path=path)
+            for path in get_args(LogitsPath)
+        },
         loss=losses.total.detach(),
         nll=losses.nll,
         kl=losses.kl,
@@ -203,7 +226,9 @@ CASES = {
         *REHEARSING[2:4],
         *FEATURED[-2:],
         *(replace(case, base="llama eight heads") for case in EXTENDED),
-        Case("llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True),
+        Case(
+            "llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True
+        ),
         Case("neox tied", "adapt", {**BOTH, "norm": "base"}, sequence_parallel=True),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
         Case("llama", "adapt", BOTH, precision="fp8"),
@@ -236,7 +261,9 @@ def outcomes(base):
 def test_ranks_compute_what_one_process_computes(base, outcomes, tp_size, case):
     ranks = outcomes(tp_size, case)
     whole = outcome(case.build(base(case.base).path, SINGLE), case)
-    bound, bound_of_gradients = (rounding_of(base(case.base).spec, backward=backward) for backward in (False, True))
+    bound, bound_of_gradients = (
+        rounding_of(base(case.base).spec, backward=backward) for backward in (False, True)
+    )
     for path, expected in whole.logits.items():
         columns = torch.cat([rank.logits[path] for rank in ranks], dim=-1)[..., ranks[0].places]
         assert_near(columns, expected, bound, f"logits of path {path}")
@@ -259,7 +286,9 @@ def test_ranks_compute_what_one_process_computes(base, outcomes, tp_size, case):
         replicas = partition.replicas(tp_size)
         for first in range(0, tp_size, replicas):
             for shard in shards[first : first + replicas]:
-                assert torch.equal(shard, shards[first]), f"{name}: holders of the same shard would drift apart"
+                assert torch.equal(shard, shards[first]), (
+                    f"{name}: holders of the same shard would drift apart"
+                )
         size = 0 if partition.dim is None else expected.shape[partition.dim]
         assert expected.any(), f"{name} is not reached"
         assert_near(merge(shards, partition, size), expected, bound_of_gradients, name)

@@ -29,13 +29,18 @@ FORGETS: dict[str, Any] = {
 }
 
 
-def test_forgetting_and_the_lowered_rate_survive_resuming_and_a_run_that_must_stop_saves_first(tokens, tmp_path):
+def test_forgetting_and_the_lowered_rate_survive_resuming_and_a_run_that_must_stop_saves_first(
+    tokens, tmp_path
+):
     lowers = {**FORGETS, "forgetting": {"max_increase": 1e-4, "action": "lower_learning_rate"}}
     config = make_run(tmp_path / "run", tokens, zero=1, **lowers)
     others = {"undisturbed": lowers, "full": FORGETS}
     others["stops"] = {**FORGETS, "forgetting": {"max_increase": 1e-4, "action": "stop"}}
     jobs = [partial(train, config, stop=True), partial(train, config)]
-    jobs += [partial(train_observed, make_run(tmp_path / name, tokens, zero=1, **own)) for name, own in others.items()]
+    jobs += [
+        partial(train_observed, make_run(tmp_path / name, tokens, zero=1, **own))
+        for name, own in others.items()
+    ]
     first, second = run_ranks(in_turn, 2, jobs)
     assert (first[:4], second) == ([RESUME_LATER, 0, 0, 0], [RESUME_LATER, 0, 0, 0, "exit 1"])
     found = metrics(tmp_path / "run")
@@ -51,7 +56,9 @@ def test_forgetting_and_the_lowered_rate_survive_resuming_and_a_run_that_must_st
     step = len(losses(tmp_path / "stops"))
     assert step < 4 and first[4].startswith(f"ForgettingError: step {step}: forgetting/english ")
     assert (tmp_path / "stops" / "checkpoints" / "latest").read_text().strip() == f"step_{step:08d}"
-    assert (tmp_path / "stops" / "seen").read_text() == "1", "the end is on record before a slow tracker's end"
+    assert (tmp_path / "stops" / "seen").read_text() == "1", (
+        "the end is on record before a slow tracker's end"
+    )
 
 
 def train_observed(config: Path) -> int:
@@ -73,7 +80,11 @@ def train_observed(config: Path) -> int:
 def test_the_configured_action(action):
     budget = Forgetting(max_increase=0.1, max_kl_from_base=0.2, action=action)
     within = {"forgetting/english": 0.1, "kl_from_base/english": 0.2, "perplexity/english": 9.0}
-    beyond = [{"forgetting/english": 0.11}, {"forgetting/english": math.nan}, {"kl_from_base/english": 0.3}]
+    beyond = [
+        {"forgetting/english": 0.11},
+        {"forgetting/english": math.nan},
+        {"kl_from_base/english": 0.3},
+    ]
     (verdicts,) = run_ranks(_verdicts, 1, budget, [within, *beyond])
     assert verdicts[0] == (Position(), None)
     for position, stop in verdicts[1:]:

@@ -51,8 +51,9 @@ def test_a_run_that_begins_again_keeps_the_figures_of_its_earlier_attempts(tmp_p
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl.1")] == [9.0, 5.0]
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl.2")] == [9.0, 4.0]
     assert not (tmp_path / "metrics.jsonl.3").exists(), "the reference alone is no progress"
-    assert "metrics.jsonl: the run begins at step 0; the figures of its earlier attempt are in metrics.jsonl.1" in (
-        caplog.text
+    assert (
+        "metrics.jsonl: the run begins at step 0; the figures of its earlier attempt are in metrics.jsonl.1"
+        in (caplog.text)
     )
 
 
@@ -65,14 +66,23 @@ def test_a_rollback_drops_later_figures(tmp_path):
     metrics.on_end(finished=True)
     assert [line["loss"] for line in read_metrics(tmp_path / METRICS)] == [0.0, 1.0, 2.0, 9.0]
     events = EventAccumulator(str(tmp_path / BOARD / tmp_path.name)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 9.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 9.0),
+    ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard's own thread
 def test_a_full_disk_loses_no_line(small_disk, caplog):
     disk = small_disk(mib=1)
     metrics = MetricsFiles(disk.path, 0)
-    figures = {f"figure/{number}": number / 7 for number in range(40)}  # a line longer than what the disk gives out
+    figures = {
+        f"figure/{number}": number / 7 for number in range(40)
+    }  # a line longer than what the disk gives out
     for step in range(8):
         if step == 2:
             disk.fill()

@@ -21,7 +21,12 @@ from tests.training.runs import in_turn, make_run, metrics, train
 
 TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
 IN_A_STEP = ("data", "forward", "backward", "step", "communication")
-EVENTS = {"zero": 1, "schedule__steps": 4, "validation__every_steps": 2, "checkpoints__every_steps": 3}
+EVENTS = {
+    "zero": 1,
+    "schedule__steps": 4,
+    "validation__every_steps": 2,
+    "checkpoints__every_steps": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,9 @@ def test_speed_time_and_memory_are_in_their_units(observed):
             assert all(line[f"seconds/{phase}"] > 0 for phase in IN_A_STEP)
     seconds = sum(sum(line[f"seconds/{phase}"] for phase in IN_A_STEP) for line in lines[1:])
     steps_s = json.loads((config.parent / "training.json").read_text())["seconds"]
-    assert seconds <= steps_s + 1e-3 <= seconds + sum(line["seconds/other"] for line in lines) + 2e-3
+    assert (
+        seconds <= steps_s + 1e-3 <= seconds + sum(line["seconds/other"] for line in lines) + 2e-3
+    )
 
 
 def test_every_figure_is_in_the_table(observed):
@@ -52,16 +59,25 @@ def test_every_figure_is_in_the_table(observed):
     named = [name for first in firsts for name in re.findall("`([^`]+)`", first)]
     patterns = [re.sub("<[^>]+>", "[^/]+", name) for name in named]
     for name in {name for line in observed[1] for name in line}:
-        assert any(re.fullmatch(pattern, name) for pattern in patterns), f"{name} is not in {TABLE.name}"
+        assert any(re.fullmatch(pattern, name) for pattern in patterns), (
+            f"{name} is not in {TABLE.name}"
+        )
 
 
 @pytest.mark.full
 def test_a_trace_has_the_configured_steps_and_changes_no_figure(tokens, tmp_path):
     plain = make_run(tmp_path / "plain", tokens, **EVENTS)
-    config = make_run(tmp_path / "traced", tokens, profile={"steps": [2, 3], "ranks": [1]}, **EVENTS)
+    config = make_run(
+        tmp_path / "traced", tokens, profile={"steps": [2, 3], "ranks": [1]}, **EVENTS
+    )
     stopped = make_run(tmp_path / "stopped", tokens, profile={"steps": [1, 100]}, **EVENTS)
     alone = make_run(tmp_path / "alone", tokens, profile={"steps": [1, 1], "ranks": [0, 2]})
-    jobs = [partial(train, stopped, stop=True), partial(train, plain), partial(train, config), partial(train, alone)]
+    jobs = [
+        partial(train, stopped, stop=True),
+        partial(train, plain),
+        partial(train, config),
+        partial(train, alone),
+    ]
     first, second = run_ranks(in_turn, 2, jobs)
     assert (first[:3], second) == ([75, 0, 0], [75, 0, 0, "exit 2"])
     assert first[3].startswith("ConfigError: profile.ranks: rank 2 of 2 ranks")

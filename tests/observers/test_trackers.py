@@ -36,7 +36,11 @@ def configured(folder: Path, observers: dict[str, Any]) -> RunConfig:
 
 
 def error_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == LOGGER and record.levelname == "ERROR"]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == LOGGER and record.levelname == "ERROR"
+    ]
 
 
 def log_two_attempts(config: RunConfig) -> None:
@@ -72,10 +76,15 @@ def wandb_records(folder: Path) -> dict[str, list[Any]]:
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 found["ids"].append(record.run.run_id)
-                found["settings"].append({item.key: json.loads(item.value_json) for item in record.run.config.update})
+                found["settings"].append(
+                    {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                )
             elif kind == "history":
                 found["figures"].append(
-                    {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+                    {
+                        "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                        for item in record.history.item
+                    }
                 )
             elif kind == "exit":
                 found["exit codes"].append(record.exit.exit_code)
@@ -104,7 +113,9 @@ def test_mlflow_keeps_one_run_over_a_rollback_and_a_restart(tmp_path, caplog):
     assert run.info.status == "FINISHED"
     assert run.data.params["schedule.steps"] == str(config.schedule.steps)
     assert run.data.params.keys() == dict(flattened(config.model_dump(mode="json"))).keys()
-    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")] == LOSSES
+    assert [
+        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")
+    ] == LOSSES
     assert run.data.metrics["perplexity/korean"] == 2.0
 
 
@@ -112,7 +123,9 @@ def test_mlflow_keeps_one_run_over_a_rollback_and_a_restart(tmp_path, caplog):
 def test_a_missing_package_is_refused_in_one_line(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     config = configured(tmp_path, WANDB if package == "wandb" else mlflow_in(tmp_path))
-    with pytest.raises(MissingPackageError, match=rf"^observers.{package}: .*pip install 'scale-cpt\[{package}\]'"):
+    with pytest.raises(
+        MissingPackageError, match=rf"^observers.{package}: .*pip install 'scale-cpt\[{package}\]'"
+    ):
         check_trackers(config)
 
 

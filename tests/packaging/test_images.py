@@ -16,7 +16,10 @@ def test_both_definitions_are_the_same_image_of_the_files_that_setup_reads():
     )
     [image] = re.findall(r"(?m)^FROM (\S+)$", dockerfile)
     assert f"From: {image}\n" in apptainer
-    assert f'RUN {SCRIPT} "$VARIANT"\n' in dockerfile and f'%post\n    {SCRIPT} "{{{{ VARIANT }}}}"\n' in apptainer
+    assert (
+        f'RUN {SCRIPT} "$VARIANT"\n' in dockerfile
+        and f'%post\n    {SCRIPT} "{{{{ VARIANT }}}}"\n' in apptainer
+    )
     copied = re.findall(r"(?m)^    (\S+) /opt/scale-cpt/\1$", apptainer)
     assert all((PROJECT / name).exists() for name in copied)
     [shipped] = re.findall(r"SHIPPED = \[(.*)\]", setup)
@@ -26,7 +29,7 @@ def test_both_definitions_are_the_same_image_of_the_files_that_setup_reads():
         "README.md",
         "LICENSE",
         "pipeline",
-        "data",
+        "examples",
         *re.findall(r'"(\w+)"', shipped),
     }
     assert set(copied) == needed and not needed & set(ignored.split())

@@ -23,7 +23,7 @@ SMALL = [
     "schedule.global_batch_size=2",
     "schedule.micro_batch_size=1",
     "data.sequence_length=64",
-    "data.corpora.korean.input=data/ko/reviews.heldout.jsonl.zst",
+    "data.corpora.korean.input=examples/data/ko/reviews.heldout.jsonl.zst",
     "data.corpora.own_text.sample.tokens=1000",
     "validation.max_sequences=2",
     "preflight.enabled=false",
@@ -32,7 +32,9 @@ SMALL = [
 
 
 def pip(*arguments: object) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *map(str, arguments)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -42,13 +44,29 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=PROJECT, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = subprocess.run(
+        listed, cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     for name in filter(lambda name: (PROJECT / name).is_file(), names):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(PROJECT / name, source / name)
-    subprocess.run([sys.executable, "setup.py", "--quiet", "sdist"], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "sdist"],
+        cwd=source,
+        check=True,
+        capture_output=True,
+    )
     [packed_source] = (source / "dist").glob("*.tar.gz")
-    pip("wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, packed_source)
+    pip(
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--wheel-dir",
+        folder,
+        packed_source,
+    )
     return next(folder.glob("*.whl"))
 
 
@@ -60,7 +78,15 @@ def installed(wheel, tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    pip("--python", folder / "bin" / "python", "install", "--quiet", "--no-deps", "--no-index", wheel)
+    pip(
+        "--python",
+        folder / "bin" / "python",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    )
     own = next(folder.glob("lib/python*/site-packages"))
     (own / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
@@ -69,7 +95,9 @@ def installed(wheel, tmp_path_factory) -> Path:
 @pytest.fixture
 def run(installed):
     """Calls `scale-cpt` in a folder; returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
     def call(folder: Path, *arguments: object) -> str:
@@ -83,9 +111,17 @@ def run(installed):
 
 def test_the_wheel_holds_programs_settings_and_the_demos_texts(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for name in ("tools/upscale.py", "slurm/cpt_korean.sh", "data/models/stories260K/config.json"):
+    for name in (
+        "tools/upscale.py",
+        "slurm/cpt_korean.sh",
+        "examples/data/models/stories260K/config.json",
+    ):
         assert f"pipeline/shipped/{name}" in names
-    assert not [name for name in names if name.startswith(("tests/", "tools/", "benchmarks/")) or ".pyc" in name]
+    assert not [
+        name
+        for name in names
+        if name.startswith(("tests/", "tools/", "benchmarks/")) or ".pyc" in name
+    ]
     assert wheel.stat().st_size < 8e6  # without the texts of studies
 
 
@@ -94,7 +130,14 @@ def test_a_run_from_text_to_an_exported_folder_outside_the_checkout(run, tmp_pat
     assert run(tmp_path, "--version") == f"scale-cpt {__version__}\n"
     run(tmp_path, "new", "work")
     work, begun = tmp_path / "work", "runs/demo"  # the run as it was started, with its changes
-    run(work, "tokenize", "configs/demo.yaml", "--workers", 1, *(f"--set={change}" for change in SMALL))
+    run(
+        work,
+        "tokenize",
+        "configs/demo.yaml",
+        "--workers",
+        1,
+        *(f"--set={change}" for change in SMALL),
+    )
     run(work, "sample", begun, "--workers", 1)
     run(work, "upscale", begun)
     run(work, "train", "--ranks", 2, begun)

@@ -49,7 +49,9 @@ def loss_and_choice(tp, vocab_size):
     preserved = preserved_tokens(z_p[:, :columns], logits[:, :columns], 0.05, tp)
     padded = logits.clone()
     padded[:, columns:] = 1e6  # whatever padding holds must not count
-    nll, gradient = nll_and_logit_gradient_(padded, targets, first=first, vocab_size=vocab_size, tp=tp)
+    nll, gradient = nll_and_logit_gradient_(
+        padded, targets, first=first, vocab_size=vocab_size, tp=tp
+    )
     return full, targets, nll, gradient, preserved
 
 

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 
 from pipeline.parallel.experts import grouped_product, has_grouped_product, product_of_each
 from pipeline.parallel.layers import ExpertLinear
-from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition, rounded, stored_parameter
+from pipeline.parallel.quantized import (
+    fill_quantized,
+    quantization_of,
+    read_partition,
+    rounded,
+    stored_parameter,
+)
 from pipeline.parallel.sharding import split
 from pipeline.parallel.topology import SINGLE, TensorParallel
 
@@ -49,7 +55,12 @@ def test_experts_in_few_bits_are_the_same_at_every_split(precision, dim):
         linear.weight = weight = stored_parameter(linear.weight, precision, "w", 2)
         held = split(whole, read_partition(weight), rank, 2)
         fill_quantized(weight, tp, lambda rows, held=held: held[slice(*rows)])
-        shard = split(expected, ExpertLinear(EXPERTS, IN, OUT, dim=dim, tp=SINGLE).weight.tp_partition, rank, 2)
+        shard = split(
+            expected,
+            ExpertLinear(EXPERTS, IN, OUT, dim=dim, tp=SINGLE).weight.tp_partition,
+            rank,
+            2,
+        )
         decoded = quantization_of(weight).decode(weight, torch.float32).view_as(shard)
         assert torch.equal(decoded, shard)
         x = some(23, shard.shape[2], seed=1).requires_grad_()

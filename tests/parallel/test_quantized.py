@@ -55,12 +55,25 @@ BY_BITSANDBYTES = "8461eebadfd77264"
 
 def test_nf4_is_that_of_bitsandbytes_bit_for_bit():
     numbers = torch.arange(48 * 3 * BLOCK, dtype=torch.int64)
-    matrix = (numbers * numbers * 69069 % 2**32 * 40503 % 2**32).double().div(2**32).sub(0.5).float().view(48, -1)
+    matrix = (
+        (numbers * numbers * 69069 % 2**32 * 40503 % 2**32)
+        .double()
+        .div(2**32)
+        .sub(0.5)
+        .float()
+        .view(48, -1)
+    )
     matrix[3, :BLOCK] = 0
     matrix[4, 5] = 9.0
     memory, quantization = stored(matrix, "nf4")
-    parts = quantization.codes(memory), quantization.scales(memory), quantization.decode(memory, torch.bfloat16)
-    found = sha256(b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)).hexdigest()
+    parts = (
+        quantization.codes(memory),
+        quantization.scales(memory),
+        quantization.decode(memory, torch.bfloat16),
+    )
+    found = sha256(
+        b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+    ).hexdigest()
     assert found.startswith(BY_BITSANDBYTES)
 
 
@@ -70,7 +83,10 @@ def test_fp8_rounds_each_row_to_three_bits_of_mantissa():
     decoded = rounded(matrix, "fp8")
     largest = matrix.abs().amax(1, keepdim=True)
     # Half a unit in the last place, or of the smallest numbers below normal ones: 448 is the largest in e4m3.
-    assert ((decoded - matrix).abs() <= torch.maximum(matrix.abs() * 2**-4, largest / 448 * 2**-10) * 1.001).all()
+    assert (
+        (decoded - matrix).abs()
+        <= torch.maximum(matrix.abs() * 2**-4, largest / 448 * 2**-10) * 1.001
+    ).all()
     torch.testing.assert_close(decoded.abs().amax(1, keepdim=True), largest, rtol=1e-6, atol=0)
 
 
@@ -96,7 +112,9 @@ def test_shards_are_those_of_the_whole_matrix(precision, dim, size, units, unit,
         fill_quantized(parameter, tp, partial(read_rows, matrix, parameter, rank, size))
         quantization = quantization_of(parameter)
         assert (quantization.rows, quantization.columns) == local_shape(shape, partition, size)
-        assert torch.equal(quantization.decode(parameter, torch.float32), split(expected, partition, rank, size))
+        assert torch.equal(
+            quantization.decode(parameter, torch.float32), split(expected, partition, rank, size)
+        )
 
 
 def test_what_is_cast_or_moved_keeps_its_bytes():
@@ -151,8 +169,12 @@ def test_the_product_in_fp8_rounds_activations_row_by_row():
     x[0, 1] *= 1000
     x[1, 2] = 0
     y = product_in_fp8(x, memory, quantization, bias)
-    expected = F.linear(rounded(x.flatten(0, 1), "fp8"), rounded(matrix, "fp8"), bias.float()).view(2, 3, 32)
-    torch.testing.assert_close(y.float(), expected, rtol=2**-7, atol=2**-9 * float(bias.abs().max()))
+    expected = F.linear(rounded(x.flatten(0, 1), "fp8"), rounded(matrix, "fp8"), bias.float()).view(
+        2, 3, 32
+    )
+    torch.testing.assert_close(
+        y.float(), expected, rtol=2**-7, atol=2**-9 * float(bias.abs().max())
+    )
     alone = product_in_fp8(x[:1, 1:2], memory, quantization, bias)
     assert torch.equal(alone, y[:1, 1:2])
 
@@ -169,6 +191,8 @@ def test_what_cannot_be_stored_is_refused():
     trained = sharded_parameter((8, 3 * 64), Partition(1, units=12), tp)
     with pytest.raises(ConfigError, match=r"w trains, .* set base_precision: bf16"):
         stored_parameter(trained, "fp8", "w", 4)
-    with pytest.raises(ConfigError, match=r"64 columns, which parallel.tp_size 4 would cut in w with 192 columns"):
+    with pytest.raises(
+        ConfigError, match=r"64 columns, which parallel.tp_size 4 would cut in w with 192 columns"
+    ):
         stored_parameter(trained.requires_grad_(False), "nf4", "w", 4)
     assert stored_parameter(trained, "fp8", "w", 4).numel() == 8 * 48 + 8 * 4

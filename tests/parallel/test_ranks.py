@@ -62,7 +62,9 @@ def test_all_continue_or_all_stop_and_the_fault_of_one_rank_names_it():
 def _place_while_waiting() -> tuple[str, bool]:
     values, arrived = torch.ones(1), threading.Lock()
     arrived.acquire()
-    values.cpu = arrived.acquire  # like a GPU's: a call into C that returns when the other ranks have arrived
+    values.cpu = (
+        arrived.acquire
+    )  # like a GPU's: a call into C that returns when the other ranks have arrived
     waiter = threading.Thread(target=summed, args=(values,))
     waiter.start()
 

@@ -19,7 +19,11 @@ def enter_and_leave():
     x, x_up, frozen = leaf(1, 2), leaf(3, 4, 5), torch.ones(2)
     entered = enter_region(tp, x, x_up, frozen, None)
     sum(number * tensor.sum() for tensor in entered[:2]).backward()
-    partial, partial_up, constant = leaf(number), leaf(number, 2 * number), torch.full((2,), float(number))
+    partial, partial_up, constant = (
+        leaf(number),
+        leaf(number, 2 * number),
+        torch.full((2,), float(number)),
+    )
     left = leave_region(tp, partial, None, partial_up, constant)
     (left[0].sum() + 10 * left[2].sum()).backward()
     return {
@@ -72,7 +76,10 @@ def test_positions_are_gathered_on_entry_and_their_sums_scattered_on_leaving(siz
     """Forward as backward: what is gathered one way is summed and scattered the other."""
     ranks = run_ranks(enter_and_leave_with_positions_split, size)
     gradient = sum(some_streams(1 + rank)[0] for rank in range(size))
-    sums = [sum(partials) for partials in zip(*(some_streams(10 + rank) for rank in range(size)), strict=True)]
+    sums = [
+        sum(partials)
+        for partials in zip(*(some_streams(10 + rank) for rank in range(size)), strict=True)
+    ]
     for rank, seen in enumerate(ranks):
         for found, expected in zip(seen["entered"], some_streams(0), strict=True):
             assert torch.equal(found, expected)

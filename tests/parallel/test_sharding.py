@@ -34,7 +34,9 @@ def split_tensors(draw):
             partition = Partition(dim=dim, padded=True)
         else:
             divisors = [units for units in range(1, tp_size + 1) if tp_size % units == 0]
-            units = draw(st.sampled_from(divisors) | st.integers(1, 4).map(lambda runs: runs * tp_size))
+            units = draw(
+                st.sampled_from(divisors) | st.integers(1, 4).map(lambda runs: runs * tp_size)
+            )
             shape[dim] = units * draw(st.integers(1, 4))
             partition = Partition(dim=dim, units=units)
     tensor = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)
@@ -45,12 +47,19 @@ def split_tensors(draw):
 def test_merge_undoes_split_and_neighbours_hold_the_replicas(case):
     tensor, partition, tp_size = case
     shards = [split(tensor, partition, rank, tp_size) for rank in range(tp_size)]
-    size, replicas = 0 if partition.dim is None else tensor.shape[partition.dim], partition.replicas(tp_size)
+    size, replicas = (
+        0 if partition.dim is None else tensor.shape[partition.dim],
+        partition.replicas(tp_size),
+    )
     assert torch.equal(merge(shards, partition, size), tensor)
-    assert {tuple(shard.shape) for shard in shards} == {local_shape(tensor.shape, partition, tp_size)}
+    assert {tuple(shard.shape) for shard in shards} == {
+        local_shape(tensor.shape, partition, tp_size)
+    }
     for rank, shard in enumerate(shards):
         assert torch.equal(shard, shards[rank - rank % replicas])
-    counts = torch.bincount(torch.cat([shard.flatten() for shard in shards]), minlength=tensor.numel() + 1)
+    counts = torch.bincount(
+        torch.cat([shard.flatten() for shard in shards]), minlength=tensor.numel() + 1
+    )
     assert (counts[1:] == replicas).all() and (counts[0] == 0 or partition.padded)
 
 
@@ -60,7 +69,9 @@ def test_a_parameter_is_marked_once_for_every_shard(case):
     tensor, partition, tp_size = case
     counted = 0
     for rank in range(tp_size):
-        parameter = sharded_parameter(tuple(tensor.shape), partition, TensorParallel(rank=rank, size=tp_size))
+        parameter = sharded_parameter(
+            tuple(tensor.shape), partition, TensorParallel(rank=rank, size=tp_size)
+        )
         assert partition_of(parameter) == partition
         assert full_shape_of(parameter) == tuple(tensor.shape)
         if parameter.tensor_model_parallel or rank == 0:

@@ -12,7 +12,11 @@ from pipeline.errors import LayoutError
 from pipeline.parallel.topology import Layout, ProcessGroups, TensorParallel, check_sequence_length
 from tests.distributed import run_ranks
 
-layouts = st.builds(lambda dp_size, tp_size: Layout(dp_size * tp_size, tp_size), st.integers(1, 8), st.integers(1, 8))
+layouts = st.builds(
+    lambda dp_size, tp_size: Layout(dp_size * tp_size, tp_size),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
 
 
 @given(layouts)
@@ -81,14 +85,22 @@ def test_real_groups_hold_the_ranks_that_the_layout_says():
     assert third == (mask(2, 3), mask(0, 2), {2: mask(2, 3)}, (0, 2, 2, 1, 2, [0, 2]))
     assert fourth == (mask(2, 3), mask(1, 3), {2: mask(2, 3)}, (1, 2, 2, 1, 2, [1, 3]))
     whole = run_ranks(seen_by_a_rank, 4, 4)
-    assert [rank[2] for rank in whole] == [{2: mask(0, 1), 4: 15}] * 2 + [{2: mask(2, 3), 4: 15}] * 2
+    assert [rank[2] for rank in whole] == [{2: mask(0, 1), 4: 15}] * 2 + [
+        {2: mask(2, 3), 4: 15}
+    ] * 2
 
 
 def test_a_world_or_a_sequence_that_does_not_divide_over_the_ranks_is_refused():
-    with pytest.raises(LayoutError, match="tp_size: expected a divisor of the number of ranks, 6, found 4"):
+    with pytest.raises(
+        LayoutError, match="tp_size: expected a divisor of the number of ranks, 6, found 4"
+    ):
         Layout(6, 4)
-    split, whole = (TensorParallel(rank=0, size=4, sequence_parallel=choice) for choice in (True, False))
+    split, whole = (
+        TensorParallel(rank=0, size=4, sequence_parallel=choice) for choice in (True, False)
+    )
     check_sequence_length(24, split)
     check_sequence_length(26, whole)
-    with pytest.raises(LayoutError, match=r"data.sequence_length: .* multiple of parallel.tp_size 4, found 26"):
+    with pytest.raises(
+        LayoutError, match=r"data.sequence_length: .* multiple of parallel.tp_size 4, found 26"
+    ):
         check_sequence_length(26, split)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from pipeline.config.data import Sampling
-from pipeline.data.token_corpus import Manifest, TokenCorpus
-from pipeline.data.workers import local_workers
+from pipeline.data.corpus.token_corpus import Manifest, TokenCorpus
+from pipeline.data.tokenize.workers import local_workers
 from pipeline.model.decoder import Decoder
 from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
 from tests.bases import STORIES, copy_tokenizer, save_base
@@ -43,9 +43,13 @@ def known_logits(decoder: Decoder, ids: np.ndarray) -> torch.Tensor:
     return decoder.logits(torch.from_numpy(ids)[None])[0, :, :KNOWN_IDS]
 
 
-def job(output: Path, base: Path = STORIES, *, max_tokens: int = 24, **settings: Any) -> SamplingJob:
+def job(
+    output: Path, base: Path = STORIES, *, max_tokens: int = 24, **settings: Any
+) -> SamplingJob:
     own = {
-        name: settings.pop(name) for name in ("text_key", "batch_size", "messages_key", "chat_date") if name in settings
+        name: settings.pop(name)
+        for name in ("text_key", "batch_size", "messages_key", "chat_date")
+        if name in settings
     }
     return SamplingJob(base, output, Sampling(**{"tokens": 600, **settings}), max_tokens, **own)
 
@@ -61,4 +65,7 @@ def documents_in(folder: Path) -> list[list[int]]:
     corpus = TokenCorpus(folder)
     corpus.check()
     ids = corpus.read(0, corpus.tokens)
-    return [document.tolist() for document in np.split(ids, corpus.document_starts(0, corpus.tokens)[1:])]
+    return [
+        document.tolist()
+        for document in np.split(ids, corpus.document_starts(0, corpus.tokens)[1:])
+    ]

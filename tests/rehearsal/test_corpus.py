@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.token_corpus import TokenCorpus
-from pipeline.data.token_shards import writing_shard
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.corpus.indexed_dataset import writing_shard
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.rehearsal.generation import BaseWriter
 from pipeline.rehearsal.openings import chosen_openings
@@ -28,9 +28,7 @@ from tests.texts import chat, write_chats
 
 pytestmark = pytest.mark.full
 
-TEMPLATE = (
-    "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}=>{% endif %}"
-)
+TEMPLATE = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}=>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,10 @@ def stopping_after(batches: int) -> Callable[..., object]:
 
 def stopped(output: Path, batches: int, **settings: object) -> Path:
     """A corpus of which some batches are written."""
-    with mock.patch.object(BaseWriter, "write", stopping_after(batches)), pytest.raises(StoppedError):
+    with (
+        mock.patch.object(BaseWriter, "write", stopping_after(batches)),
+        pytest.raises(StoppedError),
+    ):
         sample(output, **settings)  # type: ignore[arg-type]
     return output
 
@@ -70,7 +71,9 @@ def test_the_corpus_is_one_that_training_reads(written: Path):
     manifest, found = TokenCorpus(written).manifest, documents_in(written)
     assert manifest.tokens == sum(map(len, found)) >= 600
     assert manifest.tokens < 600 + 24 * manifest.sampling.batch_size
-    assert {document[0] for document in found} == {START} and {document[-1] for document in found} == {END}
+    assert {document[0] for document in found} == {START} and {
+        document[-1] for document in found
+    } == {END}
     assert max(map(len, found)) == 24
     texts = [load_tokenizer(STORIES).decode(document[1:-1]) for document in found]
     assert manifest.characters == sum(map(len, texts))
@@ -103,10 +106,14 @@ def test_documents_continue_their_openings(tmp_path: Path):
     begun = Counter(tuple(document[:7]) for document in documents_in(tmp_path / "own"))
     assert set(begun) == expected
     assert max(begun.values()) - min(begun.values()) <= 3
-    assert [(file.path, file.sha256 != "") for file in manifest.inputs] == [(file, True) for file in files]
+    assert [(file.path, file.sha256 != "") for file in manifest.inputs] == [
+        (file, True) for file in files
+    ]
 
 
-def test_openings_are_used_whole_and_longer_ones_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_openings_are_used_whole_and_longer_ones_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     questions = ["Who ran?", "Is the dog big?", "word " * 50]
     file = write_jsonl(tmp_path / "q.jsonl", questions)
     with caplog.at_level("WARNING", logger="pipeline"):
@@ -120,16 +127,33 @@ def test_openings_are_used_whole_and_longer_ones_left_out(tmp_path: Path, caplog
 
 def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
     """Behind the system's message and all earlier turns."""
-    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")})
-    said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Tom ran"), ("assistant", "No.")]
+    base = copied_stories(
+        tmp_path / "base",
+        tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")},
+    )
+    said = [
+        ("system", "Be kind."),
+        ("user", "Hi"),
+        ("assistant", "Yes?"),
+        ("user", "Tom ran"),
+        ("assistant", "No."),
+    ]
     path = write_chats(tmp_path / "chats.jsonl", chat(*said))
     chats = {"openings": [path], "messages_key": "messages"}
     sample(tmp_path / "own", base, max_tokens=60, **chats)
     encode = load_tokenizer(base).reference.encode
     first = "<s>[system] Be kind.[user] Hi[assistant] "
-    framed = [encode([text]).ids.tolist() for text in (first, f"{first}Yes?[user] Tom ran[assistant] ")]
-    begins = [[document[: len(ids)] == ids for ids in framed] for document in documents_in(tmp_path / "own")]
-    assert set(map(tuple, begins)) == {(True, False), (True, True)}  # the second prompt begins with the first
+    framed = [
+        encode([text]).ids.tolist() for text in (first, f"{first}Yes?[user] Tom ran[assistant] ")
+    ]
+    begins = [
+        [document[: len(ids)] == ids for ids in framed]
+        for document in documents_in(tmp_path / "own")
+    ]
+    assert set(map(tuple, begins)) == {
+        (True, False),
+        (True, True),
+    }  # the second prompt begins with the first
     with pytest.raises(DataError, match="begun with another chat template"):
         sample(tmp_path / "own", base, max_tokens=60, openings=[path], text_key="messages")
     write_chats(tmp_path / "chats.jsonl", chat(*said[:2]))
@@ -144,12 +168,19 @@ def test_openings_are_framed_by_the_chat_template_in_which_the_base_thinks_or_no
     tokenizer = load_tokenizer(base)
     for thinking, opening in ((None, ""), (True, "<think>"), (False, "<think></think>")):
         output = tmp_path / f"thinking {thinking}"
-        settings = {"openings": [str(file)], "chat_template": True, "max_tokens": 60, "thinking": thinking}
+        settings = {
+            "openings": [str(file)],
+            "chat_template": True,
+            "max_tokens": 60,
+            "thinking": thinking,
+        }
         manifest = sample(output, base, **settings)
         ids = tokenizer.reference.encode([f"<s>[user] Hi there=>{opening}"]).ids.tolist()
         found = documents_in(output)
         assert {tuple(document[: len(ids)]) for document in found} == {tuple(ids)}
-        assert manifest.characters == sum(len(tokenizer.decode(document[1:-1])) for document in found)
+        assert manifest.characters == sum(
+            len(tokenizer.decode(document[1:-1])) for document in found
+        )
 
 
 def test_openings_are_told_a_fixed_date_that_is_part_of_the_corpus(tmp_path: Path):
@@ -159,31 +190,60 @@ def test_openings_are_told_a_fixed_date_that_is_part_of_the_corpus(tmp_path: Pat
     settings = {"openings": [str(file)], "chat_template": True, "max_tokens": 60}
     assert sample(tmp_path / "own", base, **settings).chat_date == "2025-01-01"
     ids = load_tokenizer(base).reference.encode(["<s>[user] Hi there2025=>"]).ids.tolist()
-    assert {tuple(document[: len(ids)]) for document in documents_in(tmp_path / "own")} == {tuple(ids)}
-    with pytest.raises(DataError, match="begun with another chat date: expected '2030-12-31', found '2025-01-01'"):
+    assert {tuple(document[: len(ids)]) for document in documents_in(tmp_path / "own")} == {
+        tuple(ids)
+    }
+    with pytest.raises(
+        DataError, match="begun with another chat date: expected '2030-12-31', found '2025-01-01'"
+    ):
         sample(tmp_path / "own", base, **settings, chat_date=date(2030, 12, 31))
 
 
-def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_its_turns(tmp_path: Path):
-    base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")})
+def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_its_turns(
+    tmp_path: Path,
+):
+    base = copied_stories(
+        tmp_path / "base",
+        tokenizer_config={"chat_template": TEMPLATE.replace("=>", "[assistant] ")},
+    )
     names = ["Tom", "Mia", "Lily", "Ben", "Sam", "Sue"]
-    chats = [[("user", f"{n} ran"), ("assistant", "Yes?"), ("user", f"{n} sat"), ("assistant", "No")] for n in names]
+    chats = [
+        [("user", f"{n} ran"), ("assistant", "Yes?"), ("user", f"{n} sat"), ("assistant", "No")]
+        for n in names
+    ]
     chats.append([("system", "Mine"), ("user", "Oh ran"), ("assistant", "No")])
     path = write_chats(tmp_path / "chats.jsonl", *(chat(*turns) for turns in chats))
-    settings = {"openings": [path], "messages_key": "messages", "system_prompts": ["A", "B"], "max_tokens": 60}
+    settings = {
+        "openings": [path],
+        "messages_key": "messages",
+        "system_prompts": ["A", "B"],
+        "max_tokens": 60,
+    }
     drawn = []
     for seed in (0, 1):
         sample(tmp_path / f"seed {seed}", base, seed=seed, tokens=1200, **settings)
         text = " ".join(map(load_tokenizer(base).decode, documents_in(tmp_path / f"seed {seed}")))
         found = set(re.findall(r"\[system\] (\w+)\[user\] (\w+) ran", text))
-        assert sorted(name for _, name in found) == sorted([*names, "Oh"]), "each chat has one, in all its turns"
-        assert {system for system, name in found if name != "Oh"} <= {"A", "B"} and ("Mine", "Oh") in found
+        assert sorted(name for _, name in found) == sorted([*names, "Oh"]), (
+            "each chat has one, in all its turns"
+        )
+        assert {system for system, name in found if name != "Oh"} <= {"A", "B"} and (
+            "Mine",
+            "Oh",
+        ) in found
         drawn.append(found)
     assert drawn[0] != drawn[1] and {system for system, _ in drawn[0]} == {"A", "B", "Mine"}
 
 
-@given(count=st.integers(1, 40), stride=st.integers(1, 9), seed=st.integers(0, 5), passes=st.integers(1, 3))
-def test_each_pass_over_the_openings_uses_each_once(tmp_path_factory, count: int, stride: int, seed: int, passes: int):
+@given(
+    count=st.integers(1, 40),
+    stride=st.integers(1, 9),
+    seed=st.integers(0, 5),
+    passes=st.integers(1, 3),
+)
+def test_each_pass_over_the_openings_uses_each_once(
+    tmp_path_factory, count: int, stride: int, seed: int, passes: int
+):
     prefix = tmp_path_factory.mktemp("shard") / "openings"
     with writing_shard(prefix, np.dtype(np.uint16)) as writer:
         writer.add(np.arange(count), np.ones(count, dtype=np.int64))
@@ -204,10 +264,15 @@ def test_a_folder_of_other_text_is_refused(written: Path, tmp_path: Path, finish
         ({"temperature": 0.5}, "another temperature: expected 0.5, found 1.0"),
         ({"seed": 1}, "another seed: expected 1, found 0"),
         ({"batch_size": 2}, "another batch size: expected 2, found 4"),
-        ({"openings": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]}, "another inputs: expected"),
+        (
+            {"openings": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]},
+            "another inputs: expected",
+        ),
         ({"base": random_base("llama", tmp_path / "base")}, "another base: expected"),
     ):
-        with pytest.raises(DataError, match=f"own: was begun with {message}.*; set it back, or remove this folder"):
+        with pytest.raises(
+            DataError, match=f"own: was begun with {message}.*; set it back, or remove this folder"
+        ):
             sample(output, **changes)  # type: ignore[arg-type]
     assert contents(output) == before
 
@@ -228,16 +293,40 @@ def test_a_base_without_a_start_token_begins_after_the_end_of_another_document(t
     [
         ({"max_tokens": 513}, ConfigError, r"to 512 \(the base's context\), found 513"),
         ({"max_tokens": 2}, ConfigError, "max_tokens: expected 3 .* found 2"),
-        ({"openings": ["o.jsonl"], "opening_tokens": 22}, ConfigError, "max_tokens: expected 25 .* found 24"),
+        (
+            {"openings": ["o.jsonl"], "opening_tokens": 22},
+            ConfigError,
+            "max_tokens: expected 25 .* found 24",
+        ),
         ({"openings": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
-        ({"openings": ["o.jsonl"], "text_key": "body"}, DataError, "o.jsonl: no usable document .* text_key 'body'"),
-        ({"openings": ["o.jsonl"], "chat_template": True}, DataError, "its tokenizer has no chat template"),
-        ({"base": "no thoughts"}, DataError, "its chat template has no enable_thinking; leave thinking out"),
-        ({"base": "more ids"}, BaseModelError, "has ids up to 512, but the base's vocab_size is 512"),
+        (
+            {"openings": ["o.jsonl"], "text_key": "body"},
+            DataError,
+            "o.jsonl: no usable document .* text_key 'body'",
+        ),
+        (
+            {"openings": ["o.jsonl"], "chat_template": True},
+            DataError,
+            "its tokenizer has no chat template",
+        ),
+        (
+            {"base": "no thoughts"},
+            DataError,
+            "its chat template has no enable_thinking; leave thinking out",
+        ),
+        (
+            {"base": "more ids"},
+            BaseModelError,
+            "has ids up to 512, but the base's vocab_size is 512",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict, error: type[UserError], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict,
+    error: type[UserError],
+    message: str,
 ):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "o.jsonl", ["a story about a dog that ran home " * 9])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.rehearsal import generation
@@ -42,14 +42,20 @@ def greedy(decoder: Decoder, opening: np.ndarray, max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_at_a_low_temperature_it_is_greedy_decoding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_at_a_low_temperature_it_is_greedy_decoding(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Openings of several lengths share batches, in several rounds: what is before a shorter one has no influence."""
     monkeypatch.setattr(generation, "_FIRST_TOKENS", 2)
     base = random_base(name, tmp_path / "base")
     given = openings(1, 9, 22, 4)
-    written = writer(base).write(given, temperature=NEARLY_GREEDY, max_tokens=24, batch_size=3, seed=1)
+    written = writer(base).write(
+        given, temperature=NEARLY_GREEDY, max_tokens=24, batch_size=3, seed=1
+    )
     decoder = unwidened(open_base(base))
-    assert [document.tolist() for document in written] == [greedy(decoder, opening, 24) for opening in given]
+    assert [document.tolist() for document in written] == [
+        greedy(decoder, opening, 24) for opening in given
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -69,8 +75,14 @@ def test_the_text_has_the_entropy_of_the_bases_distribution(name: str, tmp_path:
                 nll = -log_p.gather(1, torch.from_numpy(ids[1:])[:, None])[:, 0]
                 values.append(nll + (log_p.exp() * log_p).sum(dim=-1))
         found = {assumed: torch.cat(values) for assumed, values in excess.items()}
-        in_errors = {assumed: abs(float(own.mean() / own.std())) * len(own) ** 0.5 for assumed, own in found.items()}
-        assert in_errors[temperature] < 4 and in_errors[1.7 - temperature] > 8, (temperature, in_errors)
+        in_errors = {
+            assumed: abs(float(own.mean() / own.std())) * len(own) ** 0.5
+            for assumed, own in found.items()
+        }
+        assert in_errors[temperature] < 4 and in_errors[1.7 - temperature] > 8, (
+            temperature,
+            in_errors,
+        )
 
 
 def test_a_document_is_over_at_every_end_of_the_base(tmp_path: Path):
@@ -79,7 +91,8 @@ def test_a_document_is_over_at_every_end_of_the_base(tmp_path: Path):
     base = copied_stories(tmp_path / "base", generation_config={"eos_token_id": [full_stop, END]})
     given = openings(1) * 8
     whole, cut = (
-        writer(one).write(given, temperature=1.0, max_tokens=32, batch_size=8, seed=3) for one in (STORIES, base)
+        writer(one).write(given, temperature=1.0, max_tokens=32, batch_size=8, seed=3)
+        for one in (STORIES, base)
     )
     first = [np.flatnonzero(document == full_stop) for document in whole]
     assert any(map(len, first))
@@ -98,7 +111,9 @@ def test_nothing_else_of_the_bases_generation_config_is_used(tmp_path: Path):
     )  # fmt: skip
     settings = {"temperature": 1.0, "max_tokens": 40, "batch_size": 2, "seed": 3}
     written = [writer(base).write(openings(1, 5), **settings) for base in (leaky, STORIES)]
-    assert [document.tolist() for document in written[0]] == [document.tolist() for document in written[1]]
+    assert [document.tolist() for document in written[0]] == [
+        document.tolist() for document in written[1]
+    ]
     assert min(map(len, written[0])) > 10
 
 
@@ -112,11 +127,15 @@ def test_documents_have_the_form_of_every_corpus_and_only_ids_of_the_tokenizer(t
         assert not {START, END} & set(document[len(opening) : -1].tolist())
         assert len(opening) < len(document) <= 40
     lengths = set(map(len, written))
-    assert 40 in lengths and min(len(document) for document in written[::6]) < 40, "some are cut, others are not"
+    assert 40 in lengths and min(len(document) for document in written[::6]) < 40, (
+        "some are cut, others are not"
+    )
     assert max(int(document.max()) for document in written) < KNOWN_IDS
     everything = unwidened(open_base(base)).logits(torch.from_numpy(written[0])[None])[0]
     others = torch.softmax(everything, dim=-1)[:, KNOWN_IDS:].sum(dim=-1)
-    assert others.mean() > 0.02, "the base gives the other rows of its embedding no probability anyway"
+    assert others.mean() > 0.02, (
+        "the base gives the other rows of its embedding no probability anyway"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +149,15 @@ def test_documents_have_the_form_of_every_corpus_and_only_ids_of_the_tokenizer(t
         ([1, 5, 2, 9], (4, 2), [1, 5, 4, 2]),
         ([1, 2], (4, 2), [1, 4, 2]),
     ],
-    ids=["cut", "its end", "the next one's start", "empty", "two tokens", "the second alone", "empty, two tokens"],
+    ids=[
+        "cut",
+        "its end",
+        "the next one's start",
+        "empty",
+        "two tokens",
+        "the second alone",
+        "empty, two tokens",
+    ],
 )
 def test_where_a_document_is_over(ids: list[int], end: tuple[int, ...], document: list[int]):
     assert _document(np.array(ids), 1, [end[-1], 1], end).tolist() == document

@@ -18,8 +18,8 @@ from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_sources
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.samples import TrainingSamples
-from pipeline.data.token_corpus import load_manifest
+from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.dataset.samples import TrainingSamples
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.from_hf import open_base
 from pipeline.run_folder.attempts import read_attempts
@@ -42,7 +42,9 @@ def copied_tokens(tokens: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tokens, tmp_path / "tokens")
 
 
-def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_stage_makes_what_the_run_then_reads(
+    copied_tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = rehearsing(tmp_path / "run", copied_tokens)
     config, cluster = load_config(path), Cluster(gpus=2, gpus_per_node=2)
     with pytest.raises(DataError, match=r"/own does not exist: start .* \(or scale-cpt sample"):
@@ -60,7 +62,10 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     assert ended is not None and (ended.stage, ended.exit_code) == ("sample", 0)
     manifest = load_manifest(copied_tokens / "own")
     assert manifest.sampling is not None
-    assert (manifest.sampling.max_tokens, manifest.sampling.seed) == (config.data.sequence_length, 0)
+    assert (manifest.sampling.max_tokens, manifest.sampling.seed) == (
+        config.data.sequence_length,
+        0,
+    )
     assert "own" in Inputs(config, 1).samples.training.corpora
     plan = make_plan(config, cluster)
     assert plan.faults == [] and len(plan.to_make) == 1
@@ -70,7 +75,9 @@ def test_the_stage_makes_what_the_run_then_reads(copied_tokens: Path, tmp_path: 
     again = scale_cpt("sample", path)
     assert again.returncode == 0 and "own: already complete" in again.stderr
     assert contents(copied_tokens) == made
-    shown = scale_cpt("inspect-data", copied_tokens / "own", "--tokenizer", STORIES, "--samples", "1")
+    shown = scale_cpt(
+        "inspect-data", copied_tokens / "own", "--tokenizer", STORIES, "--samples", "1"
+    )
     assert "temperature 1.0, at most 32 tokens a document" in shown.stdout
 
 
@@ -95,13 +102,24 @@ def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path
     ("flags", "message"),
     [
         ((), "name a run, or give all of --base, --output, --tokens and --max-tokens"),
-        (("--max-tokens", "16", "--temperature", "0"), "temperature: Input should be greater than 0 (found 0.0)"),
-        (("--max-tokens", "16", "--no-thinking"), "thinking and system_prompts are of openings that are chats"),
-        (("--max-tokens", "16", "--chat-template"), "chat_template frames messages; name files of them as openings"),
+        (
+            ("--max-tokens", "16", "--temperature", "0"),
+            "temperature: Input should be greater than 0 (found 0.0)",
+        ),
+        (
+            ("--max-tokens", "16", "--no-thinking"),
+            "thinking and system_prompts are of openings that are chats",
+        ),
+        (
+            ("--max-tokens", "16", "--chat-template"),
+            "chat_template frames messages; name files of them as openings",
+        ),
     ],
 )
 def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message: str):
-    done = scale_cpt("sample", "--base", STORIES, "--output", tmp_path / "own", "--tokens", "9", *flags)
+    done = scale_cpt(
+        "sample", "--base", STORIES, "--output", tmp_path / "own", "--tokens", "9", *flags
+    )
     assert done.returncode == 2
     *before, error = done.stderr.splitlines()
     assert error.startswith("error: ") and message in error
@@ -111,7 +129,9 @@ def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message:
 
 def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"max_tokens: expected .*base's context.*found 1000"):
-        begin(load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2, "tokenize")
+        begin(
+            load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2, "tokenize"
+        )
     config = load_config(rehearsing(tmp_path, tmp_path / "tokens", openings=["none.jsonl"]))
     plan = make_plan(config, Cluster(gpus=2, gpus_per_node=2))
     assert [fault for fault in plan.faults if "none.jsonl: no such file" in fault]
@@ -127,4 +147,7 @@ def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
 
 def test_a_checkpoint_does_not_record_where_openings_lie(tmp_path: Path):
     config = load_config(rehearsing(tmp_path / "run", tmp_path / "tokens", openings=["o.jsonl"]))
-    assert "openings" not in config.data.model_dump(mode="json", exclude=PATHS)["corpora"]["own"]["sample"]
+    assert (
+        "openings"
+        not in config.data.model_dump(mode="json", exclude=PATHS)["corpora"]["own"]["sample"]
+    )

@@ -60,7 +60,9 @@ def test_the_second_process_is_refused_in_one_line_that_names_the_first(tmp_path
         assert refused.value.exit_code == FOLDER_TAKEN and "\n" not in str(refused.value)
 
 
-def test_a_job_whose_earlier_start_is_alive_exits_with_a_code_that_is_retried(tmp_path, monkeypatch):
+def test_a_job_whose_earlier_start_is_alive_exits_with_a_code_that_is_retried(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     with holder(tmp_path, SLURM_RESTART_COUNT="1"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
@@ -70,7 +72,9 @@ def test_a_job_whose_earlier_start_is_alive_exits_with_a_code_that_is_retried(tm
 
 
 @pytest.mark.parametrize("machine", [[], ["another"], ["unknown"]])
-def test_an_owner_that_is_gone_is_replaced_and_a_silent_one_after_a_while(tmp_path, monkeypatch, machine):
+def test_an_owner_that_is_gone_is_replaced_and_a_silent_one_after_a_while(
+    tmp_path, monkeypatch, machine
+):
     """At once where its end is seen, on this machine."""
     monkeypatch.setattr(lock, "STALE_AFTER_S", 1.5 if machine else 600)
     with holder(tmp_path, *machine) as first:
@@ -89,7 +93,9 @@ def test_a_stopped_owner_that_lost_the_lock_ends_when_it_continues(tmp_path, mon
     monkeypatch.setattr(lock, "STALE_AFTER_S", 1)
     with holder(tmp_path, "another") as first:
         first.send_signal(signal.SIGSTOP)
-        assert wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, every_s=0.01)
+        assert wait_until(
+            lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, every_s=0.01
+        )
         with RunLock(tmp_path):
             first.send_signal(signal.SIGCONT)
             assert first.wait() == LOST_RANK
@@ -149,7 +155,9 @@ def test_of_two_processes_that_replace_a_dead_owner_one_is_refused(tmp_path):
 def test_a_lock_is_as_old_as_the_file_servers_clock_says(tmp_path, monkeypatch, ahead_s):
     with holder(tmp_path, "another"):
         real = time.time
-        monkeypatch.setattr(lock.time, "time", lambda: real() + ahead_s)  # this machine's clock is wrong
+        monkeypatch.setattr(
+            lock.time, "time", lambda: real() + ahead_s
+        )  # this machine's clock is wrong
         with pytest.raises(FolderTakenError, match="only one job may use"):
             lock.check_folder(tmp_path)
     os.utime(lock_path(tmp_path), (1, real() - 2 * lock.STALE_AFTER_S))

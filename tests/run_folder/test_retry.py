@@ -8,7 +8,14 @@ import pytest
 
 from pipeline.config.run import load_config
 from pipeline.errors import INTERNAL_FAULT, LOST_RANK, RESUME_LATER, USER_ERROR
-from pipeline.run_folder.attempts import NAME, decide, read_attempts, record_end, record_start, record_training
+from pipeline.run_folder.attempts import (
+    NAME,
+    decide,
+    read_attempts,
+    record_end,
+    record_start,
+    record_training,
+)
 
 
 @pytest.fixture
@@ -50,10 +57,21 @@ KILLED = {"exit_code": None}
         until_given_up(),
         until_given_up(**SERIAL),
         [({}, True), ({}, True), ({}, True), ({"saved": 500}, True), *until_given_up()],
-        [(RESUMED | {"saved": 2}, True), (RESUMED | {"saved": 4}, True), *until_given_up(**RESUMED)],
+        [
+            (RESUMED | {"saved": 2}, True),
+            (RESUMED | {"saved": 4}, True),
+            *until_given_up(**RESUMED),
+        ],
         until_given_up(**RESUMED, **SERIAL, stage="evaluate"),
-        [*[(RESUMED | SERIAL | {"stage": "tokenize"}, True)] * 6, *until_given_up(**SERIAL, stage="tokenize")],
-        [({"saved": 1, "most": 2}, True), ({"saved": 2, "most": 2}, True), ({"saved": 3, "most": 2}, False)],
+        [
+            *[(RESUMED | SERIAL | {"stage": "tokenize"}, True)] * 6,
+            *until_given_up(**SERIAL, stage="tokenize"),
+        ],
+        [
+            ({"saved": 1, "most": 2}, True),
+            ({"saved": 2, "most": 2}, True),
+            ({"saved": 3, "most": 2}, False),
+        ],
         [({"exit_code": USER_ERROR}, False)],
         # Killed with their job: what they saved is progress, and serial stages do not count.
         [(KILLED, None), ({"saved": 4, "without_progress": 0}, True)],
@@ -63,17 +81,26 @@ KILLED = {"exit_code": None}
 )
 def test_restarts_without_a_newer_checkpoint_are_limited(attempt, attempts):
     decisions = [attempt(f"7.{number}", **given) for number, (given, _) in enumerate(attempts)]
-    assert [decision and decision.again for decision in decisions] == [again for _, again in attempts]
+    assert [decision and decision.again for decision in decisions] == [
+        again for _, again in attempts
+    ]
 
 
 def test_another_job_has_its_own_count_and_no_progress_by_an_earlier_ones_checkpoints(attempt):
     for number in range(4):
         attempt(f"6.{number}", saved=number + 1)
-    assert [attempt(f"7.{number}", started=False).again for number in range(4)] == [True, True, True, False]
+    assert [attempt(f"7.{number}", started=False).again for number in range(4)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert "4 attempt(s) in a row brought no newer checkpoint" in attempt("7.3").why
 
 
-def test_the_error_that_the_run_recorded_is_kept_when_the_script_records_the_end(attempt, tmp_path, monkeypatch):
+def test_the_error_that_the_run_recorded_is_kept_when_the_script_records_the_end(
+    attempt, tmp_path, monkeypatch
+):
     monkeypatch.setenv("ATTEMPT", "7.0")
     record_end(tmp_path, exit_code=INTERNAL_FAULT, step=12, error="ValueError: boom")
     with (tmp_path / NAME).open("a") as file:

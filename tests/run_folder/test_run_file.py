@@ -48,7 +48,9 @@ def test_training_writes_the_run_again_and_logs_what_changed(path, caplog):
         record_training(load_config(path), 2, 0)
         assert "changed" not in caplog.text
         record_training(load_config(path, CHANGES), 2, 0)
-    assert caplog.messages == [f"{folder / RUN_FILE}: changed: + weight: 2.0, - steps: 6, + steps: 20"]
+    assert caplog.messages == [
+        f"{folder / RUN_FILE}: changed: + weight: 2.0, - steps: 6, + steps: 20"
+    ]
     assert load_config(folder) == load_config(path, CHANGES)
 
 
@@ -63,7 +65,9 @@ def test_a_file_that_cannot_be_written_ends_no_run(path, tmp_path, caplog):
     full = OSError(errno.ENOSPC, "No space left on device")
     with patch("pipeline.run_folder.run_file.write_text", side_effect=full):
         record_training(load_config(path), 2, 0)
-    assert caplog.messages == [f"{tmp_path / 'run' / RUN_FILE}: this run is not recorded: No space left on device"]
+    assert caplog.messages == [
+        f"{tmp_path / 'run' / RUN_FILE}: this run is not recorded: No space left on device"
+    ]
     assert len(read_attempts(tmp_path / "run")) == 1
 
 

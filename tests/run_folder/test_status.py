@@ -66,7 +66,9 @@ def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
 
 
-def test_the_tool_prints_a_run_or_a_line_for_each_of_a_study_or_json_and_loads_no_torch(finished, tmp_path):
+def test_the_tool_prints_a_run_or_a_line_for_each_of_a_study_or_json_and_loads_no_torch(
+    finished, tmp_path
+):
     printed = tool(finished[0])
     lines = printed.stdout.splitlines()
     assert lines[1] == "state       done: all steps are done"
@@ -82,14 +84,19 @@ def test_the_tool_prints_a_run_or_a_line_for_each_of_a_study_or_json_and_loads_n
         f"a.seed_1  done    {STEPS} of {STEPS}  all steps are done",
         "b.seed_1  failed          train: no text",
     ]
-    assert [run["state"] for run in json.loads(tool(tmp_path, "--json").stdout)] == ["done", "failed"]
+    assert [run["state"] for run in json.loads(tool(tmp_path, "--json").stdout)] == [
+        "done",
+        "failed",
+    ]
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     """A run that a script is about to begin."""
     monkeypatch.setenv("ATTEMPT", "7.0")
-    return load_config(PROJECT / "configs" / "demo.yaml").model_copy(update={"folder": tmp_path / "run"})
+    return load_config(PROJECT / "configs" / "demo.yaml").model_copy(
+        update={"folder": tmp_path / "run"}
+    )
 
 
 @pytest.fixture
@@ -109,7 +116,9 @@ def test_a_run_whose_lock_is_held_is_running(run):
         state, why = state_of(run)
         assert state == "running" and f"pid {os.getpid()}" in why
     state, why = state_of(run)
-    assert state == "failed" and why.startswith("train: the last attempt left no reason (cancelled or killed?); ")
+    assert state == "failed" and why.startswith(
+        "train: the last attempt left no reason (cancelled or killed?); "
+    )
 
 
 def test_the_newest_line_decides_and_a_refused_job_changes_nothing(run, monkeypatch):
@@ -118,7 +127,9 @@ def test_the_newest_line_decides_and_a_refused_job_changes_nothing(run, monkeypa
     decide(run, stage="train", exit_code=137, **LIMITS)
     state, why = state_of(run)
     assert state == "waiting"
-    assert why.startswith("train: rank 1 on n2 was lost (restart 1, 1 of at most 3 without progress); ")
+    assert why.startswith(
+        "train: rank 1 on n2 was lost (restart 1, 1 of at most 3 without progress); "
+    )
     monkeypatch.setenv("ATTEMPT", "8.0")
     record_start(run, "tokenize")
     assert not decide(run, stage="train", exit_code=FOLDER_TAKEN, **LIMITS).again
@@ -136,7 +147,9 @@ def test_the_forecast_counts_from_the_newest_checkpoint_unless_the_run_trains(ru
     (run / "checkpoints" / "step_00000020").mkdir(parents=True)
     (run / "checkpoints" / "step_00000020" / "manifest.json").touch()
     steps = [{"step": step, "tokens_per_second_per_gpu": 1000.0} for step in range(1, 29)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps), encoding="utf-8")
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in steps), encoding="utf-8"
+    )
 
     def steps_left() -> int:
         status = read_status(run)
@@ -176,7 +189,10 @@ def test_a_trained_run_is_not_done_while_a_stage_works_or_was_interrupted(config
 
 def test_a_stage_that_takes_one_process_refuses_the_second(config, monkeypatch):
     with stage_of(config, "convert", alone=True):
-        with pytest.raises(FolderTakenError, match="is at the stage convert"), stage_of(config, "convert", alone=True):
+        with (
+            pytest.raises(FolderTakenError, match="is at the stage convert"),
+            stage_of(config, "convert", alone=True),
+        ):
             pass
         with stage_of(config, "upscale", alone=True):
             assert (config.folder / "upscale.lock").exists()
@@ -202,7 +218,8 @@ def slurm(tmp_path, monkeypatch):
 
     def answer(controller: str | None, accounting: str | None = None) -> None:
         programs = {
-            "scontrol": controller and f"JobId=7 JobName=cpt JobState={controller} Reason=None Requeue=1 Restarts=0",
+            "scontrol": controller
+            and f"JobId=7 JobName=cpt JobState={controller} Reason=None Requeue=1 Restarts=0",
             "sacct": accounting,
         }
         for name, said in programs.items():
@@ -240,10 +257,17 @@ CANCELLED = "was cancelled; the same command resumes"
             f"{NO_END} has ended as OUT_OF_MEMORY; the same command resumes",
         ),
         ("COMPLETING", None, "running", f"{NO_END} is completing"),
-        (None, None, "failed", "train: the last attempt of job 7 left no reason (cancelled or killed?); it resumes"),
+        (
+            None,
+            None,
+            "failed",
+            "train: the last attempt of job 7 left no reason (cancelled or killed?); it resumes",
+        ),
     ],
 )
-def test_slurm_says_what_became_of_an_attempt_that_left_no_reason(slurm, config, controller, accounting, state, said):
+def test_slurm_says_what_became_of_an_attempt_that_left_no_reason(
+    slurm, config, controller, accounting, state, said
+):
     slurm(controller, accounting)
     record_training(config, 2, 0)
     found, why = state_of(config.folder)
@@ -254,7 +278,10 @@ def test_a_cancelled_run_that_saved_does_not_wait_for_its_job(slurm, config):
     slurm("CANCELLED")
     record_training(config, 2, 0)
     record_end(config.folder, exit_code=RESUME_LATER, step=3)
-    assert state_of(config.folder) == ("stopped", "train: saved; job 7 was cancelled; the same command resumes")
+    assert state_of(config.folder) == (
+        "stopped",
+        "train: saved; job 7 was cancelled; the same command resumes",
+    )
     slurm("PENDING")
     assert state_of(config.folder) == ("waiting", "train: saved; job 7 is queued and resumes it")
 
@@ -266,7 +293,10 @@ def test_a_job_that_begins_its_next_stage_is_running(slurm, config):
     done = "tokenize is done, the next stage follows"
     assert state_of(config.folder) == ("running", f"{done}; job 7 is running")
     slurm("COMPLETED")
-    assert state_of(config.folder) == ("waiting", f"{done}; job 7 is done; the same command resumes")
+    assert state_of(config.folder) == (
+        "waiting",
+        f"{done}; job 7 is done; the same command resumes",
+    )
 
 
 def test_a_cancelled_serial_stage_of_another_node_does_not_run(slurm, config):

@@ -9,19 +9,29 @@ from tests.widened import kept_for_backward, scale_settings, some_batch, widened
 # Widths of stories260K and of this expansion are all different, so that a tensor's last dimension names its stream.
 WIDTHS = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 2}
 RESIDUAL, INNER = 64, 172
-VARIANTS = [("preserve", {}), ("adapt", {"l_fp": 3}), ("route", {"l_fp": 3, "collaborative_modules": "both"})]
+VARIANTS = [
+    ("preserve", {}),
+    ("adapt", {"l_fp": 3}),
+    ("route", {"l_fp": 3, "collaborative_modules": "both"}),
+]
 
 
 def model_of(base, variant, changes):
-    return widened(base("stories260K"), scale_settings(variant, expansion=WIDTHS, **changes), noise=0.1)
+    return widened(
+        base("stories260K"), scale_settings(variant, expansion=WIDTHS, **changes), noise=0.1
+    )
 
 
 @pytest.mark.parametrize(("variant", "changes"), VARIANTS, ids=[name for name, _ in VARIANTS])
-def test_the_base_stream_needs_no_gradient_before_the_first_collaborative_layer(base, variant, changes):
+def test_the_base_stream_needs_no_gradient_before_the_first_collaborative_layer(
+    base, variant, changes
+):
     model = model_of(base, variant, changes)
     calls = []
     for index, layer in enumerate(model.layers):
-        layer.register_forward_hook(lambda _, inputs, out, index=index: calls.append((index, inputs[-1], *out)))
+        layer.register_forward_hook(
+            lambda _, inputs, out, index=index: calls.append((index, inputs[-1], *out))
+        )
     model(*some_batch(model.spec, 2, 32))
     for index, masked, x, x_up in calls:
         depends_on_w12 = not masked and index >= changes.get("l_fp", 5)

@@ -51,7 +51,9 @@ def test_a_run_loads_what_was_computed(base, folder):
         assert torch.equal(loaded[name], parameter), name
 
 
-def test_the_folder_holds_the_expansion_only_and_is_the_same_whenever_it_is_made(base, folder, tmp_path):
+def test_the_folder_holds_the_expansion_only_and_is_the_same_whenever_it_is_made(
+    base, folder, tmp_path
+):
     names = open_expansion(folder).names
     assert names
     assert not [name for name in names if is_base(name)]
@@ -74,7 +76,9 @@ def test_an_expansion_made_by_other_settings_is_refused(base, folder):
 
 def test_an_expansion_of_another_base_is_refused(folder, tmp_path):
     random_model(CONFIGS["llama"], seed=1).save_pretrained(tmp_path / "other")
-    with pytest.raises(BaseModelError, match=r"made of the base .* with other weights than the run's base"):
+    with pytest.raises(
+        BaseModelError, match=r"made of the base .* with other weights than the run's base"
+    ):
         load(open_base(tmp_path / "other"), folder)
 
 
@@ -82,7 +86,9 @@ def test_an_expansion_of_another_base_is_refused(folder, tmp_path):
 def test_an_expansion_of_a_base_whose_config_changed_is_refused(base, folder, tmp_path, changes):
     changed = shutil.copytree(base("llama").path, tmp_path / "changed")
     change_json(changed / "config.json", **changes)
-    with pytest.raises(BaseModelError, match=r"upscaled: the config.json of its base .* had another \w+ \(expected"):
+    with pytest.raises(
+        BaseModelError, match=r"upscaled: the config.json of its base .* had another \w+ \(expected"
+    ):
         load(open_base(changed), folder)
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["base_architecture"]  # as an earlier version wrote it
@@ -102,7 +108,9 @@ def misshape(folder):
 
 def lead_outside(folder):
     shutil.copy(weights_file(folder), folder.parent / "outside.safetensors")
-    change_json(folder / MANIFEST, tensors=dict.fromkeys(tensors_of(folder), "../outside.safetensors"))
+    change_json(
+        folder / MANIFEST, tensors=dict.fromkeys(tensors_of(folder), "../outside.safetensors")
+    )
 
 
 def forget_a_tensor(folder):
@@ -112,10 +120,16 @@ def forget_a_tensor(folder):
 DAMAGE = {
     "no folder": (shutil.rmtree, "holds no expansion; make one with scale-cpt upscale"),
     "manifest cut off": (lambda folder: cut_off(folder / MANIFEST), "manifest.json: not JSON"),
-    "another format": (lambda folder: change_json(folder / MANIFEST, format="2"), "manifest.json: format: "),
+    "another format": (
+        lambda folder: change_json(folder / MANIFEST, format="2"),
+        "manifest.json: format: ",
+    ),
     "a tensor not listed": (forget_a_tensor, "manifest.json: lists no"),
     "a tensor of another shape": (misshape, "output.expansion has shape"),
-    "a pickle in their place": (lambda folder: torch.save([], weights_file(folder)), "damaged or missing"),
+    "a pickle in their place": (
+        lambda folder: torch.save([], weights_file(folder)),
+        "damaged or missing",
+    ),
     "files outside": (lead_outside, "names files outside its folder; do not use it"),
 }
 
@@ -130,7 +144,9 @@ def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
     assert "\n" not in str(refusal.value)
 
 
-def test_large_expansions_are_spread_over_files_and_a_rank_finds_the_changed_one(base, folder, tmp_path, monkeypatch):
+def test_large_expansions_are_spread_over_files_and_a_rank_finds_the_changed_one(
+    base, folder, tmp_path, monkeypatch
+):
     monkeypatch.setattr(expansion_folder, "FILE_BYTES", 4096)
     upscale(ADAPT, base("llama"), tmp_path / "spread", SEED)
     assert len(list((tmp_path / "spread").glob("*.safetensors"))) > 3

@@ -59,10 +59,14 @@ def test_svd_of_w22_holds_the_leading_singular_values(shape):
     found = expansion_to_expansion("svd", weight, 9, 6, seed=0, name="block")
     assert found.shape == (9, 6)
     torch.testing.assert_close(found.diagonal(), sigma[:6], rtol=0, atol=1e-5)
-    assert not (found - torch.diag(found.diagonal()).new_zeros(9, 6).diagonal_scatter(found.diagonal())).any()
+    assert not (
+        found - torch.diag(found.diagonal()).new_zeros(9, 6).diagonal_scatter(found.diagonal())
+    ).any()
 
 
-@pytest.mark.parametrize("initialise", [base_to_expansion, lambda *a, **k: expansion_to_expansion(*a, 40, **k)])
+@pytest.mark.parametrize(
+    "initialise", [base_to_expansion, lambda *a, **k: expansion_to_expansion(*a, 40, **k)]
+)
 def test_random_blocks_have_he_s_deviation_and_zero_blocks_nothing(initialise):
     weight = weight_of((300, 40))
     found = initialise("random", weight, 500, seed=0, name="block")
@@ -76,7 +80,9 @@ def test_the_embeddings_new_columns_are_its_leading_projections():
     u, sigma, _ = torch.linalg.svd(weight.double(), full_matrices=False)
     found = leading_columns(weight, 9, seed=0, name="embedding")
     directions = torch.linalg.lstsq(weight, found).solution
-    assert (directions.gather(0, directions.abs().argmax(dim=0, keepdim=True)) > 0).all(), "other signs, other runs"
+    assert (directions.gather(0, directions.abs().argmax(dim=0, keepdim=True)) > 0).all(), (
+        "other signs, other runs"
+    )
     expected = (u * sigma)[:, :9].float()
     torch.testing.assert_close(*up_to_sign(found.T, expected.T), rtol=0, atol=1e-5)
     wider = leading_columns(weight, 30, seed=0, name="embedding")

@@ -22,7 +22,9 @@ def norm_of(kind, statistics):
 
 def streams():
     generator = torch.Generator().manual_seed(1)
-    return 3 * torch.randn(2, 5, 32, generator=generator) + 1, torch.randn(2, 5, 12, generator=generator) - 2
+    return 3 * torch.randn(2, 5, 32, generator=generator) + 1, torch.randn(
+        2, 5, 12, generator=generator
+    ) - 2
 
 
 @pytest.mark.parametrize("statistics", ["separate", "base"])
@@ -32,11 +34,15 @@ def test_the_formula_of_both_streams(kind, statistics):
     y, y_up = norm(x, x_up)
     source, base = x if statistics == "base" else x_up, norm.base
     if kind == "rmsnorm":
-        expected = x_up / (source.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.expansion.weight
+        expected = (
+            x_up / (source.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.expansion.weight
+        )
         of_base = F.rms_norm(x, (32,), base.weight, EPS)
     else:
         mean, variance = source.mean(-1, keepdim=True), source.var(-1, keepdim=True, correction=0)
-        expected = (x_up - mean) / (variance + EPS).sqrt() * norm.expansion.weight + norm.expansion.bias
+        expected = (x_up - mean) / (
+            variance + EPS
+        ).sqrt() * norm.expansion.weight + norm.expansion.bias
         of_base = F.layer_norm(x, (32,), base.weight, base.bias, EPS)
     torch.testing.assert_close(y_up, expected)
     torch.testing.assert_close(y, of_base)

@@ -25,7 +25,10 @@ NAMES = ("llama tied", "neox", "olmo2", "gemma2")
 def three_models(base):
     """Route, and the Preserve and Adapt models that it is made of, at the same values."""
     changes = {"collaborative_modules": "both"}
-    route, adapt = (widened(base, scale_settings(variant, **changes), noise=0.1) for variant in ("route", "adapt"))
+    route, adapt = (
+        widened(base, scale_settings(variant, **changes), noise=0.1)
+        for variant in ("route", "adapt")
+    )
     preserve = widened(base, scale_settings("preserve"), noise=0.1)
     balance_router(route, some_tokens(base.spec, 2, 24))
     return route, preserve, adapt
@@ -36,7 +39,9 @@ def equation_5(preserve, adapt, tokens, threshold):
     paths = []
     for model in (preserve, adapt):
         hidden = model.hidden_states(tokens)
-        paths.append((F.linear(hidden.x, model.output.base), F.linear(hidden.x_up, model.output.expansion)))
+        paths.append(
+            (F.linear(hidden.x, model.output.base), F.linear(hidden.x_up, model.output.expansion))
+        )
     (z_p, z_p_up), (z_a, z_a_up) = paths
     rows, sides = [], []
     for token in range(tokens.numel()):

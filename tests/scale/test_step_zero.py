@@ -29,7 +29,9 @@ def assert_starts_at_the_base(model, opened, tokens):
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
     assert torch.equal(model.logits(tokens), expected)
     shake(model, 0.1)
-    assert (model.logits(tokens) - expected).abs().max() > 0.01, "the expansion does not reach the logits"
+    assert (model.logits(tokens) - expected).abs().max() > 0.01, (
+        "the expansion does not reach the logits"
+    )
 
 
 @pytest.mark.parametrize("variant", ["preserve", "adapt", "route"])
@@ -42,7 +44,8 @@ def test_logits_equal_the_base_models(base, name, variant):
 
 
 @pytest.mark.parametrize(
-    ("norm", "pair"), [*(("separate", pair) for pair in product(KINDS, KINDS)), ("base", ("svd", "svd"))]
+    ("norm", "pair"),
+    [*(("separate", pair) for pair in product(KINDS, KINDS)), ("base", ("svd", "svd"))],
 )
 def test_every_pair_of_initialisers_starts_at_the_base(base, pair, norm):
     tokens = some_tokens(base("llama").spec, 2, 32)

@@ -8,7 +8,15 @@ import torch.nn.functional as F
 
 from pipeline.parallel.sharding import named_trained_parameters
 from tests.bases import FEATURES
-from tests.widened import balance_router, scale_settings, shake, some_batch, some_tokens, unwidened, widened
+from tests.widened import (
+    balance_router,
+    scale_settings,
+    shake,
+    some_batch,
+    some_tokens,
+    unwidened,
+    widened,
+)
 
 NAMES = ("llama", "llama tied", "neox", "neox sequential", "stories260K", *FEATURES)
 
@@ -16,7 +24,10 @@ NAMES = ("llama", "llama tied", "neox", "neox sequential", "stories260K", *FEATU
 def base_streams(model, tokens, path="model"):
     """The base stream after every layer and after the final norm, and the logits."""
     streams = []
-    hooks = [layer.register_forward_hook(lambda _, __, out: streams.append(out[0])) for layer in model.layers]
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: streams.append(out[0]))
+        for layer in model.layers
+    ]
     with torch.no_grad():
         x = model.hidden_states(tokens, path=path).x
     for hook in hooks:
@@ -31,7 +42,9 @@ def assert_same_streams(found, expected):
 
 
 def train(model, steps=4):
-    optimizer = torch.optim.AdamW([parameter for _, parameter in named_trained_parameters(model)], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [parameter for _, parameter in named_trained_parameters(model)], lr=1e-2
+    )
     for step in range(steps):
         loss, *_ = model(*some_batch(model.spec, 2, 32, seed=step))
         loss.backward()
@@ -51,7 +64,11 @@ def test_theorem_3_1_preserve_keeps_the_base_stream_to_the_bit_through_training(
 
     before = {key: parameter.detach().clone() for key, parameter in named_trained_parameters(model)}
     train(model)
-    unchanged = [key for key, parameter in named_trained_parameters(model) if torch.equal(parameter, before[key])]
+    unchanged = [
+        key
+        for key, parameter in named_trained_parameters(model)
+        if torch.equal(parameter, before[key])
+    ]
     assert not unchanged, "training left blocks of the expansion where they were"
     assert_same_streams(base_streams(model, tokens), expected)
     shift = model.logits(tokens).flatten(0, 1) - expected[-1]
@@ -70,10 +87,14 @@ def test_the_preserved_and_base_paths_of_a_trained_model_are_the_base(base, name
     assert torch.equal(model.logits(tokens, path="base"), unwidened(base(name)).logits(tokens))
     adapted = base_streams(model, tokens)
     assert_same_streams([*adapted[:1], *expected[1:]], expected)
-    assert not torch.equal(adapted[1], expected[1]), "W12 leaves the first collaborative layer as it was"
+    assert not torch.equal(adapted[1], expected[1]), (
+        "W12 leaves the first collaborative layer as it was"
+    )
 
 
-@pytest.mark.parametrize(("name", "modules"), [("llama", "attention"), ("llama", "ffn"), ("neox", "both")])
+@pytest.mark.parametrize(
+    ("name", "modules"), [("llama", "attention"), ("llama", "ffn"), ("neox", "both")]
+)
 def test_masking_every_w12_turns_adapt_into_preserve_to_the_bit(base, name, modules):
     tokens = some_tokens(base(name).spec, 2, 32)
     adapt = widened(base(name), scale_settings("adapt", collaborative_modules=modules), noise=0.1)
@@ -97,7 +118,9 @@ def test_lemma_d_8_preserved_logits_give_no_gradient_to_w12(base, variant):
     w12 = [parameter for key, parameter in parameters if "expansion_to_base" in key]
     assert len(w12) == 2 * 7
     assert all(parameter.grad is None for parameter in w12)
-    assert all(parameter.grad.any() for key, parameter in parameters if "expansion_to_base" not in key)
+    assert all(
+        parameter.grad.any() for key, parameter in parameters if "expansion_to_base" not in key
+    )
 
 
 @pytest.mark.parametrize("threshold", [-1.0, 1.0])

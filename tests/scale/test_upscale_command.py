@@ -37,7 +37,9 @@ def test_the_first_run_writes_and_the_second_skips(tmp_path):
     assert "expansion-00001.safetensors: damaged" in output
 
 
-@pytest.mark.parametrize("how", ["another folder", "other weights in the same folder", "another seed"])
+@pytest.mark.parametrize(
+    "how", ["another folder", "other weights in the same folder", "another seed"]
+)
 def test_another_base_is_refused_also_once_training_has_begun(tmp_path, how):
     base = shutil.copytree(STORIES, tmp_path / "base")
     config = write_config(tmp_path / "run", tmp_path, base=str(base))
@@ -57,12 +59,19 @@ def test_another_base_is_refused_also_once_training_has_begun(tmp_path, how):
         changes["base"] = str(other)
     code, output = upscale(write_config(tmp_path / "run", tmp_path, **changes))
     assert code == 1
-    expected = "made with another seed" if how == "another seed" else f"made of the base {base} with other weights"
+    expected = (
+        "made with another seed"
+        if how == "another seed"
+        else f"made of the base {base} with other weights"
+    )
     assert expected in output
 
 
 def test_a_missing_expansion_to_continue_from_is_refused(tmp_path):
     code, output = upscale(write_config(tmp_path, tmp_path, upscaled=str(tmp_path / "elsewhere")))
     assert code == 2
-    assert "elsewhere: holds no expansion; convert the run to train on with --format expansion" in output
+    assert (
+        "elsewhere: holds no expansion; convert the run to train on with --format expansion"
+        in output
+    )
     assert not (tmp_path / "elsewhere").exists()

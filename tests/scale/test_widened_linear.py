@@ -17,7 +17,11 @@ TOLERANCE = 1e-12
 
 
 def widened(
-    kind: type[WidenedLinear], sizes: tuple[int, int, int, int], *, bias: bool = False, collaborative: bool = True
+    kind: type[WidenedLinear],
+    sizes: tuple[int, int, int, int],
+    *,
+    bias: bool = False,
+    collaborative: bool = True,
 ) -> WidenedLinear:
     """A map from (in, in_up) to (out, out_up) whose blocks are all random: a start at zero would hide W12."""
     size_in, size_in_up, size_out, size_out_up = sizes

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from pipeline.conversion.hf_folder import load_hf_model
+from pipeline.hf.folder import load_hf_model
 from pipeline.parallel.sharding import default_dtype
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
@@ -37,11 +37,18 @@ class ExactAttention(torch.nn.Module):
 
     def forward(self, query, key, value):
         query = query.view(1, -1, self.heads, self.size).transpose(1, 2)
-        key, value = (heads.view(1, -1, self.kv_heads, self.size).transpose(1, 2) for heads in (key, value))
+        key, value = (
+            heads.view(1, -1, self.kv_heads, self.size).transpose(1, 2) for heads in (key, value)
+        )
         if self.softcap is None:
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
+            found = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
+            )
         else:
-            key, value = (heads.repeat_interleave(self.heads // self.kv_heads, dim=1) for heads in (key, value))
+            key, value = (
+                heads.repeat_interleave(self.heads // self.kv_heads, dim=1)
+                for heads in (key, value)
+            )
             scores = self.softcap * torch.tanh(query @ key.mT * self.scale / self.softcap)
             later = torch.ones_like(scores, dtype=torch.bool).triu(1)
             found = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
@@ -107,12 +114,16 @@ def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models,
     loaded = load_hf_model(folder)
     served = built(vllm_model, folder, loaded)
 
-    stream = torch.randn(1, 4096, decoder.spec.widths.hidden_size, generator=torch.Generator().manual_seed(0))
+    stream = torch.randn(
+        1, 4096, decoder.spec.widths.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
     stream = stream.bfloat16()
     expected = loaded.token_gate(stream, None, None, None)
     assert torch.equal(served.model.token_gate(stream, None, None, None), expected)
     rounded = copy.deepcopy(loaded.token_gate).bfloat16()
-    assert not torch.equal(rounded(stream, None, None, None), expected), "the type of the gate decides nothing here"
+    assert not torch.equal(rounded(stream, None, None, None), expected), (
+        "the type of the gate decides nothing here"
+    )
     tokens = some_tokens(loaded.config, 20)
     logits = served.compute_logits(served(tokens, torch.arange(20)))
     assert torch.allclose(logits, loaded(tokens.unsqueeze(0)).logits[0], atol=0.1)

@@ -43,7 +43,10 @@ ZERO = {
     "zero1 fp32": {"zero_optimization": {"stage": 1, **BUCKETS}},
     "zero3 fp32": {"zero_optimization": {"stage": 3, **BUCKETS, **TIGHT}},
 }
-SCALE = {"name": "scale", "expansion": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}}
+SCALE = {
+    "name": "scale",
+    "expansion": {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
+}
 METHODS = {
     "preserve": {**SCALE, "variant": "preserve"},
     "adapt": {**SCALE, "variant": "adapt", "l_fp": 2},
@@ -54,14 +57,22 @@ METHODS = {
     "llama_pro": {"name": "llama_pro", "added_layers": 1},
 }
 MICRO_BATCHES = 2
-COLLECTIVES = {"all-gather": "allgather_base", "reduce-scatter": "reduce_scatter_base", "all-reduce": "allreduce"}
+COLLECTIVES = {
+    "all-gather": "allgather_base",
+    "reduce-scatter": "reduce_scatter_base",
+    "all-reduce": "allreduce",
+}
 """The estimate's names, and torch's."""
 
 
 def run_config(folder: Path, zero: str, method: str, layout: Layout, **changes: Any) -> RunConfig:
     """A run of `MICRO_BATCHES` micro-batches a step on `layout`."""
     batch = 2 * layout.dp_size * MICRO_BATCHES
-    settings = {"method": METHODS[method], "parallel__tp_size": layout.tp_size, "schedule__global_batch_size": batch}
+    settings = {
+        "method": METHODS[method],
+        "parallel__tp_size": layout.tp_size,
+        "schedule__global_batch_size": batch,
+    }
     config = load_config(write_config(folder, folder, **settings, **changes))
     config.deepspeed.write_text(json.dumps(ZERO[zero]))
     return config
@@ -76,7 +87,10 @@ def real_batch(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Documents | N
 
 
 def real_model(
-    config: RunConfig, dtype: torch.dtype, tp: TensorParallel = SINGLE, spec: DecoderSpec | None = None
+    config: RunConfig,
+    dtype: torch.dtype,
+    tp: TensorParallel = SINGLE,
+    spec: DecoderSpec | None = None,
 ) -> nn.Module:
     """The run's model with random values; `spec` is that of its base, where it is read already."""
     from pipeline import methods
@@ -110,7 +124,9 @@ def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
     start_deepspeed()
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
-    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None  # there are no others
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: (
+        None
+    )  # there are no others
     spec = read_spec(config.base)  # from numbers, which such tensors have not
     with FakeTensorMode(allow_non_fake_inputs=True), _Simulation() as live:
         return _steps(config, live, spec)
@@ -119,15 +135,23 @@ def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
 class _Simulation(LiveMemory):
     """Zero for those who ask for a value. Adam's kernel, which fake tensors lack, is left out: it changes no size."""
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if operation is torch.ops.aten._local_scalar_dense.default:
             return 0.0 if args[0].is_floating_point() else 0
         if (kwargs or {}).get("device") == torch.device("meta"):  # no memory, in a run either
             return operation(*args, **kwargs)
-        return None if "_fused_adamw" in str(operation) else super().__torch_dispatch__(operation, types, args, kwargs)
+        return (
+            None
+            if "_fused_adamw" in str(operation)
+            else super().__torch_dispatch__(operation, types, args, kwargs)
+        )
 
 
-def _steps(config: RunConfig, live: LiveMemory | None = None, spec: DecoderSpec | None = None) -> dict[str, Any]:
+def _steps(
+    config: RunConfig, live: LiveMemory | None = None, spec: DecoderSpec | None = None
+) -> dict[str, Any]:
     from pipeline.deepspeed_config import accumulation_steps, load_deepspeed_config
     from pipeline.training.batches import MicroBatch
     from pipeline.training.engine import Engine
@@ -185,7 +209,11 @@ def held_bytes(engine: Any) -> Counter[str]:
             gradients += optimizer.fp32_groups_gradients_flat
         case "DeepSpeedZeroOptimizer":
             weights, masters = parameters, optimizer.single_partition_of_fp32_groups
-            gradients += [gradient for group in optimizer.averaged_gradients.values() for gradient in group or ()]
+            gradients += [
+                gradient
+                for group in optimizer.averaged_gradients.values()
+                for gradient in group or ()
+            ]
         case "DeepSpeedZeroOptimizer_Stage3":
             weights = [parameter.ds_tensor for parameter in parameters]
             weights += [parameter.data for parameter in parameters if parameter.ds_persist]
@@ -196,10 +224,15 @@ def held_bytes(engine: Any) -> Counter[str]:
 
 def _adam_states(optimizer: Any) -> list[Tensor]:
     states = optimizer.optimizer.state.values()
-    return [value for slots in states for name, value in slots.items() if name.startswith("exp_avg")]
+    return [
+        value for slots in states for name, value in slots.items() if name.startswith("exp_avg")
+    ]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of tensors; several views of one storage count once."""
-    spans = {(tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.nbytes) for tensor in tensors}
+    spans = {
+        (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.nbytes)
+        for tensor in tensors
+    }
     return sum(length for *_, length in spans)

@@ -46,14 +46,22 @@ def runs(tmp_path_factory):
     ]
     found: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
     for world_size in {layout.world_size for _, _, layout, _ in CASES}:
-        chosen = [index for index, (_, _, layout, _) in enumerate(CASES) if layout.world_size == world_size]
+        chosen = [
+            index
+            for index, (_, _, layout, _) in enumerate(CASES)
+            if layout.world_size == world_size
+        ]
         ranks = run_ranks(steps_on_rank, world_size, [configs[index] for index in chosen])
         for place, index in enumerate(chosen):
             found[index] = configs[index], [rank[place] for rank in ranks]
     return found
 
 
-@pytest.fixture(scope="module", params=range(len(CASES)), ids=lambda index: f"{CASES[index][0]}, {CASES[index][1]}")
+@pytest.fixture(
+    scope="module",
+    params=range(len(CASES)),
+    ids=lambda index: f"{CASES[index][0]}, {CASES[index][1]}",
+)
 def case(request, runs):
     """The estimate of a run, and what its ranks found."""
     config, ranks = runs[request.param]
@@ -92,4 +100,6 @@ def test_what_a_step_sends(case):
                 f"{kind[0]:<20} over {kind[1]}: {length:>9,} estimated, {found[kind]:>9,} measured bytes\n"
             )
             gathers = estimate.choice.zero_stage == 3 and kind[0] == "allgather_base"
-            assert length == (pytest.approx(found[kind], rel=CLOSE_GATHERS) if gathers else found[kind]), kind
+            assert length == (
+                pytest.approx(found[kind], rel=CLOSE_GATHERS) if gathers else found[kind]
+            ), kind

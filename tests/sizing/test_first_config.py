@@ -14,7 +14,7 @@ import zstandard
 
 from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config, parse_config
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.stock_model import stock_widths
@@ -35,7 +35,8 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
 @pytest.mark.parametrize(
-    "cluster", [Cluster(2, gpus_per_node=2, gpu_memory_gib=4.0, on_cpu=True), Cluster(1), Cluster(24)]
+    "cluster",
+    [Cluster(2, gpus_per_node=2, gpu_memory_gib=4.0, on_cpu=True), Cluster(1), Cluster(24)],
 )
 def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     config, text = propose("first", STORIES, NEW, OLD, cluster)
@@ -45,10 +46,20 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
     schedule, data = config.schedule, config.data
     assert schedule.global_batch_size % (cluster.gpus * schedule.micro_batch_size) == 0
     added = config.method.expansion
-    assert (added.hidden_size, added.intermediate_size, added.num_attention_heads, config.method.l_fp) == (16, 40, 2, 1)
+    assert (
+        added.hidden_size,
+        added.intermediate_size,
+        added.num_attention_heads,
+        config.method.l_fp,
+    ) == (16, 40, 2, 1)
     spec = open_base(STORIES).spec
-    own, whole = plan_expansion(config.method, spec.widths, spec.num_layers).expansion, asdict(spec.widths)
-    assert asdict(stock_widths(own, spec)) == {name: whole[name] + added for name, added in asdict(own).items()}
+    own, whole = (
+        plan_expansion(config.method, spec.widths, spec.num_layers).expansion,
+        asdict(spec.widths),
+    )
+    assert asdict(stock_widths(own, spec)) == {
+        name: whole[name] + added for name, added in asdict(own).items()
+    }
     assert config.deepspeed.name == ("zero1_fp32.json" if cluster.on_cpu else "zero1.json")
     assert config.gate is not None and data.fractions == {"replay": 0, "rehearsal": 0}
     assert 1e-3 < schedule.learning_rate < 1e-2
@@ -58,7 +69,10 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
 
 
 def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run():
-    runs = [propose("first", STORIES, NEW, OLD, Cluster(1, gpu_memory_gib=gib, on_cpu=True))[0] for gib in (4.0, 0.05)]
+    runs = [
+        propose("first", STORIES, NEW, OLD, Cluster(1, gpu_memory_gib=gib, on_cpu=True))[0]
+        for gib in (4.0, 0.05)
+    ]
     assert runs[0].schedule.micro_batch_size > runs[1].schedule.micro_batch_size
     with pytest.raises(LayoutError, match="does not fit on 1 GPUs"):
         propose("first", STORIES, NEW, OLD, Cluster(1, gpu_memory_gib=0.001, on_cpu=True))
@@ -81,13 +95,19 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypa
     assert load_config(tmp_path / "stories260K.yaml").name == "stories260K"
     again = scale_cpt(*init, "--new", *NEW)
     assert again.returncode == ConfigError.exit_code and "exists already" in again.stderr
-    assert scale_cpt(*init, "--new", "none.jsonl", "--output", "b.yaml").returncode == DataError.exit_code
+    assert (
+        scale_cpt(*init, "--new", "none.jsonl", "--output", "b.yaml").returncode
+        == DataError.exit_code
+    )
     assert not (tmp_path / "b.yaml").exists()
 
 
 @pytest.mark.parametrize(
     ("gated", "added", "own"),
-    [(True, (512, 2048, 8), {"collaborative_modules": "both"}), (False, (256, 1024, 4), {"norm": "base"})],
+    [
+        (True, (512, 2048, 8), {"collaborative_modules": "both"}),
+        (False, (256, 1024, 4), {"norm": "base"}),
+    ],
 )
 def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, added, own):
     """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without W12."""
@@ -122,15 +142,28 @@ def test_text_under_another_key_and_an_extended_vocabulary(tmp_path, monkeypatch
     for old, new in ((REVIEWS_HELDOUT, "new.jsonl"), (STORIES_HELDOUT, "old.jsonl")):
         content = zstandard.ZstdDecompressor().decompressobj().decompress(old.read_bytes())
         (tmp_path / new).write_bytes(content.replace(b'"text":', b'"body":'))
-    learn = ("--corpus", "new.jsonl", "--old-texts", "old.jsonl", "--text-key", "body", "--add", 500)
-    assert scale_cpt("vocabulary", "--base", STORIES, *learn, "--output", "vocabulary").returncode == 0
+    learn = (
+        "--corpus",
+        "new.jsonl",
+        "--old-texts",
+        "old.jsonl",
+        "--text-key",
+        "body",
+        "--add",
+        500,
+    )
+    assert (
+        scale_cpt("vocabulary", "--base", STORIES, *learn, "--output", "vocabulary").returncode == 0
+    )
     texts = ("--text-key", "body", "--new", "new.jsonl", "--old", "old.jsonl")
     read = []
     for vocabulary in ((), ("--vocabulary", "vocabulary")):
         output = ("--gpus", 1, "--output", f"run{len(read)}.yaml")
         scale_cpt("config", "init", "--base", STORIES, *texts, *output, *vocabulary)
         config = load_config(Path(f"run{len(read)}.yaml"))
-        read.append(config.schedule.steps * config.schedule.global_batch_size * config.data.sequence_length)
+        read.append(
+            config.schedule.steps * config.schedule.global_batch_size * config.data.sequence_length
+        )
     assert config.tokenizer == Path("vocabulary") and config.gate is not None
     assert config.data.corpora["new"].text_key == "body"
     assert 4000 < read[1] < read[0] / 2

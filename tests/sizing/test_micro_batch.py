@@ -38,7 +38,11 @@ def saved_bytes(model, batch):
         loss = model(*batch)[0]
     assert loss.requires_grad
     given = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
-    return sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in given)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for pointer, tensor in kept.items()
+        if pointer not in given
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,9 @@ def saved_bytes(model, batch):
 def test_weights_and_activations_are_those_of_a_real_pass(config_of, method, changes):
     config = config_of(method, **{"data__document_mask": False, **changes})
     model, costs = real_model(config, DTYPE), estimated(config)
-    saved = saved_bytes(model, real_batch(config)[:3])  # without documents, which take a mask on the CPU
+    saved = saved_bytes(
+        model, real_batch(config)[:3]
+    )  # without documents, which take a mask on the CPU
     assert saved > 0
     assert costs.activation_bytes == pytest.approx(saved, rel=0.05)
     assert costs.parameter_bytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -79,13 +85,21 @@ def test_sequence_parallel_ranks_save_less(config_of, method):
         saved += run_ranks(saved_bytes_of_rank, 2, config)
         assert estimated(config).activation_bytes == pytest.approx(saved[0], rel=0.05)
         assert saved[0] == saved[1]
-    norms, tokens, trained = 2 * 5 + 1, 2 * 32, 64 if method == "fft" else SCALE["expansion"]["hidden_size"]
+    norms, tokens, trained = (
+        2 * 5 + 1,
+        2 * 32,
+        64 if method == "fft" else SCALE["expansion"]["hidden_size"],
+    )
     assert whole[0] - split[0] == norms * tokens * (trained * (4 + 2) + 4) // 2
 
 
 def test_a_sequence_that_does_not_divide_over_the_ranks_is_refused(config_of):
-    config = config_of("adapt", Layout(4, 4), parallel__sequence_parallel=True, data__sequence_length=30)
-    with pytest.raises(LayoutError, match=r"data.sequence_length: .* a multiple of parallel.tp_size 4, found 30"):
+    config = config_of(
+        "adapt", Layout(4, 4), parallel__sequence_parallel=True, data__sequence_length=30
+    )
+    with pytest.raises(
+        LayoutError, match=r"data.sequence_length: .* a multiple of parallel.tp_size 4, found 30"
+    ):
         estimated(config)
 
 
@@ -106,7 +120,9 @@ def test_the_peak_is_that_of_a_real_pass(config_of, method, checkpointing):
     model, batch = real_model(config, DTYPE), real_batch(config)[:3]
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: setattr(parameter, "grad", None)
+            )
     with LiveMemory(*model.parameters()) as live:
         total, *_ = model(*batch)
         total.backward()

@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[2]
 BASES = ROOT / "configs" / "bases"
 WIDTHS = {  # a tenth on top of the base, and where W12 begins
     "llama-3.2-1b": ({"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}, 3),
-    "llama-3.1-70b": ({"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8}, 16),
+    "llama-3.1-70b": (
+        {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8},
+        16,
+    ),
 }
 
 
@@ -37,7 +40,12 @@ def run_of(base: str, deepspeed: str = "zero3.json", **changes: Any):
         "base": "elsewhere",
         "method": {"name": "scale", "variant": "adapt", "expansion": widths, "l_fp": l_fp},
         "data": {"folder": "tokens", "sequence_length": 2048, "corpora": {"new": {"input": ["a"]}}},
-        "schedule": {"steps": 1000, "global_batch_size": 256, "micro_batch_size": 1, "learning_rate": 1e-3},
+        "schedule": {
+            "steps": 1000,
+            "global_batch_size": 256,
+            "micro_batch_size": 1,
+            "learning_rate": 1e-3,
+        },
         "deepspeed": str(ROOT / "ds_configs" / deepspeed),
         **changes,
     }
@@ -83,16 +91,24 @@ def test_a_quantised_70b_base_takes_a_half_or_less():
         ends = 2 * 128256 * 8192  # embedding and output projection
         quantised = weights["bf16"] - memory.weights
         assert quantised == pytest.approx((2 - bytes_each) * (70.554e9 - ends) / 8, rel=2e-3)
-    with pytest.raises(ConfigError, match=r"base_precision: expected ZeRO-1 or 2, found ZeRO-3 in .*zero3.json"):
-        open_estimator(run_of("llama-3.1-70b", base_precision="nf4"), Cluster(8), base_config=source)
+    with pytest.raises(
+        ConfigError, match=r"base_precision: expected ZeRO-1 or 2, found ZeRO-3 in .*zero3.json"
+    ):
+        open_estimator(
+            run_of("llama-3.1-70b", base_precision="nf4"), Cluster(8), base_config=source
+        )
 
 
 def test_a_1b_base_is_replicated_and_the_reason_names_what_that_saves():
-    estimates = [estimator("llama-3.2-1b", 8).estimate(Choice(stage, 1, "none")) for stage in (1, 2, 3)]
+    estimates = [
+        estimator("llama-3.2-1b", 8).estimate(Choice(stage, 1, "none")) for stage in (1, 2, 3)
+    ]
     choice, reason = recommend(estimates, Cluster(8))
     assert choice == Choice(1, 1, "none") and "ZeRO-3 would send" in reason
     gathers = {
-        estimate.choice.zero_stage: next(sent.payload_bytes for sent in estimate.traffic if sent.purpose == GATHER)
+        estimate.choice.zero_stage: next(
+            sent.payload_bytes for sent in estimate.traffic if sent.purpose == GATHER
+        )
         for estimate in estimates
     }
     assert gathers[1] == gathers[2]
@@ -108,7 +124,9 @@ def with_usable(estimate: Estimate, spare: float) -> Cluster:
 
 
 def test_a_recommendation_leaves_the_error_of_the_estimate():
-    whole, partitioned = (estimator("llama-3.2-1b", 8).estimate(Choice(stage, 1, "none")) for stage in (1, 2))
+    whole, partitioned = (
+        estimator("llama-3.2-1b", 8).estimate(Choice(stage, 1, "none")) for stage in (1, 2)
+    )
     assert partitioned.memory.total < 0.94 * whole.memory.total
     tight = with_usable(whole, spare=0.03)
     assert whole.fits(tight) and not whole.is_safe(tight)
@@ -156,7 +174,9 @@ def test_a_layout_of_the_run_that_does_not_fit_or_is_impossible_is_named_so(tmp_
 
 
 def test_only_messages_between_nodes_cross_the_network():
-    one_node, many = (estimator("llama-3.2-1b", gpus).estimate(Choice(3, 1, "none")) for gpus in (8, 256))
+    one_node, many = (
+        estimator("llama-3.2-1b", gpus).estimate(Choice(3, 1, "none")) for gpus in (8, 256)
+    )
     assert one_node.between_bytes == 0 < one_node.inside_bytes
     assert many.between_bytes > 0
     # In a ring over nodes of eight, one edge in eight leaves the node.
@@ -171,7 +191,9 @@ def test_only_messages_between_nodes_cross_the_network():
 def test_what_is_offloaded_or_copied_is_in_the_hosts_memory():
     plain = estimator("llama-3.2-1b", 8).estimate(Choice(3, 1, "none"))
     offloaded, copied = (
-        open_estimator(run, Cluster(8), base_config=BASES / "llama-3.2-1b.json").estimate(Choice(3, 1, "none"))
+        open_estimator(run, Cluster(8), base_config=BASES / "llama-3.2-1b.json").estimate(
+            Choice(3, 1, "none")
+        )
         for run in (
             run_of("llama-3.2-1b", deepspeed="zero3_offload.json"),
             run_of("llama-3.2-1b", checkpoints={"asynchronous": True}),
@@ -186,10 +208,17 @@ def test_the_command_prints_a_table(tmp_path):
     run_config(tmp_path, "zero1", "adapt", Layout(2), base="not/here")
     estimate = partial(scale_cpt, "estimate", tmp_path / "run.yaml", "--gpus")
     missing = estimate(2)
-    assert missing.returncode == 1 and missing.stderr.count("\n") == 1 and "--base-config" in missing.stderr
+    assert (
+        missing.returncode == 1
+        and missing.stderr.count("\n") == 1
+        and "--base-config" in missing.stderr
+    )
     described = ("--base-config", STORIES / "config.json")
     text = estimate(2, *described, "--set", "parallel.tp_size=2").stdout
-    assert text.startswith("parameters  base 260,032, expansion ") and "ZeRO-1 x tp 2 (this run's" in text
+    assert (
+        text.startswith("parameters  base 260,032, expansion ")
+        and "ZeRO-1 x tp 2 (this run's" in text
+    )
     assert "\nrecommended: ZeRO-1 x tp 1: " in text
     nothing = estimate(64, *described)  # more ranks than sequences in a batch
     assert nothing.returncode == 1 and "no layout is possible" in nothing.stdout

@@ -31,7 +31,16 @@ from pipeline.local_ranks import reserved_port
 from tests.waiting import PATIENCE_S, wait_until
 
 NODES = ("n1", "n2")
-FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+FINAL_STATES = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+}
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _CPUS_PER_NODE = 16
@@ -87,7 +96,11 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "slurmd needs root: run the tests as root, in a container for example"
     absent = [program for program in _PROGRAMS if shutil.which(program, path=_PATH) is None]
-    return f"{', '.join(absent)} not installed: run `make slurm` (on Debian or Ubuntu, as root)" if absent else None
+    return (
+        f"{', '.join(absent)} not installed: run `make slurm` (on Debian or Ubuntu, as root)"
+        if absent
+        else None
+    )
 
 
 class Cluster:
@@ -100,15 +113,23 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """This process's environment, pointed at this cluster and cleared of any other's."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_"))
+        }
         return {**kept, "SLURM_CONF": str(self.conf)}
 
     def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
         """Runs a command with `env` and this cluster's environment; returns its standard output."""
         environment = self.environment | env
-        result = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, env=environment, cwd=cwd, capture_output=True, text=True, check=False
+        )
         if result.returncode != 0:
-            raise ClusterError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}")
+            raise ClusterError(
+                f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}"
+            )
         return result.stdout
 
     def scontrol(self, *args: str) -> str:
@@ -130,14 +151,18 @@ class Cluster:
 
     def evidence(self, job_id: int) -> str:
         """Output, Slurm's record and the end of the daemons' logs, for the message of a failed test."""
-        logs = [log.read_text(errors="replace")[-2000:] for log in sorted(self.folder.glob("*.log"))]
+        logs = [
+            log.read_text(errors="replace")[-2000:] for log in sorted(self.folder.glob("*.log"))
+        ]
         return "\n".join((self.output(job_id), self.scontrol("show", "job", str(job_id)), *logs))
 
     def wait(self, job_id: int, timeout: float = PATIENCE_S) -> JobEnd:
         """Waits until the job has ended for good, requeues included."""
         job = self.wait_for(job_id, lambda job: job["JobState"] in FINAL_STATES, timeout)
         code, killed_by = map(int, job["ExitCode"].split(":"))
-        return JobEnd(job["JobState"], code or (128 + killed_by if killed_by else 0), int(job["Restarts"]))
+        return JobEnd(
+            job["JobState"], code or (128 + killed_by if killed_by else 0), int(job["Restarts"])
+        )
 
     def wait_for(
         self, job_id: int, condition: Callable[[dict[str, str]], bool], timeout: float = PATIENCE_S
@@ -148,7 +173,9 @@ class Cluster:
             ClusterError: it did not hold in time, or a slurmd crashed meanwhile, as a node that dies.
         """
         crashes = self.slurmd_restarts
-        if not wait_until(lambda: self.slurmd_restarts > crashes or condition(self.job(job_id)), timeout):
+        if not wait_until(
+            lambda: self.slurmd_restarts > crashes or condition(self.job(job_id)), timeout
+        ):
             raise ClusterError(f"after {timeout} s\n{self.evidence(job_id)}")
         if self.slurmd_restarts > crashes:
             raise ClusterError(f"a slurmd crashed\n{self.evidence(job_id)}")
@@ -188,14 +215,16 @@ class Cluster:
 @contextlib.contextmanager
 def guarded_cluster() -> Iterator[Cluster]:
     """A cluster that a process of its own holds, which removes it even if this one is killed."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.slurm.cluster"],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the tests; the guard follows when they let go of its stdin
-    ) as guard:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.slurm.cluster"],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the tests; the guard follows when they let go of its stdin
+        ) as guard
+    ):
         assert guard.stdin is not None and guard.stdout is not None
         _, _, conf = guard.stdout.readline().strip().partition("=")
         if not conf:
@@ -216,8 +245,16 @@ class Daemons:
         key = folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log"}
-        options = [f"--{option}={folder / name}" for option, name in {**files, "seed-file": "munged.seed"}.items()]
+        files = {
+            "key-file": "munge.key",
+            "socket": "munge.socket",
+            "pid-file": "munged.pid",
+            "log-file": "munged.log",
+        }
+        options = [
+            f"--{option}={folder / name}"
+            for option, name in {**files, "seed-file": "munged.seed"}.items()
+        ]
         self._commands = {
             "munged": ["munged", "--foreground", "--force", *options],
             "slurmctld": ["slurmctld", "-D"],
@@ -234,11 +271,17 @@ class Daemons:
             before = self._running.get(name)
             if before is not None and before.poll() is None:
                 continue
-            (self._cluster.folder / f"slurmd.{name}.pid").unlink(missing_ok=True)  # of one that crashed
+            (self._cluster.folder / f"slurmd.{name}.pid").unlink(
+                missing_ok=True
+            )  # of one that crashed
             command = [shutil.which(program, path=_PATH) or program, *options]
             with (self._cluster.folder / "start.log").open("ab") as log:
                 self._running[name] = subprocess.Popen(
-                    command, env=self._cluster.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    command,
+                    env=self._cluster.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
                 )
             if before is not None and name in NODES:
                 with (self._cluster.folder / "restarts").open("ab") as restarts:
@@ -248,7 +291,9 @@ class Daemons:
         """Whether both nodes can take jobs."""
         self.keep()
         with contextlib.suppress(ClusterError):
-            return self._cluster.scontrol("show", "nodes", "--oneliner").count(" State=IDLE ") == len(NODES)
+            return self._cluster.scontrol("show", "nodes", "--oneliner").count(
+                " State=IDLE "
+            ) == len(NODES)
         return False
 
     def stop(self) -> None:
@@ -268,7 +313,10 @@ class Daemons:
 def _slurm_conf(folder: Path, controller_port: int, *node_ports: int) -> str:
     host = socket.gethostname()
     described = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={_CPUS_PER_NODE} RealMemory=2000"
-    nodes = [f"NodeName={node} {described} Port={port}" for node, port in zip(NODES, node_ports, strict=True)]
+    nodes = [
+        f"NodeName={node} {described} Port={port}"
+        for node, port in zip(NODES, node_ports, strict=True)
+    ]
     first_job = controller_port % 14_000 + 1
     return _SLURM_CONF.format(
         folder=folder, host=host, port=controller_port, first_job=first_job, nodes="\n".join(nodes)
@@ -285,7 +333,9 @@ def main() -> int:
     ctypes.CDLL(None).prctl(36, 1)
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="scale-cpt-slurm-")))
     with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again
-        daemons = Daemons(cluster, [held.enter_context(reserved_port()) for _ in ("controller", *NODES)])
+        daemons = Daemons(
+            cluster, [held.enter_context(reserved_port()) for _ in ("controller", *NODES)]
+        )
         held.callback(daemons.stop)
         if not wait_until(daemons.are_ready):
             print(f"no cluster: {cluster.folder}: the daemons are not ready", file=sys.stderr)

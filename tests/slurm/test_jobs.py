@@ -36,7 +36,9 @@ run_stage convert here echo converted
 SAVED = {"rank 0 saved", "rank 1 saved"}
 
 
-def training(cluster: Cluster, folder: Path, *options: str, body: str = TRAINING, **env: str) -> int:
+def training(
+    cluster: Cluster, folder: Path, *options: str, body: str = TRAINING, **env: str
+) -> int:
     """Submits it, and waits until both ranks have installed their traps."""
     job = submit(cluster, folder, body, *REQUEUED, *options, **env)
     cluster.wait_for_output(job, " works", count=2)
@@ -82,7 +84,9 @@ def an_interrupted_script_saves_and_ends(cluster: Cluster, folder: Path) -> None
 
 
 def a_second_interrupt_ends_ranks_that_hang(cluster: Cluster, folder: Path) -> None:
-    hangs = 'trap "echo rank $RANK hangs" USR1; echo "rank $RANK works"; while true; do sleep 0.2; done'
+    hangs = (
+        'trap "echo rank $RANK hangs" USR1; echo "rank $RANK works"; while true; do sleep 0.2; done'
+    )
     job = training(cluster, folder, body=f"run_stage train on_every_rank bash -c '{hangs}'")
     cluster.run("scancel", "--batch", "--signal=INT", str(job))
     cluster.wait_for_output(job, " hangs", count=2)
@@ -103,13 +107,21 @@ def a_cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
 
 def a_killed_rank_requeues_its_job(cluster: Cluster, folder: Path) -> None:
     job = training(cluster, folder, EXIT_GRACE_S="8")
-    following = cluster.sbatch(f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true", cwd=folder)
-    ranks = {rank: int(pid) for rank, pid in re.findall(r"rank (\d) works as (\d+)", cluster.output(job))}
+    following = cluster.sbatch(
+        f"--dependency=afterany:{job}", "--output=/dev/null", "--wrap=true", cwd=folder
+    )
+    ranks = {
+        rank: int(pid) for rank, pid in re.findall(r"rank (\d) works as (\d+)", cluster.output(job))
+    }
     psutil.Process(ranks["1"]).kill()
     goes_on(cluster, job)
-    assert not [pid for pid in ranks.values() if psutil.pid_exists(pid)], "ranks of the first attempt live on"
+    assert not [pid for pid in ranks.values() if psutil.pid_exists(pid)], (
+        "ranks of the first attempt live on"
+    )
     assert cluster.wait(following).state == "COMPLETED"
-    assert cluster.job(following)["StartTime"] >= cluster.job(job)["EndTime"], "it waits through requeues"
+    assert cluster.job(following)["StartTime"] >= cluster.job(job)["EndTime"], (
+        "it waits through requeues"
+    )
 
 
 def one_task_of_an_array_is_requeued_alone(cluster: Cluster, folder: Path) -> None:
@@ -121,14 +133,18 @@ work() {{
     touch {folder}/done
 }}
 run_stage tokenize work"""
-    array = submit(cluster, folder, body, "--array=0-1", "--requeue", "--open-mode=append", "--output=%a.out")
+    array = submit(
+        cluster, folder, body, "--array=0-1", "--requeue", "--open-mode=append", "--output=%a.out"
+    )
 
     def task(number: int) -> str:
         return cluster.scontrol("show", "job", f"{array}_{number}", "--oneliner")
 
     assert wait_until(lambda: "JobState=PENDING" in task(1) and "Restarts=1" in task(1)), task(1)
     cluster.scontrol("update", f"JobId={array}_1", "StartTime=now+5")
-    assert wait_until(lambda: all("JobState=COMPLETED" in task(number) for number in range(2))), task(0) + task(1)
+    assert wait_until(lambda: all("JobState=COMPLETED" in task(number) for number in range(2))), (
+        task(0) + task(1)
+    )
     assert "Restarts=0" in task(0)
 
 
@@ -137,7 +153,9 @@ def ranks_meet_over_both_nodes(cluster: Cluster, folder: Path) -> None:
     job = submit(cluster, folder, body, "--nodes=2", "--ntasks-per-node=2")
     assert cluster.wait(job).state == "COMPLETED", cluster.evidence(job)
     output = cluster.output(job)
-    assert lines_of(cluster, job) >= {f"rank {rank} of 4 on n{1 + rank // 2} by gloo: sum 10" for rank in range(4)}
+    assert lines_of(cluster, job) >= {
+        f"rank {rank} of 4 on n{1 + rank // 2} by gloo: sum 10" for rank in range(4)
+    }
     assert f"4 ranks over 2 nodes (n[1-2]), rendezvous at 127.0.0.1:{15000 + job}" in output
 
 
@@ -174,7 +192,9 @@ def outcomes(
     request: pytest.FixtureRequest, slurm_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[None]]]:
     """The scenarios whose tests were selected, by name, all running."""
-    chosen = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    chosen = [
+        item.callspec.params["name"] for item in request.session.items if item.path == request.path
+    ]
     with ThreadPoolExecutor(len(SCENARIOS)) as pool:
         running = {}
         for name in chosen:

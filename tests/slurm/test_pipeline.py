@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.data.units import texts
+from pipeline.data.tokenize.units import texts
 from tests.data.helpers import write_jsonl
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT
@@ -29,7 +29,13 @@ def short_demo(folder: Path) -> Path:
         for key, count in (("input", 40), ("heldout_input", 6)):
             if key in corpus:
                 read = texts([str(PROJECT / corpus[key][0])])
-                corpus[key] = [str(write_jsonl(folder / f"{name}.{key}.jsonl", [next(read) for _ in range(count)]))]
+                corpus[key] = [
+                    str(
+                        write_jsonl(
+                            folder / f"{name}.{key}.jsonl", [next(read) for _ in range(count)]
+                        )
+                    )
+                ]
     run["schedule"]["steps"] = STEPS
     run["validation"] = {"every_steps": STEPS, "max_sequences": 8}
     run["checkpoints"] = {"every_steps": 4}
@@ -40,11 +46,21 @@ def short_demo(folder: Path) -> Path:
 
 def written(folder: Path) -> dict[str, int]:
     """Every file of the stages that may be skipped, with the time it was written."""
-    rooms = [folder / "tokens", *(folder / "run" / room for room in ("upscaled", "checkpoints", "hf"))]
-    return {str(path): path.stat().st_mtime_ns for room in rooms for path in room.rglob("*") if path.is_file()}
+    rooms = [
+        folder / "tokens",
+        *(folder / "run" / room for room in ("upscaled", "checkpoints", "hf")),
+    ]
+    return {
+        str(path): path.stat().st_mtime_ns
+        for room in rooms
+        for path in room.rglob("*")
+        if path.is_file()
+    }
 
 
-def test_an_interrupted_job_goes_from_text_to_a_tested_model(slurm_cluster: Cluster, tmp_path: Path):
+def test_an_interrupted_job_goes_from_text_to_a_tested_model(
+    slurm_cluster: Cluster, tmp_path: Path
+):
     config = short_demo(tmp_path)
 
     def submit() -> int:
@@ -59,13 +75,19 @@ def test_an_interrupted_job_goes_from_text_to_a_tested_model(slurm_cluster: Clus
     end = slurm_cluster.wait(job)
     assert (end.state, end.restarts) == ("COMPLETED", 1), slurm_cluster.evidence(job)
     output = slurm_cluster.output(job)
-    assert "2 ranks over 2 nodes (n[1-2])" in output and "stopped at train" in output and "queueing job" in output
+    assert (
+        "2 ranks over 2 nodes (n[1-2])" in output
+        and "stopped at train" in output
+        and "queueing job" in output
+    )
     assert len(losses(tmp_path / "run")) == STEPS
 
     # The base is unchanged at step 0, Korean is learned, little is trained, and the export agrees with the model.
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["step0_max_abs_logit_difference"] == 0.0
-    before, after = (summary["scores"][when]["korean"]["perplexity"] for when in ("before", "after"))
+    before, after = (
+        summary["scores"][when]["korean"]["perplexity"] for when in ("before", "after")
+    )
     assert after < before
     assert 0 < summary["trainable_parameters"] < summary["total_parameters"]
     assert summary["export_max_abs_logit_difference"] <= 1e-4

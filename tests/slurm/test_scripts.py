@@ -31,7 +31,9 @@ def test_modules_that_use_unset_variables_are_loaded(tmp_path: Path):
         ("run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
     ],
 )
-def test_a_mistake_on_the_command_line_ends_in_one_line(name: str, arguments: list[str], complaint: str):
+def test_a_mistake_on_the_command_line_ends_in_one_line(
+    name: str, arguments: list[str], complaint: str
+):
     result = bash(PROJECT / "slurm" / name, *arguments)
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith(f"error: {complaint}")
@@ -59,14 +61,28 @@ class Recorded:
         tools = {"PATH": str(self.folder), "VENV": str(self.folder), **environment}
         script = name if (cwd / name).exists() else str(PROJECT / "slurm" / name)
         command = ["bash", script, *arguments]
-        done = subprocess.run(command, env=tools, cwd=cwd, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=tools, cwd=cwd, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return (self.folder / "calls").read_text().splitlines()
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Recorded:
-    for tool in ("bash", "env", "date", "nproc", "sed", "sort", "grep", "wc", "sleep", "cat", "dirname"):
+    for tool in (
+        "bash",
+        "env",
+        "date",
+        "nproc",
+        "sed",
+        "sort",
+        "grep",
+        "wc",
+        "sleep",
+        "cat",
+        "dirname",
+    ):
         (tmp_path / tool).symlink_to(shutil.which(tool) or "")
     return Recorded(tmp_path)
 
@@ -76,10 +92,16 @@ def host(tmp_path: Path) -> Recorded:
     [
         ({}, [], f"--gpus 2 --gpus-per-node 1 {DEMO}"),
         ({"NPROC": "4"}, [], DEMO),
-        ({"SBATCH_GPUS_PER_NODE": "h100:8"}, ["--gpus=8"], f"--gpus 16 --gpus-per-node 8 {DEMO} --gpus=8"),
+        (
+            {"SBATCH_GPUS_PER_NODE": "h100:8"},
+            ["--gpus=8"],
+            f"--gpus 16 --gpus-per-node 8 {DEMO} --gpus=8",
+        ),
     ],
 )
-def test_a_dry_run_plans_for_what_sbatch_would_request(host: Recorded, environment, options, planned):
+def test_a_dry_run_plans_for_what_sbatch_would_request(
+    host: Recorded, environment, options, planned
+):
     host.program("sbatch")
     host.program("python")
     (call,) = host.run("cpt_korean.sh", DEMO, "--dry-run", *options, **environment)
@@ -104,7 +126,9 @@ def test_a_dry_run_plans_the_same_from_every_folder(host: Recorded, cwd: str):
         ("#SBATCH --ntasks=1", "--gpus 1 --gpus-per-node 1"),  # one node, as sbatch would allocate
     ],
 )
-def test_a_dry_run_of_a_users_own_script_plans_what_its_lines_request(host: Recorded, tmp_path, line, planned):
+def test_a_dry_run_of_a_users_own_script_plans_what_its_lines_request(
+    host: Recorded, tmp_path, line, planned
+):
     text = (PROJECT / "slurm" / "cpt_korean.sh").read_text().replace("#SBATCH --nodes=2", line)
     (tmp_path / "mine.sh").write_text(text)
     host.program("sbatch")
@@ -121,7 +145,10 @@ def test_changes_of_settings_and_the_number_of_ranks_reach_every_stage(host: Rec
     assert all(call.endswith(" --set=name=two words --set=seed=7") for call in calls)
     assert host.environment_of("python")["EXPECTED_WORLD_SIZE"] == "3"
     planned = host.run("cpt_korean.sh", *changes, "--dry-run", "--json", NPROC="2")[-1]
-    assert planned.startswith(f"python -m pipeline.train --dry-run {DEMO}") and "--set=seed=7 --json" in planned
+    assert (
+        planned.startswith(f"python -m pipeline.train --dry-run {DEMO}")
+        and "--set=seed=7 --json" in planned
+    )
 
 
 def test_a_container_needs_no_python_on_the_host(host: Recorded):
@@ -131,11 +158,16 @@ def test_a_container_needs_no_python_on_the_host(host: Recorded):
     image.program("python")
     host.program("apptainer", f'PATH={image.folder}:$PATH; exec env IN_IMAGE=yes "${{@:3}}"')
     calls = host.run("cpt_korean.sh", DEMO, CONTAINER="apptainer exec image.sif", NPROC="2")
-    assert [call.split()[:4] for call in calls] == [["apptainer", "exec", "image.sif", "python"]] * 8
+    assert [call.split()[:4] for call in calls] == [
+        ["apptainer", "exec", "image.sif", "python"]
+    ] * 8
     environment = image.environment_of("python")
     assert (environment["IN_IMAGE"], environment["PYTHONPATH"]) == ("yes", str(PROJECT))
     absent = bash(PROJECT / "slurm" / "cpt_korean.sh", CONTAINER="docker-of-nobody run image")
-    assert (absent.returncode, absent.stderr.count("\n")) == (1, 1) and "no docker-of-nobody on PATH" in absent.stderr
+    assert (absent.returncode, absent.stderr.count("\n")) == (
+        1,
+        1,
+    ) and "no docker-of-nobody on PATH" in absent.stderr
 
 
 @pytest.mark.parametrize("launcher", ["srun --mpi=pmix", "mpirun -n 4"])
@@ -143,7 +175,9 @@ def test_mpi_starts_the_images_python_with_the_hosts_launcher(host: Recorded, la
     host.program(launcher.split()[0])
     host.program("apptainer")
     own = {} if launcher.startswith("srun") else {"MPI_LAUNCHER": launcher}
-    call, *_ = host.run("tokenize_korean.sh", DEMO, MPI="1", CONTAINER="apptainer exec image.sif", **own)
+    call, *_ = host.run(
+        "tokenize_korean.sh", DEMO, MPI="1", CONTAINER="apptainer exec image.sif", **own
+    )
     assert call.startswith(f"{launcher} apptainer exec image.sif python -m pipeline tokenize ")
     assert call.endswith(" --mpi")
 
@@ -152,9 +186,15 @@ def test_mpi_starts_the_images_python_with_the_hosts_launcher(host: Recorded, la
     ("tasks", "step", "shares"),
     [((10, 20, 30), 10, ["0/3", "1/3", "2/3"]), ((1, 2, 7, 9), 1, ["0/4", "1/4", "2/4", "0/4"])],
 )
-def test_every_task_of_an_array_gets_a_share_below_their_number(host: Recorded, tasks, step, shares):
+def test_every_task_of_an_array_gets_a_share_below_their_number(
+    host: Recorded, tasks, step, shares
+):
     host.program("python")
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_MIN": str(min(tasks)), "SLURM_ARRAY_TASK_STEP": str(step)}
+    array = {
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_MIN": str(min(tasks)),
+        "SLURM_ARRAY_TASK_STEP": str(step),
+    }
     for task in tasks:
         array |= {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": str(len(tasks))}
         calls = host.run("tokenize_korean.sh", DEMO, **array)
@@ -166,10 +206,25 @@ def test_the_jobs_of_a_study_do_not_inherit_their_submitters_allocation(host: Re
     host.program("python", rf"printf 'fft\t{DEMO}\ttrain\n'")
     host.program("sbatch", "echo 12")
     host.program("scontrol")
-    driver = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "1000", "SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "1"}
-    calls = host.run("run_study.sh", "configs/studies/korean.yaml", **driver, SLURM_CONF="/etc/slurm.conf", DATA="x")
+    driver = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_MEM_PER_CPU": "1000",
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_NTASKS": "1",
+    }
+    calls = host.run(
+        "run_study.sh",
+        "configs/studies/korean.yaml",
+        **driver,
+        SLURM_CONF="/etc/slurm.conf",
+        DATA="x",
+    )
     assert [call.partition(" ")[0] for call in calls].count("sbatch") == 2
-    passed_on = {name: value for name, value in host.environment_of("sbatch").items() if name.startswith("SLURM_")}
+    passed_on = {
+        name: value
+        for name, value in host.environment_of("sbatch").items()
+        if name.startswith("SLURM_")
+    }
     assert passed_on == {"SLURM_CONF": "/etc/slurm.conf"}
     assert host.environment_of("sbatch")["DATA"] == "x"
 
@@ -179,10 +234,18 @@ def test_ranks_see_the_gpus_of_their_node_and_wait_for_a_trackers_end(host: Reco
     host.program("srun")
     host.program("python")
     host.program(
-        "scontrol", '[[ $* != *hostnames* ]] && echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1 x" || echo n1'
+        "scontrol",
+        '[[ $* != *hostnames* ]] && echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1 x" || echo n1',
     )
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "8"}
-    calls = host.run("cpt_korean.sh", DEMO, "train", **job, SLURM_GPUS_PER_TASK="1", MASTER_PORT="29500")
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_NTASKS": "8",
+    }
+    calls = host.run(
+        "cpt_korean.sh", DEMO, "train", **job, SLURM_GPUS_PER_TASK="1", MASTER_PORT="29500"
+    )
     (call,) = (call.split() for call in calls if call.startswith("srun "))
     (wait,) = (int(option.partition("=")[2]) for option in call if option.startswith("--wait="))
     assert "--gpu-bind=none" in call and wait > trackers._FINISH_TIMEOUT_S

@@ -24,7 +24,9 @@ def test_the_ranks_meet_on_this_machine(tmp_path: Path):
     result = bash(script, NPROC="2", DS_ACCELERATOR="cpu")
     assert result.returncode == 0, result.stderr
     assert "no Slurm allocation: 2 processes on this machine" in result.stdout
-    assert {f"rank {rank} of 2 on here by gloo: sum 3" for rank in range(2)} <= set(result.stdout.splitlines())
+    assert {f"rank {rank} of 2 on here by gloo: sum 3" for rank in range(2)} <= set(
+        result.stdout.splitlines()
+    )
 
 
 @pytest.mark.parametrize("code", [2, 75])
@@ -48,15 +50,26 @@ def test_the_script_ends_as_its_ranks_do(tmp_path: Path, code: int):
         (signal.SIGTERM, 'trap "exit 70" TERM; sleep 1234 & wait', 70, "caught SIGTERM"),
     ],
 )
-def test_a_stopped_script_stops_its_stage_and_starts_no_other(tmp_path: Path, how, stage: str, code: int, said: str):
+def test_a_stopped_script_stops_its_stage_and_starts_no_other(
+    tmp_path: Path, how, stage: str, code: int, said: str
+):
     """Nor the same again, if it fails while it stops."""
-    script = stage_script(tmp_path, f"run_stage first here bash -c 'echo works; {stage}'\nrun_stage second here true")
+    script = stage_script(
+        tmp_path, f"run_stage first here bash -c 'echo works; {stage}'\nrun_stage second here true"
+    )
     env = without_slurm(CONFIG=str(run_config(tmp_path)))
-    with subprocess.Popen(["bash", str(script)], env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        ["bash", str(script)], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().endswith("] first\n") and process.stdout.readline() == "works\n"
+        assert (
+            process.stdout.readline().endswith("] first\n")
+            and process.stdout.readline() == "works\n"
+        )
         process.send_signal(how)
-        output = process.stdout.read()  # ends when the last holder of the pipe has gone, the stage included
+        output = (
+            process.stdout.read()
+        )  # ends when the last holder of the pipe has gone, the stage included
     assert process.returncode == code
     assert said in output and "second" not in output and "another attempt" not in output
 
@@ -97,24 +110,37 @@ def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
     body = "fail_once() { rm -f $CONFIG; [[ $ATTEMPT != *.0 ]] || exit 70; }\nrun_stage train fail_once"
     result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
     assert result.returncode == 0, result.stderr
-    assert "another attempt at train: scale-cpt may-retry itself ended with exit code 70" in result.stdout
+    assert (
+        "another attempt at train: scale-cpt may-retry itself ended with exit code 70"
+        in result.stdout
+    )
 
 
 def test_without_python_the_scripts_decide_as_python_does(tmp_path: Path):
     body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
     result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
-    assert result.stdout.split() == [str(code) for code in range(1, 256) if worth_another_attempt(code)], result.stderr
+    assert result.stdout.split() == [
+        str(code) for code in range(1, 256) if worth_another_attempt(code)
+    ], result.stderr
 
 
 @pytest.mark.parametrize(("stage", "fault"), [("train", "Read-only"), ("tokenize", "Not a")])
-def test_a_folder_that_cannot_be_written_ends_the_script_in_one_line(tmp_path: Path, small_disk, stage, fault):
+def test_a_folder_that_cannot_be_written_ends_the_script_in_one_line(
+    tmp_path: Path, small_disk, stage, fault
+):
     disk = small_disk(mib=1)
     (disk.path / "file").touch()
     disk.make_read_only()
     folder = disk.path / ("run" if fault == "Read-only" else "file/run")
-    result = bash(PROJECT / "slurm" / "cpt_korean.sh", str(run_config(tmp_path, folder)), stage, NPROC="2")
+    result = bash(
+        PROJECT / "slurm" / "cpt_korean.sh", str(run_config(tmp_path, folder)), stage, NPROC="2"
+    )
     assert result.returncode == USER_ERROR, result.stderr
-    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: ") and "stage" not in line)
+    (line,) = (
+        line
+        for line in result.stderr.splitlines()
+        if line.startswith("error: ") and "stage" not in line
+    )
     assert str(disk.path) in line and fault in line
     assert "Traceback" not in result.stderr and "another attempt" not in result.stdout
 
@@ -127,7 +153,9 @@ def test_a_folder_that_cannot_be_written_ends_the_script_in_one_line(tmp_path: P
         ("Invalid node name specified", "300", 1, 71),
     ],
 )
-def test_a_request_is_repeated_until_slurmctld_answers(tmp_path: Path, answer, patience_s, asked, code):
+def test_a_request_is_repeated_until_slurmctld_answers(
+    tmp_path: Path, answer, patience_s, asked, code
+):
     """A rendezvous that Slurm does not answer for is its fault, as are those of srun."""
     body = f"""\
 scontrol() {{
@@ -167,11 +195,17 @@ open(f"{folder}/went.on.{rank}", "w").close()
 def two_ranks_in_a_terminal(folder: Path, pipe: str) -> Iterator[Terminal]:
     """A script whose stage they are; `pipe` stands after the command, as a user would type it."""
     (program := folder / "program.py").write_text(SAVES)
-    script = stage_script(folder, f"run_stage train on_every_rank python {program} {folder}\nrun_stage next here true")
+    script = stage_script(
+        folder, f"run_stage train on_every_rank python {program} {folder}\nrun_stage next here true"
+    )
     env = without_slurm(NPROC="2", CONFIG=str(run_config(folder)), EXIT_GRACE_S="300")
-    with terminal(["bash", "-c", f"bash {script} {pipe}; exit ${{PIPESTATUS[0]}}"], env, folder) as opened:
+    with terminal(
+        ["bash", "-c", f"bash {script} {pipe}; exit ${{PIPESTATUS[0]}}"], env, folder
+    ) as opened:
         for rank in range(2):
-            opened.wait_for(f"rank {rank} works\r\n")  # the whole line: it is written before anything else happens
+            opened.wait_for(
+                f"rank {rank} works\r\n"
+            )  # the whole line: it is written before anything else happens
         yield opened
 
 
@@ -180,7 +214,9 @@ def saved_by(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("pipe", ["", "| tee log", "2>&1 | tee log"])
-def test_a_keystroke_stops_every_rank_also_where_it_ends_the_reader_of_the_output(tmp_path: Path, pipe: str):
+def test_a_keystroke_stops_every_rank_also_where_it_ends_the_reader_of_the_output(
+    tmp_path: Path, pipe: str
+):
     with two_ranks_in_a_terminal(tmp_path, pipe) as opened:
         opened.press(CTRL_C)
         opened.end()  # also the end of the last process that has the terminal open
@@ -206,9 +242,14 @@ def test_a_script_that_ends_in_another_way_stops_its_stage(tmp_path: Path, how: 
     body = f"trap 'false' USR2\nrun_stage train on_every_rank python {program} {tmp_path}"
     env = without_slurm(NPROC="2", CONFIG=str(run_config(tmp_path)))
     command = ["bash", str(stage_script(tmp_path, body))]
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
-        assert sorted(process.stderr.readline() for _ in range(2)) == ["rank 0 works\n", "rank 1 works\n"]
+        assert sorted(process.stderr.readline() for _ in range(2)) == [
+            "rank 0 works\n",
+            "rank 1 works\n",
+        ]
         process.send_signal(signal.SIGQUIT if how == "QUIT" else signal.SIGUSR2)
         process.stderr.read()  # ends with the last rank
     assert process.returncode not in (0, 75)

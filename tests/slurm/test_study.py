@@ -20,7 +20,9 @@ def write_small(folder: Path, tokens: Path, *rates: float, **schedule: int) -> P
     values = study_values(folder, tokens)
     let_diverge(values)
     values["settings"]["schedule"].update(schedule)
-    values["methods"] = {"fft": {"label": "FFT", "method": {"name": "fft"}, "learning_rates": list(rates)}}
+    values["methods"] = {
+        "fft": {"label": "FFT", "method": {"name": "fft"}, "learning_rates": list(rates)}
+    }
     return write_study(folder, {**values, "seeds": [1]})
 
 
@@ -37,7 +39,10 @@ def submit(cluster: Cluster, study: Path, *options: str) -> list[int]:
         **ON_THE_CPU,
     )
     assert cluster.wait(driver).state == "COMPLETED", cluster.output(driver)
-    return [int(job) for job in re.findall(r"job (\d+)(?:: train of| continues after)", cluster.output(driver))]
+    return [
+        int(job)
+        for job in re.findall(r"job (\d+)(?:: train of| continues after)", cluster.output(driver))
+    ]
 
 
 def error_of(cluster: Cluster, driver: int) -> str:
@@ -53,9 +58,14 @@ def test_a_study_is_a_chain_of_jobs_that_goes_on_past_a_rate_that_diverges(
 ):
     run, diverging, last = submit(slurm_cluster, write_small(tmp_path, tokens, 1e-3, BEYOND))
     assert slurm_cluster.job(run)["JobName"] == "fft.lr_0.001.seed_1"
-    assert slurm_cluster.job(last).get("Comment") == "serial" != slurm_cluster.job(run).get("Comment")
+    assert (
+        slurm_cluster.job(last).get("Comment") == "serial" != slurm_cluster.job(run).get("Comment")
+    )
     assert slurm_cluster.wait(last).state == "COMPLETED", slurm_cluster.output(last)
-    assert [slurm_cluster.job(job)["JobState"] for job in (run, diverging)] == ["COMPLETED", "FAILED"]
+    assert [slurm_cluster.job(job)["JobState"] for job in (run, diverging)] == [
+        "COMPLETED",
+        "FAILED",
+    ]
     row, diverged = json.loads((tmp_path / "study" / "summary.json").read_text())
     assert (row["method"], row["folder"], row["chosen"]) == ("fft", "fft.lr_0.001.seed_1", True)
     assert (diverged["chosen"], diverged["after"]) == (False, {})

@@ -18,13 +18,19 @@ from tests.slurm.jobs import PROJECT
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 SLURM = PROJECT / "slurm"
-BATCH_SCRIPTS = [path.name for path in sorted(SLURM.glob("*.sh")) if "\n#SBATCH" in path.read_text(encoding="utf-8")]
+BATCH_SCRIPTS = [
+    path.name
+    for path in sorted(SLURM.glob("*.sh"))
+    if "\n#SBATCH" in path.read_text(encoding="utf-8")
+]
 
 
 @pytest.mark.parametrize("name", BATCH_SCRIPTS)
 def test_slurm_accepts_every_script(slurm_cluster: Cluster, name: str):
     slurm_cluster.run("sbatch", "--test-only", str(SLURM / name), cwd=PROJECT)
-    options = re.findall(r"^#SBATCH (.*)$", (SLURM / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    options = re.findall(
+        r"^#SBATCH (.*)$", (SLURM / name).read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     assert not re.search(r"[$`]", "".join(options)), "shell variables are not expanded there"
 
 
@@ -34,7 +40,9 @@ def test_outside_the_project_a_job_says_where_to_submit(slurm_cluster: Cluster, 
     assert "error: call sbatch in the project's root, or set PROJECT" in slurm_cluster.output(job)
 
 
-def test_arguments_reach_a_job_without_the_submitters_environment(slurm_cluster: Cluster, tmp_path: Path):
+def test_arguments_reach_a_job_without_the_submitters_environment(
+    slurm_cluster: Cluster, tmp_path: Path
+):
     """A job that Slurm will not requeue also says so."""
     shell = ("--export=PATH,VENV,SLURM_CONF", "--no-requeue", f"--output={tmp_path}/%j.out")
     command = ("slurm/cpt_korean.sh", "configs/demo.yaml", "fly")
@@ -47,7 +55,9 @@ def test_arguments_reach_a_job_without_the_submitters_environment(slurm_cluster:
 
 
 @pytest.mark.parametrize("first", ["cleaning", "tokenization"])
-def test_a_failed_job_cancels_the_rest_of_its_chain(slurm_cluster: Cluster, tmp_path: Path, first: str):
+def test_a_failed_job_cancels_the_rest_of_its_chain(
+    slurm_cluster: Cluster, tmp_path: Path, first: str
+):
     """Cleaning is only there for corpora with that section."""
     config = run_of(tmp_path, ["text"], language="en")
     changes = ["--set=schedule.micro_batch_size=2"]

@@ -29,11 +29,15 @@ def configuration(run: Path) -> Path:
 
 def submit(cluster: Cluster, config: Path, *options: str, **env: str) -> int:
     arguments = (*options, f"--output={config.parent}/job-%A_%a.out")
-    return cluster.sbatch(*arguments, "slurm/tokenize_korean.sh", config, *SMALL_UNITS, cwd=PROJECT, **env)
+    return cluster.sbatch(
+        *arguments, "slurm/tokenize_korean.sh", config, *SMALL_UNITS, cwd=PROJECT, **env
+    )
 
 
 def outputs(config: Path) -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(config.parent.glob("job-*.out")))
+    return "\n".join(
+        path.read_text(encoding="utf-8") for path in sorted(config.parent.glob("job-*.out"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def wait_for_units(run: Path) -> None:
     """Waits until some units of work are done, and others not."""
-    assert wait_until(lambda: len(list(run.glob("tokens/*/.units/*-*[0-9].json"))) >= 3, every_s=0.02)
+    assert wait_until(
+        lambda: len(list(run.glob("tokens/*/.units/*-*[0-9].json"))) >= 3, every_s=0.02
+    )
 
 
 def ends_of(cluster: Cluster, job: int) -> set[str]:
@@ -61,7 +67,9 @@ def ends_of(cluster: Cluster, job: int) -> set[str]:
     return states()
 
 
-def test_an_array_over_two_nodes(slurm_cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]):
+def test_an_array_over_two_nodes(
+    slurm_cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]
+):
     """Four tasks, killed at work; then three, which find some of it done."""
     config = configuration(tmp_path / "run")
     killed = submit(slurm_cluster, config, "--array=0-3")
@@ -74,11 +82,15 @@ def test_an_array_over_two_nodes(slurm_cluster: Cluster, tmp_path: Path, undistu
     assert contents(tmp_path / "run" / "tokens") == undisturbed
 
 
-def test_mpi_ranks_over_two_nodes(slurm_cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]):
+def test_mpi_ranks_over_two_nodes(
+    slurm_cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]
+):
     """Four ranks, two a node, which MPI tells apart."""
     config = configuration(tmp_path / "run")
     # Both nodes are this machine, which Open MPI's shared memory does not expect.
-    launcher = "mpirun --allow-run-as-root --mca btl self,tcp --mca btl_tcp_if_include lo --display-map"
+    launcher = (
+        "mpirun --allow-run-as-root --mca btl self,tcp --mca btl_tcp_if_include lo --display-map"
+    )
     shape = ("--array=0", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2")
     job = submit(slurm_cluster, config, *shape, MPI="1", MPI_LAUNCHER=launcher)
     assert ends_of(slurm_cluster, job) == {"COMPLETED"}, outputs(config)

@@ -16,7 +16,9 @@ from tests.slurm.jobs import ON_THE_CPU, PROJECT
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 
-def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(slurm_cluster: Cluster, tmp_path: Path):
+def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(
+    slurm_cluster: Cluster, tmp_path: Path
+):
     folder = tmp_path / "work"
     subprocess.run([sys.executable, "-m", "pipeline", "new", str(folder)], cwd=PROJECT, check=True)
     (folder / ".venv").symlink_to(PROJECT / ".venv")
@@ -26,7 +28,9 @@ def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(slurm_cl
     script = tmp_path / "tutorial.sh"
     script.write_text("set -euo pipefail\n" + "\n".join(blocks), encoding="utf-8")
 
-    printed = slurm_cluster.run("bash", str(script), cwd=folder, PYTHONPATH=str(PROJECT), **ON_THE_CPU)
+    printed = slurm_cluster.run(
+        "bash", str(script), cwd=folder, PYTHONPATH=str(PROJECT), **ON_THE_CPU
+    )
 
     here = json.loads((folder / "runs" / "my-korean" / "summary.json").read_text(encoding="utf-8"))
     before, after = here["scores"]["before"], here["scores"]["after"]
@@ -39,5 +43,9 @@ def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(slurm_cl
     job = int(re.search(r"Submitted batch job (\d+)", printed)[1])
     end = slurm_cluster.wait(job)
     assert end.state == "COMPLETED", slurm_cluster.evidence(job)
-    there = json.loads((folder / "runs" / "on-the-cluster" / "summary.json").read_text(encoding="utf-8"))["scores"]
-    assert there["after"]["new"]["perplexity"] == pytest.approx(after["new"]["perplexity"], rel=1e-4)
+    there = json.loads(
+        (folder / "runs" / "on-the-cluster" / "summary.json").read_text(encoding="utf-8")
+    )["scores"]
+    assert there["after"]["new"]["perplexity"] == pytest.approx(
+        after["new"]["perplexity"], rel=1e-4
+    )

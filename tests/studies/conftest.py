@@ -17,7 +17,9 @@ from tests.studies.studies import study_values, write_study
 def opened(tmp_path: Path, tokens: Path) -> Callable[..., StudyRuns]:
     """The runs of the small study after `change` was made to its values; `data` is the folder of its texts."""
 
-    def open_changed(change: Callable[[dict[str, Any]], object] = lambda _: None, data: Path = tmp_path) -> StudyRuns:
+    def open_changed(
+        change: Callable[[dict[str, Any]], object] = lambda _: None, data: Path = tmp_path
+    ) -> StudyRuns:
         values = study_values(tmp_path, tokens)
         change(values)
         path = write_study(tmp_path, values)

@@ -18,7 +18,9 @@ BEYOND = 9e5
 def study_values(folder: Path, tokens: Path) -> dict[str, Any]:
     """SCALE-Adapt at one learning rate, LoRA at two, with two seeds."""
     run = yaml.safe_load(write_config(folder / "template", tokens, zero=1).read_text())
-    settings = {key: run[key] for key in ("data", "validation", "checkpoints", "preflight", "deepspeed")}
+    settings = {
+        key: run[key] for key in ("data", "validation", "checkpoints", "preflight", "deepspeed")
+    }
     settings["schedule"] = {**run["schedule"], "steps": STEPS}
     settings["validation"] = {"every_steps": 1, "max_sequences": 2}
     del settings["schedule"]["learning_rate"]
@@ -29,7 +31,11 @@ def study_values(folder: Path, tokens: Path) -> dict[str, Any]:
         "settings": settings,
         "methods": {
             "adapt": {"label": "SCALE-Adapt", "method": run["method"], "learning_rates": [2e-3]},
-            "lora": {"label": "LoRA", "method": {"name": "lora", "rank": 15}, "learning_rates": [2e-3, 1e-5]},
+            "lora": {
+                "label": "LoRA",
+                "method": {"name": "lora", "rank": 15},
+                "learning_rates": [2e-3, 1e-5],
+            },
         },
         "seeds": [1, 2],
     }

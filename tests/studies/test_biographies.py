@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
 from studies.biographies import show
 from studies.biographies.make_texts import (
@@ -39,17 +39,28 @@ def test_people_have_the_papers_proportions_and_all_values():
     assert [len(set(pool)) for pool in (*names, *rest)] == [400, 400, 1000, 200, 300, 100, 263]
     assert len(set(pools.company_cities)) == 200, "a city without a company"
     people = make_people(20_000, pools, 3)
-    taken = [{getattr(person, name) for person in people} for name in ("birth_city", "university", "major", "company")]
+    taken = [
+        {getattr(person, name) for person in people}
+        for name in ("birth_city", "university", "major", "company")
+    ]
     assert taken == [set(pool) for pool in rest]
     city_of = dict(zip(pools.companies, pools.company_cities, strict=True))
     assert all(person.company_city == city_of[person.company] for person in people)
 
     roster = make_roster(202, pool_fraction=0.05, seed=1)
-    assert [len(group) for group in (roster["pretrained"], roster["task0"], roster["task1"])] == [101, 50, 20]
+    assert [len(group) for group in (roster["pretrained"], roster["task0"], roster["task1"])] == [
+        101,
+        50,
+        20,
+    ]
     assert roster["task0"] == roster["pretrained"][:50]
     names = [person.name for person in (*roster["pretrained"], *roster["task1"])]
     assert len(set(names)) == len(names), "Task 1's people have biographies, or share a name"
-    assert roster == make_roster(202, pool_fraction=0.05, seed=1) != make_roster(202, pool_fraction=0.05, seed=2)
+    assert (
+        roster
+        == make_roster(202, pool_fraction=0.05, seed=1)
+        != make_roster(202, pool_fraction=0.05, seed=2)
+    )
 
 
 def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
@@ -58,7 +69,9 @@ def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     write_corpora(tmp_path / "b", 40, **arguments)
     assert [*contents(tmp_path / "a").values()] == [*contents(tmp_path / "b").values()]
     texts = [record["text"] for record in read_jsonl(tmp_path / "a" / "biographies.jsonl")]
-    assert sorted(texts) == sorted(text for person in roster["pretrained"] for text in biographies(person, 5))
+    assert sorted(texts) == sorted(
+        text for person in roster["pretrained"] for text in biographies(person, 5)
+    )
     asked = read_jsonl(tmp_path / "a" / "task1" / "major.jsonl")
     assert asked == [question(person, "major") for person in roster["task1"]]
     assert not [person.name for person in roster["task1"] if person.name in " ".join(texts)]
@@ -71,7 +84,8 @@ def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     before = contents(tmp_path / "a")
     assert write_corpora(tmp_path / "a", 40, **arguments) == roster
     with pytest.raises(
-        DataError, match=r"expected the biographies of .*'seed': 6.*, found .*'seed': 5.*choose another --output"
+        DataError,
+        match=r"expected the biographies of .*'seed': 6.*, found .*'seed': 5.*choose another --output",
     ):
         write_corpora(tmp_path / "a", 40, **{**arguments, "seed": 6})
     assert contents(tmp_path / "a") == before
@@ -101,7 +115,9 @@ def row(label: str, seed: int, at_end: float) -> dict[str, Any]:
         "steps": 40,
         "roles": {name: "replay" if name.startswith("task0") else "new" for name in figures(0, 0)},
         "before": figures(0.9, 0.1),
-        "during": [{"step": step, "figures": figures(0.9 - step / 100, 0.5)} for step in (10, 20, 30)],
+        "during": [
+            {"step": step, "figures": figures(0.9 - step / 100, 0.5)} for step in (10, 20, 30)
+        ],
         "after": figures(at_end, 0.8),
     }
 
@@ -109,8 +125,15 @@ def row(label: str, seed: int, at_end: float) -> dict[str, Any]:
 @pytest.fixture
 def summary(tmp_path: Path) -> Path:
     tried = {**row("Full fine-tuning", 1, 0.5), "learning_rate": 0.5, "chosen": False}
-    rows = [row("Full fine-tuning", 1, 0.1), tried, row("Full fine-tuning", 2, 0.2), row("SCALE-Route", 1, 0.7)]
-    (tmp_path / "summary.json").write_text(json.dumps([*rows, {**tried, "before": {}, "during": [], "after": {}}]))
+    rows = [
+        row("Full fine-tuning", 1, 0.1),
+        tried,
+        row("Full fine-tuning", 2, 0.2),
+        row("SCALE-Route", 1, 0.7),
+    ]
+    (tmp_path / "summary.json").write_text(
+        json.dumps([*rows, {**tried, "before": {}, "during": [], "after": {}}])
+    )
     return tmp_path
 
 
@@ -127,13 +150,30 @@ def test_all_tables_are_printed_and_another_study_is_refused(summary: Path, monk
     assert all(own(rows) in printed for own in (end_table, matched_table, rates_table))
     _, _, fft, route = cells(end_table(rows))
     task1 = ["80.0% ±0.0%", "10.0%", "40.0%", "20.0%", "100.0%"]
-    assert fft == ["Full fine-tuning", "1,234,567", "0.003", "15.0% ±7.1%", "90.0%", "7.5%", "3.8%", "100.0%", *task1]
+    assert fft == [
+        "Full fine-tuning",
+        "1,234,567",
+        "0.003",
+        "15.0% ±7.1%",
+        "90.0%",
+        "7.5%",
+        "3.8%",
+        "100.0%",
+        *task1,
+    ]
     assert route[3:5] == ["70.0%", "90.0%"]
     label = "Full fine-tuning"
     route = ["SCALE-Route", "0.003", "70.0%", "80.0%"]
-    tried = [[label, "0.003", "10.0%", "80.0%"], [label, "0.5", "50.0%", "80.0%"], route, [label, "0.5", "diverged"]]
+    tried = [
+        [label, "0.003", "10.0%", "80.0%"],
+        [label, "0.5", "50.0%", "80.0%"],
+        route,
+        [label, "0.5", "diverged"],
+    ]
     assert cells(rates_table(rows))[2:] == tried
     other = {"label": "LoRA", "steps": 1, "roles": {"korean": "new"}, "before": {}, "after": {}}
     (summary / "summary.json").write_text(json.dumps([other]))
-    with pytest.raises(DataError, match="expected the corpora of a study of biographies, found none called task0_"):
+    with pytest.raises(
+        DataError, match="expected the corpora of a study of biographies, found none called task0_"
+    ):
         show.read_summary(summary)

@@ -70,12 +70,14 @@ def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
         assert messages[-1]["content"] == right_answer(record["task"], asked)
     known = [record["messages"] for record in train]
     assert not [record for record in (*english, *korean) if record["messages"] in known]
-    assert {record["task"] for record in english} == {*TASKS} and {record["task"] for record in korean} == {
-        *KOREAN_TASKS
-    }
+    assert {record["task"] for record in english} == {*TASKS} and {
+        record["task"] for record in korean
+    } == {*KOREAN_TASKS}
     is_korean = [bool(re.search("[가-힣]", str(record))) for record in train]
     assert 0 < sum(is_korean) < 20
-    assert openings == [record for record, korean in zip(train, is_korean, strict=True) if not korean]
+    assert openings == [
+        record for record, korean in zip(train, is_korean, strict=True) if not korean
+    ]
     assert all(re.search("[가-힣]", str(record)) for record in korean)
 
 
@@ -85,7 +87,8 @@ def test_the_same_arguments_give_the_same_bytes(texts, data, tmp_path):
     assert [*contents(tmp_path / "again").values()] == [*contents(texts).values()]
     write_texts(texts, data, seed=3, **SIZES)
     with pytest.raises(
-        DataError, match=r"expected the chats of .*'seed': 4.*, found .*'seed': 3.*choose another --output"
+        DataError,
+        match=r"expected the chats of .*'seed': 4.*, found .*'seed': 3.*choose another --output",
     ):
         write_texts(texts, data, seed=4, **SIZES)
 
@@ -100,9 +103,15 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     changes = {
         "extends": str(quick),
         "folder": str(tmp_path / "study"),
-        "stages": {name: {"ranks": 1, "settings": small} for name in ("pretrain", "copies", "chat")},
+        "stages": {
+            name: {"ranks": 1, "settings": small} for name in ("pretrain", "copies", "chat")
+        },
         "settings": small
-        | {"data": {"corpora": {name: {"sample": {"tokens": 600}} for name in ("own_chats", "own_text")}}},
+        | {
+            "data": {
+                "corpora": {name: {"sample": {"tokens": 600}} for name in ("own_chats", "own_text")}
+            }
+        },
         "methods": {name: None for name in load_study(quick, texts).methods if name not in kept},
     }
     gate = {"settings": {"gate": {"tokens": 200, "max_open_fraction": 0.5}}}
@@ -118,7 +127,15 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
         done = scale_cpt("study", tmp_path / f"{name}.yaml", "--data", texts)
         assert done.returncode == 0, done.stderr
-    arguments = [tmp_path / "study", "--texts", texts, "--plain", tmp_path / "plain", "--max-bytes", 4000]
+    arguments = [
+        tmp_path / "study",
+        "--texts",
+        texts,
+        "--plain",
+        tmp_path / "plain",
+        "--max-bytes",
+        4000,
+    ]
     monkeypatch.setattr(sys, "argv", ["score.py", *map(str, arguments)])
     score.main()
     table = (tmp_path / "study" / "chats.md").read_text()

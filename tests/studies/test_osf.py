@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.data.packing import IGNORED
-from pipeline.data.samples import load_heldout
+from pipeline.data.dataset.packing import IGNORED
+from pipeline.data.dataset.samples import load_heldout
 from pipeline.evaluation.table import readable
 from pipeline.gating.effect import decoder_inputs
 from pipeline.gating.windows import as_windows
@@ -22,9 +22,13 @@ from tests.widened import unwidened
 pytestmark = pytest.mark.full
 
 
-def test_the_table_has_the_base_as_validation_scores_it_and_every_rate(tokens, tmp_path, monkeypatch, capsys):
+def test_the_table_has_the_base_as_validation_scores_it_and_every_rate(
+    tokens, tmp_path, monkeypatch, capsys
+):
     values = study_values(tmp_path, tokens)
-    values["methods"] = {"fft": {"label": "Full", "method": {"name": "fft"}, "learning_rates": [1e-3]}}
+    values["methods"] = {
+        "fft": {"label": "Full", "method": {"name": "fft"}, "learning_rates": [1e-3]}
+    }
     study = write_study(tmp_path, values)
     monkeypatch.setattr(sys, "argv", ["osf.py", str(study), "--learning-rates", "1e-5", "2e-3"])
     osf.main()
@@ -34,7 +38,9 @@ def test_the_table_has_the_base_as_validation_scores_it_and_every_rate(tokens, t
     assert base[1:] == [readable(perplexity) for perplexity in by_decoder(study, corpora)]
     korean = corpora.index("korean")
     assert float(best[2 + 2 * korean]) < float(low[2 + korean]) < float(base[1 + korean])
-    assert sum(cell.startswith("±") for cell in best) == len(corpora), "the best rate runs with every seed"
+    assert sum(cell.startswith("±") for cell in best) == len(corpora), (
+        "the best rate runs with every seed"
+    )
 
 
 def by_decoder(study: Path, corpora: list[str]) -> list[float]:

@@ -31,8 +31,13 @@ def finish(runs: StudyRuns, compared: Compared, perplexity: float | None) -> Non
     """Writes what a finished run leaves in its folder; a perplexity of None is JSON's null."""
     run = runs.compared(*compared)
     run.write()
-    lines = ({"step": step, "perplexity/korean": perplexity, "bits_per_byte/korean": 1.0} for step in (0, STEPS))
-    (run.config.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = (
+        {"step": step, "perplexity/korean": perplexity, "bits_per_byte/korean": 1.0}
+        for step in (0, STEPS)
+    )
+    (run.config.folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     (run.config.folder / "training.json").write_text(json.dumps({"steps": STEPS}))
 
 
@@ -52,7 +57,10 @@ def test_corpora_are_made_once_before_the_compared_runs(opened, tmp_path, tokens
 
     def samples(values):
         values["settings"]["data"]["folder"] = str(folder)
-        values["settings"]["data"]["corpora"]["own"] = {"role": "rehearsal", "sample": {"tokens": 50}}
+        values["settings"]["data"]["corpora"]["own"] = {
+            "role": "rehearsal",
+            "sample": {"tokens": 50},
+        }
 
     def cleans(values):
         samples(values)
@@ -134,7 +142,9 @@ def test_a_run_that_diverged_is_pending_where_there_is_no_other_rate(runs):
     (runs.compared(*HIGH).config.folder / "training.json").unlink()
     diverge(runs, LOW)
     diverge(runs, HIGH)
-    with pytest.raises(StudyError, match=r"methods.lora: every one of its learning_rates diverged; give lower ones"):
+    with pytest.raises(
+        StudyError, match=r"methods.lora: every one of its learning_rates diverged; give lower ones"
+    ):
         runs.pending_tasks()
 
 
@@ -143,12 +153,16 @@ def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):
     run = runs.compared(*LOW)
     run.write()
     decision = Decision(False, "its cause is to be mended first")
-    record_end(run.config.folder, stage="train", exit_code=CONFIG_ERROR, error="no such corpus", retry=decision)
+    record_end(
+        run.config.folder,
+        stage="train",
+        exit_code=CONFIG_ERROR,
+        error="no such corpus",
+        retry=decision,
+    )
     with pytest.raises(StudyError) as raised:
         runs.pending_tasks([LOW_NAME, HIGH_NAME])
-    said = (
-        f"{LOW_NAME}: not finished, though the jobs have ended; the first is failed: train: no such corpus (its cause"
-    )
+    said = f"{LOW_NAME}: not finished, though the jobs have ended; the first is failed: train: no such corpus (its cause"
     assert str(raised.value).startswith(said)
     assert raised.value.exit_code == USER_ERROR
     assert LOW_NAME in [task.name for task in runs.pending_tasks([])]  # submitted by hand

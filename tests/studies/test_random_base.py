@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.files import file_hash
+from pipeline.hf.folder import load_hf_model
 from pipeline.studies.random_base import make_random_base
 from pipeline.studies.study import NewTokenizer, RandomBase, TokenizerText
 from tests.bases import CONFIGS, STORIES
@@ -32,12 +32,21 @@ def test_a_new_tokenizer_gives_us_and_transformers_the_same_tokens(architecture,
     """Two calls with the same settings give the same base, another seed another; a start token is put before texts."""
     parts = [(STORIES_HELDOUT, 0.05), (REVIEWS_HELDOUT, 0.01)]
     texts = [TokenizerText(input=[str(file)], mib=mib) for file, mib in parts]
-    wanted = RandomBase(architecture=architecture, tokenizer=NewTokenizer(vocab_size=900, texts=texts), seed=1)
+    wanted = RandomBase(
+        architecture=architecture, tokenizer=NewTokenizer(vocab_size=900, texts=texts), seed=1
+    )
     starting = NewTokenizer(vocab_size=900, texts=texts, start_token=True)
-    for folder, changes in (("first", {}), ("same", {}), ("other", {"seed": 2, "tokenizer": starting})):
+    for folder, changes in (
+        ("first", {}),
+        ("same", {}),
+        ("other", {"seed": 2, "tokenizer": starting}),
+    ):
         make_random_base(wanted.model_copy(update=changes), tmp_path / folder)
 
-    ours, theirs = load_tokenizer(tmp_path / "first"), AutoTokenizer.from_pretrained(tmp_path / "first")
+    ours, theirs = (
+        load_tokenizer(tmp_path / "first"),
+        AutoTokenizer.from_pretrained(tmp_path / "first"),
+    )
     started = AutoTokenizer.from_pretrained(tmp_path / "other")
     assert ours.vocab_size == load_hf_model(tmp_path / "first").config.vocab_size == 900
     assert load_tokenizer(tmp_path / "other").document_start == (started.bos_token_id,)
@@ -46,14 +55,20 @@ def test_a_new_tokenizer_gives_us_and_transformers_the_same_tokens(architecture,
         assert ids == theirs.encode(text) == started.encode(text)[1:]
         assert ours.fast is None or ids == ours.fast.encode([text]).ids.tolist()
         assert theirs.decode(ids).lstrip() == text.lstrip()
-    first, same, other = (file_hash(tmp_path / folder / "model.safetensors") for folder in ("first", "same", "other"))
+    first, same, other = (
+        file_hash(tmp_path / folder / "model.safetensors") for folder in ("first", "same", "other")
+    )
     assert first == same != other
 
     before = (tmp_path / "first" / "config.json").stat().st_mtime_ns
     make_random_base(wanted, tmp_path / "first")
     assert before == (tmp_path / "first" / "config.json").stat().st_mtime_ns
-    with pytest.raises(ConfigError, match=r"made of another tokenizer and seed than `scratch` has now"):
-        make_random_base(wanted.model_copy(update={"seed": 9, "tokenizer": STORIES}), tmp_path / "first")
+    with pytest.raises(
+        ConfigError, match=r"made of another tokenizer and seed than `scratch` has now"
+    ):
+        make_random_base(
+            wanted.model_copy(update={"seed": 9, "tokenizer": STORIES}), tmp_path / "first"
+        )
 
 
 @pytest.mark.parametrize("given", [STORIES, STORIES / "tokenizer.json"], ids=["folder", "file"])
@@ -69,5 +84,7 @@ def test_an_unsupported_architecture_leaves_no_folder(tmp_path):
     architecture = tmp_path / "architecture.json"
     architecture.write_text('{"model_type": "bert"}')
     with pytest.raises(BaseModelError, match="model_type 'bert' is not among"):
-        make_random_base(RandomBase(architecture=architecture, tokenizer=STORIES), tmp_path / "base")
+        make_random_base(
+            RandomBase(architecture=architecture, tokenizer=STORIES), tmp_path / "base"
+        )
     assert not (tmp_path / "base").exists()

@@ -30,7 +30,9 @@ def test_rows_are_read_as_written_and_null_is_infinite(tmp_path):
     write_json(tmp_path / "summary.json", [row.model_dump() for row in own])
     assert read_rows(tmp_path) == own
     again = read_runs([tmp_path, tmp_path])
-    assert [run.model_copy(update={"source": ""}) for run in again] == own and again[0].source == tmp_path.name
+    assert [run.model_copy(update={"source": ""}) for run in again] == own and again[
+        0
+    ].source == tmp_path.name
 
 
 def test_rows_from_elsewhere_may_have_more_and_less(tmp_path):
@@ -51,7 +53,11 @@ def test_rows_from_elsewhere_may_have_more_and_less(tmp_path):
         ("summary.json", "[{", "the file: Invalid JSON"),
         ("summary.json", "{}", "the file: Input should be a valid array"),
         ("summary.json", '[{"label": "LoRA"}]', r"0\.steps: Field required"),
-        ("metrics.jsonl", '{"step": 0, "perplexity/korean": 9.5}\n\ufffd\n[1]', "no validation after the first"),
+        (
+            "metrics.jsonl",
+            '{"step": 0, "perplexity/korean": 9.5}\n\ufffd\n[1]',
+            "no validation after the first",
+        ),
     ],
 )
 def test_another_file_is_refused(name, content, said, tmp_path):
@@ -67,7 +73,9 @@ def test_folders_of_the_same_name_are_distinguished(tmp_path):
     runs = read_runs(folders)
     assert [run.source for run in runs] == [str(folders[0]), str(folders[1]), "other"]
     label = content[0]["label"]
-    assert [own.label for own in group(runs)] == [f"{label} ({run.source})" for run in runs]  # no seeds of one method
+    assert [own.label for own in group(runs)] == [
+        f"{label} ({run.source})" for run in runs
+    ]  # no seeds of one method
 
 
 def test_runs_of_different_bases_share_no_report(tmp_path):
@@ -84,14 +92,19 @@ def test_runs_of_different_bases_share_no_report(tmp_path):
 
 def test_a_method_has_the_same_colour_in_every_report_and_each_group_its_own_mark():
     def styles(methods: list[tuple[str, str | None]]) -> dict[str, int]:
-        made = [{**row(label, str(method), 1, 0.5, 0.1, 1), "method": method} for label, method in methods]
+        made = [
+            {**row(label, str(method), 1, 0.5, 0.1, 1), "method": method}
+            for label, method in methods
+        ]
         return {own.label: own.style for own in group([Row.model_validate(own) for own in made])}
 
     every = [(label, method) for label, method, *_ in METHODS]
     whole = styles(every)
     assert sorted(whole.values()) == list(range(len(METHODS)))
     assert styles(every[::-2]).items() <= whole.items()
-    several = styles([("Adapt", "adapt"), ("Adapt + gate", "adapt"), ("whose", None), ("LoRA", "lora")])
+    several = styles(
+        [("Adapt", "adapt"), ("Adapt + gate", "adapt"), ("whose", None), ("LoRA", "lora")]
+    )
     assert several["Adapt"] == whole["SCALE-Adapt"] == several["Adapt + gate"] - len(METHODS)
     assert len(set(several.values())) == 4
 
@@ -102,32 +115,53 @@ def test_many_corpora_of_a_role_are_shown_together():
         for task in ("task 0", "task 1"):
             role = own["roles"].pop(task)
             own["roles"] |= {f"{task}_{part}": role for part in range(5)}
-            for figures in (own["before"], own["after"], *(validation["figures"] for validation in own["during"])):
+            for figures in (
+                own["before"],
+                own["after"],
+                *(validation["figures"] for validation in own["during"]),
+            ):
                 found = figures.pop(task)
                 for part in range(5):
-                    figures[f"{task}_{part}"] = {name: value * (0.8 + part / 10) for name, value in found.items()}
+                    figures[f"{task}_{part}"] = {
+                        name: value * (0.8 + part / 10) for name, value in found.items()
+                    }
     runs = [Row.model_validate(own) for own in content]
     shown = parts(group(runs))
-    assert {name: len(names) for name, names in shown.items()} == {"task 1 (new)": 5, "task 0 (replay)": 5}
+    assert {name: len(names) for name, names in shown.items()} == {
+        "task 1 (new)": 5,
+        "task 0 (replay)": 5,
+    }
     figures, task1 = runs[0].after, shown["task 1 (new)"]
     for name, expected in {"first_token_accuracy": fmean, "perplexity": geometric_mean}.items():
-        assert value_of(figures, task1, name) == pytest.approx(expected(figures[part][name] for part in task1))
+        assert value_of(figures, task1, name) == pytest.approx(
+            expected(figures[part][name] for part in task1)
+        )
 
 
 def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
     """The first method has one rate, the second three: the best is at the edge, and one diverged."""
-    single, several = ([row for row in rows((1, 2)) if row["method"] == method] for method in ("fft", "lora"))
+    single, several = (
+        [row for row in rows((1, 2)) if row["method"] == method] for method in ("fft", "lora")
+    )
     tried = [*single, *at_rates(several, (1.0, 0.5, 0.1))]
     tried[3] |= {"before": {}, "after": {}}
     groups = group([Row.model_validate(row) for row in tried])
     lines = rates_table(groups).splitlines()[2:]
-    assert [line.split()[:2] for line in lines] == [["LoRA", rate] for rate in ("0.0001", "0.0005", "0.001")]
-    assert lines[2].endswith("chosen, at the edge") and lines[1].endswith("diverged") and lines[0][-1].isdigit()
+    assert [line.split()[:2] for line in lines] == [
+        ["LoRA", rate] for rate in ("0.0001", "0.0005", "0.001")
+    ]
+    assert (
+        lines[2].endswith("chosen, at the edge")
+        and lines[1].endswith("diverged")
+        and lines[0][-1].isdigit()
+    )
     assert rates_table(groups[:1]) == ""
     header, _, base, first, *_ = as_text(tables.results(groups, parts(groups))).splitlines()
     assert header.endswith("english: bits per byte") and base.startswith("base")
     perplexities = [row["after"]["korean"]["perplexity"] for row in single]
-    assert re.split("  +", first)[1].startswith(f"{fmean(perplexities):.2f} ± {stdev(perplexities):.2f} (")
+    assert re.split("  +", first)[1].startswith(
+        f"{fmean(perplexities):.2f} ± {stdev(perplexities):.2f} ("
+    )
 
 
 def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: float = 0.0) -> Path:
@@ -158,16 +192,24 @@ def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: floa
 def test_a_gated_run_has_the_model_with_its_gate_beside_that_without_it(tmp_path):
     score = {"chats": 3, "exact_match": 1.0, "ended": 1.0, "answer_tokens": 5.0}
     folder = gated_run(tmp_path / "demo")
-    write_json(folder / "summary.json", {"chats": {"before": {"mine": score}, "after": {"mine": score}}})
+    write_json(
+        folder / "summary.json", {"chats": {"before": {"mine": score}, "after": {"mine": score}}}
+    )
     gated, ungated = read_runs([folder])
     assert (gated.label, ungated.label) == ("demo + gate", "demo without its gate")
-    assert {name: figures["perplexity"] for name, figures in gated.after.items() if name != "mine"} == {
+    assert {
+        name: figures["perplexity"] for name, figures in gated.after.items() if name != "mine"
+    } == {
         "new": 21.0,
         "old": 145.0,
     }
-    assert gated.after["old"]["bits_per_byte"] == pytest.approx(gated.before["old"]["bits_per_byte"])
+    assert gated.after["old"]["bits_per_byte"] == pytest.approx(
+        gated.before["old"]["bits_per_byte"]
+    )
     assert ungated.after["old"]["perplexity"] == 23441.0
-    assert "mine" in gated.after and "mine" not in ungated.after, "the exported model answered the chats"
+    assert "mine" in gated.after and "mine" not in ungated.after, (
+        "the exported model answered the chats"
+    )
     shown = page([gated, ungated], "A run")
     assert "demo + gate" in shown and "demo without its gate" in shown and "145.00" in shown
 

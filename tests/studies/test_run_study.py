@@ -31,7 +31,12 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     environment = {**clean, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -84,7 +89,11 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
     for row in (route, lora):
         lines = metrics(study / row["folder"])
         training = json.loads((study / row["folder"] / "training.json").read_text())
-        figures = {0: row["before"], STEPS: row["after"], **{each["step"]: each["figures"] for each in row["during"]}}
+        figures = {
+            0: row["before"],
+            STEPS: row["after"],
+            **{each["step"]: each["figures"] for each in row["during"]},
+        }
         assert sorted(figures) == list(range(STEPS + 1))
         for line in lines:
             for corpus in ("korean", "english"):
@@ -98,12 +107,23 @@ def test_a_row_has_the_figures_that_its_run_recorded(finished):
     assert route["before"]["korean"] == lora["before"]["korean"]  # the same base
     record = json.loads((study / route["folder"] / "gate" / "gate.json").read_text())["heldout"]
     assert gated["after"]["english"]["perplexity"] == record["english"]["gated_perplexity"]
-    assert route["inference_cost"] == gated["inference_cost"] > lora["inference_cost"] > full["inference_cost"] == 1.0
-    before, *ends = (own["korean"]["perplexity"] for own in (full["before"], full["after"], average["after"]))
+    assert (
+        route["inference_cost"]
+        == gated["inference_cost"]
+        > lora["inference_cost"]
+        > full["inference_cost"]
+        == 1.0
+    )
+    before, *ends = (
+        own["korean"]["perplexity"] for own in (full["before"], full["after"], average["after"])
+    )
     assert ends[0] != ends[1] and max(ends) < before and average["inference_cost"] == 1.0
     assert chosen["total_parameters"] == 2 * full["total_parameters"]
     assert ends[0] <= chosen["after"]["korean"]["perplexity"] <= before
-    assert (diverged["after"], (study / diverged["folder"] / "divergence.json").exists()) == ({}, True)
+    assert (diverged["after"], (study / diverged["folder"] / "divergence.json").exists()) == (
+        {},
+        True,
+    )
 
 
 def test_the_tables_mark_the_rate_that_diverged_and_the_report_has_the_gated_model(finished):
@@ -112,7 +132,13 @@ def test_the_tables_mark_the_rate_that_diverged_and_the_report_has_the_gated_mod
     assert line.endswith("diverged") and "chosen, at the edge" in printed
     runs = read_runs([study])
     more = ["Full, averaged: 0.5", "Full, by document"]
-    assert [own.label for own in group(runs)] == ["SCALE-Adapt", "SCALE-Adapt + gate", "LoRA", "Full", *more]
+    assert [own.label for own in group(runs)] == [
+        "SCALE-Adapt",
+        "SCALE-Adapt + gate",
+        "LoRA",
+        "Full",
+        *more,
+    ]
     assert "SCALE-Adapt + gate: " in page(runs, "Study")
 
 
@@ -124,7 +150,15 @@ def test_the_report_reads_the_folder_of_a_run(finished):
     assert (gated.label, run.label) == (f"{run.source} + gate", f"{run.source} without its gate")
     assert gated_row["label"].endswith(" + gate") and gated.after == gated_row["after"]
     assert run.roles == {"english": "replay", "korean": "new"}
-    same = ("before", "during", "after", "peak_memory_gib", "trainable_parameters", "total_parameters", "steps")
+    same = (
+        "before",
+        "during",
+        "after",
+        "peak_memory_gib",
+        "trainable_parameters",
+        "total_parameters",
+        "steps",
+    )
     read = json.loads(run.model_dump_json())
     assert {key: read[key] for key in same} == {key: row[key] for key in same}
     assert read["learning_rate"] == pytest.approx(2e-3) and run.tokens_seen == row["tokens_seen"]

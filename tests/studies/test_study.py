@@ -35,7 +35,11 @@ def test_runs_differ_in_what_the_study_compares_and_nothing_else(opened):
     assert first.folder == runs.study.folder / "adapt.lr_0.002.seed_1"
     assert first.base == STORIES
     varied = {"name", "folder", "method", "seed", "schedule"}
-    assert first.model_dump(exclude=varied) == other_seed.model_dump(exclude=varied) == lora.model_dump(exclude=varied)
+    assert (
+        first.model_dump(exclude=varied)
+        == other_seed.model_dump(exclude=varied)
+        == lora.model_dump(exclude=varied)
+    )
     assert (first.seed, other_seed.seed, lora.seed) == (1, 2, 1)
     same_rate = lora.schedule.model_copy(update={"learning_rate": first.schedule.learning_rate})
     assert first.schedule == other_seed.schedule == same_rate
@@ -50,7 +54,9 @@ def test_the_study_in_the_documentation_is_valid(tmp_path):
         assert f"{runs.study.folder}/{name}/run.yaml" in page
 
 
-def test_a_method_that_does_not_fit_the_base_or_a_missing_text_is_found_before_anything_trains(opened):
+def test_a_method_that_does_not_fit_the_base_or_a_missing_text_is_found_before_anything_trains(
+    opened,
+):
     def change(values):
         adapt = {**values["methods"]["adapt"]["method"], "l_fp": 99}
         values["methods"]["last"] = {"label": "Last", "method": adapt, "learning_rates": [1e-3]}
@@ -71,12 +77,22 @@ def test_a_method_that_does_not_fit_the_base_or_a_missing_text_is_found_before_a
 
 def test_stages_build_on_each_other(opened):
     def change(values):
-        settings = {**values["settings"], "schedule": {**values["settings"]["schedule"], "learning_rate": 1e-3}}
-        values["stages"] = {"first": {"settings": settings}, "second": {"settings": settings, "ranks": 2}}
+        settings = {
+            **values["settings"],
+            "schedule": {**values["settings"]["schedule"], "learning_rate": 1e-3},
+        }
+        values["stages"] = {
+            "first": {"settings": settings},
+            "second": {"settings": settings, "ranks": 2},
+        }
 
     runs = opened(change)
     first, second = (run.config for run in runs.stages)
-    assert (first.base, second.base, runs.base) == (STORIES, first.folder / "hf", second.folder / "hf")
+    assert (first.base, second.base, runs.base) == (
+        STORIES,
+        first.folder / "hf",
+        second.folder / "hf",
+    )
     assert first.method.name == "fft" and first.data.folder == second.data.folder
     (task,) = runs.pending_tasks()
     assert (task.run.config, task.stages) == (first, ("tokenize", "train", "convert"))
@@ -88,7 +104,9 @@ def test_the_folder_of_texts_is_substituted(opened, tmp_path):
 
     corpus = opened(change).compared("adapt", 1.0, 1).config.data.corpora["korean"]
     assert corpus.input == [f"{tmp_path}/korean.jsonl"]
-    with pytest.raises(ConfigError, match=r"^--data .*/nowhere: no such folder; .* reads its texts from there"):
+    with pytest.raises(
+        ConfigError, match=r"^--data .*/nowhere: no such folder; .* reads its texts from there"
+    ):
         opened(change, tmp_path / "nowhere")
     opened(data=tmp_path / "nowhere")  # not needed, so not checked
 
@@ -101,14 +119,29 @@ def test_the_folder_of_texts_is_substituted(opened, tmp_path):
         ({"methods": {"adapt": {"method": {"l_fp": None}}}}, "methods.adapt.method: .*needs l_fp"),
         ({"methods": {"lora": {"learning_rates": []}}}, "methods.lora.learning_rates: "),
         ({"methods": {"lora": {"learning_rates": [1.0, 1.0]}}}, "learning_rates: each once"),
-        ({"methods": {"lora": {"label": "SCALE-Adapt"}}}, "a different label for each, found 'SCALE-Adapt' twice"),
-        ({"methods": {"lora": {"chosen_by": "adapt"}}}, "methods.lora.chosen_by: adapt is no method here with a gate"),
+        (
+            {"methods": {"lora": {"label": "SCALE-Adapt"}}},
+            "a different label for each, found 'SCALE-Adapt' twice",
+        ),
+        (
+            {"methods": {"lora": {"chosen_by": "adapt"}}},
+            "methods.lora.chosen_by: adapt is no method here with a gate",
+        ),
         ({"methods": {"lora": {"averages": [0.5]}}}, "methods.lora.averages: only of method fft"),
         ({"settings": {"sead": 1}}, "settings, for adapt: .*sead: unknown key"),
         ({"settings": {"folder": "runs/x"}}, "settings: folder: the study sets it"),
-        ({"settings": {"schedule": {"learning_rate": 1.0}}}, "settings: schedule.learning_rate: the study sets it"),
-        ({"stages": {"first": {"settings": {"base": "x"}}}}, "stages.first.settings: base: the study sets it"),
-        ({"stages": {"tokens": {"settings": {}}}}, "stages.tokens: the study uses a folder of that name"),
+        (
+            {"settings": {"schedule": {"learning_rate": 1.0}}},
+            "settings: schedule.learning_rate: the study sets it",
+        ),
+        (
+            {"stages": {"first": {"settings": {"base": "x"}}}},
+            "stages.first.settings: base: the study sets it",
+        ),
+        (
+            {"stages": {"tokens": {"settings": {}}}},
+            "stages.tokens: the study uses a folder of that name",
+        ),
         (
             {"settings": {"data": {"corpora": {"korean": {"heldout_input": None}}}}},
             "expected a held-out part of a corpus of role new",

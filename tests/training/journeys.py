@@ -46,11 +46,23 @@ class Journey(NamedTuple):
     optimizer: str
 
     def __str__(self) -> str:
-        flags = [name for name in ("vocabulary", "asynchronous", "sequence_parallel") if getattr(self, name)]
-        values = [self.replay_loss, self.base_precision, self.activation_checkpointing, self.norm, self.optimizer]
+        flags = [
+            name
+            for name in ("vocabulary", "asynchronous", "sequence_parallel")
+            if getattr(self, name)
+        ]
+        values = [
+            self.replay_loss,
+            self.base_precision,
+            self.activation_checkpointing,
+            self.norm,
+            self.optimizer,
+        ]
         usual = ("nll", "bf16", "none", "separate", "adamw")
         layout = f"ZeRO-{self.zero}, {self.layout.ranks} ranks, tp {self.layout.tp_size}"
-        return ", ".join((self.method, layout, *(value for value in [*values, *flags] if value not in usual)))
+        return ", ".join(
+            (self.method, layout, *(value for value in [*values, *flags] if value not in usual))
+        )
 
     @property
     def allowed(self) -> bool:
@@ -59,7 +71,9 @@ class Journey(NamedTuple):
         return not (
             (quantized and not is_scale and self.method != "lora")
             or (quantized and self.zero == 3)
-            or (self.base_precision == "nf4" and self.layout.tp_size > 1)  # its blocks do not fit this base's FFN
+            or (
+                self.base_precision == "nf4" and self.layout.tp_size > 1
+            )  # its blocks do not fit this base's FFN
             or (self.sequence_parallel and self.layout.tp_size == 1)
             or (self.norm == "base" and not is_scale)
         )
@@ -71,7 +85,10 @@ class Journey(NamedTuple):
     def settings(self, layout: Layout, zero: int) -> dict[str, Any]:
         """What `tests.training.runs.write_config` takes, at a layout that need not be the row's own."""
         own_norm = {"norm": self.norm} if METHODS[self.method]["name"] == "scale" else {}
-        parallel = {"tp_size": layout.tp_size, "sequence_parallel": self.sequence_parallel and layout.tp_size > 1}
+        parallel = {
+            "tp_size": layout.tp_size,
+            "sequence_parallel": self.sequence_parallel and layout.tp_size > 1,
+        }
         return {
             "zero": zero,
             "method": METHODS[self.method] | own_norm,

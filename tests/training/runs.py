@@ -17,9 +17,9 @@ import yaml
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
-from pipeline.data.corpora import corpus_jobs
-from pipeline.data.preprocess import preprocess
-from pipeline.data.workers import local_workers
+from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import UserError
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
@@ -46,12 +46,16 @@ def tokenize_corpora(config: RunConfig) -> None:
             preprocess(job, workers)
 
 
-def write_config(run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yaml", **changes: Any) -> Path:
+def write_config(
+    run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yaml", **changes: Any
+) -> Path:
     """Writes the configuration of a run in the folder `run`; `changes` have dotted paths, with __ for the dot."""
     run.mkdir(parents=True, exist_ok=True)
     zero_file = run / f"zero{zero}.json"
     sharding = {"stage3_param_persistence_threshold": 0} if zero == 3 else {}
-    zero_file.write_text(json.dumps({"zero_optimization": {"stage": zero, "overlap_comm": False, **sharding}}))
+    zero_file.write_text(
+        json.dumps({"zero_optimization": {"stage": zero, "overlap_comm": False, **sharding}})
+    )
     korean, english = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
     values: dict[str, Any] = {
         "name": "test",
@@ -72,7 +76,12 @@ def write_config(run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yam
             },
             "replay_fraction": 0.25,
         },
-        "schedule": {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 2e-3},
+        "schedule": {
+            "steps": STEPS,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "learning_rate": 2e-3,
+        },
         "validation": {"every_steps": 100, "max_sequences": 5},
         "checkpoints": {"every_steps": 100},
         "preflight": {"enabled": False},  # it takes longer than these runs
@@ -101,7 +110,10 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
 def metrics(run: Path) -> list[dict[str, float]]:
     """The run's figures, without those that are measured: no two runs share them."""
     lines = read_jsonl(run / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(MEASURED)}
+        for line in lines
+    ]
 
 
 def losses(run: Path) -> list[float]:
@@ -128,7 +140,9 @@ def in_turn(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def train(config: Path, *, stop: bool = False, kill_at: str | None = None, changes: Sequence[str] = ()) -> int:
+def train(
+    config: Path, *, stop: bool = False, kill_at: str | None = None, changes: Sequence[str] = ()
+) -> int:
     """Trains on all ranks, with `changes` of settings; returns the exit code.
 
     stop: the last rank gets SIGUSR1 during its first step.
@@ -158,7 +172,9 @@ def train_compiled(config: Path, *, stop: bool = False) -> int:
 
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
     original = Decoder.compile_layers
-    with patch.object(Decoder, "compile_layers", lambda model: original(model, backend="aot_eager")):
+    with patch.object(
+        Decoder, "compile_layers", lambda model: original(model, backend="aot_eager")
+    ):
         return train(config, stop=stop)
 
 
@@ -169,12 +185,16 @@ def train_and_look(config: Path) -> dict[str, Any]:
     trainer = trained(prepared(config))
     engine = trainer.engine
     with deepspeed.zero.GatheredParameters(list(engine.model.parameters())):
-        parameters = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
+        parameters = {
+            name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()
+        }
     slots = engine._engine.optimizer.optimizer.state.values()
     held = sum(value.numel() for own in slots for name, value in own.items() if name != "step")
     return {
         "parameters": parameters,
-        "partitions": {name: partition_of(parameter) for name, parameter in engine.model.named_parameters()},
+        "partitions": {
+            name: partition_of(parameter) for name, parameter in engine.model.named_parameters()
+        },
         "moments": int(summed(torch.tensor(held))),
         "trainable_parameters": engine.trainable_parameters,
         "step0_max_abs_logit_difference": trainer.step0_difference,

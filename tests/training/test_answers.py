@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from pipeline.config.run import load_config
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer.load import load_tokenizer
 from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, prepared, tokenize_corpora
@@ -38,7 +38,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps({"question": q, "text": a}) + "\n" for q, a in PAIRS))
     corpus = {"input": [str(path)], "heldout_input": [str(path)], "prompt_key": "question"}
-    changes = {"data__corpora": {"pairs": corpus}, "data__replay_fraction": 0, "validation__max_sequences": 64}
+    changes = {
+        "data__corpora": {"pairs": corpus},
+        "data__replay_fraction": 0,
+        "validation__max_sequences": 64,
+    }
     tokenize_corpora(load_config(make_run(folder / "run", folder / "tokens", **changes)))
     return {"tokens": folder / "tokens", **changes}
 
@@ -87,9 +91,12 @@ def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
 def test_figures_equal_transformers(settings, by_transformers, tmp_path, tp_size):
     settings = settings | {"parallel__tp_size": tp_size, "schedule__micro_batch_size": 1}
     configs = [
-        make_run(tmp_path / variant, zero=1, method__variant=variant, **settings) for variant in ("adapt", "route")
+        make_run(tmp_path / variant, zero=1, method__variant=variant, **settings)
+        for variant in ("adapt", "route")
     ]
-    for rank in run_ranks(in_turn, tp_size, [partial(scores_and_loss, config) for config in configs]):
+    for rank in run_ranks(
+        in_turn, tp_size, [partial(scores_and_loss, config) for config in configs]
+    ):
         for figures, total in rank:
             assert total == pytest.approx(by_transformers["total"], rel=1e-5)
             for name in figures.keys() & by_transformers.keys():

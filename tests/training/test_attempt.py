@@ -25,15 +25,31 @@ ENDLESS = 1_000_000
 
 def started(config: Path, attempt: str) -> subprocess.Popen[str]:
     """Two ranks of `pipeline.train`, as the scripts start them."""
-    command = [sys.executable, "-m", "pipeline.local_ranks", "2", "-m", "pipeline.train", str(config)]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.local_ranks",
+        "2",
+        "-m",
+        "pipeline.train",
+        str(config),
+    ]
     environment = {**os.environ, "ATTEMPT": attempt, "EXIT_GRACE_S": "300", "OMP_NUM_THREADS": "1"}
-    environment["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # of a shell under mpirun, which says nothing of these ranks
-    environment.pop("TORCHDYNAMO_DISABLE", None)  # once without what tests/distributed.py sets for speed
-    return subprocess.Popen(command, cwd=PROJECT, env=environment, stderr=subprocess.PIPE, text=True)
+    environment["OMPI_COMM_WORLD_LOCAL_RANK"] = (
+        "7"  # of a shell under mpirun, which says nothing of these ranks
+    )
+    environment.pop(
+        "TORCHDYNAMO_DISABLE", None
+    )  # once without what tests/distributed.py sets for speed
+    return subprocess.Popen(
+        command, cwd=PROJECT, env=environment, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_a_killed_rank_is_named_and_the_next_attempt_resumes(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, zero=1, schedule__steps=ENDLESS, checkpoints={"every_steps": 2})
+    config = make_run(
+        tmp_path, tokens, zero=1, schedule__steps=ENDLESS, checkpoints={"every_steps": 2}
+    )
     first = started(config, "7.0")
     assert wait_until(lambda: read_status(tmp_path).step >= 2 or first.poll() is not None)
     assert read_status(tmp_path).state == "running"
@@ -60,7 +76,10 @@ def test_a_killed_rank_is_named_and_the_next_attempt_resumes(tokens, tmp_path):
 
     steps = attempt.end.step or 0
     again = started(
-        make_run(tmp_path, tokens, zero=1, schedule__steps=steps + 3, upscaled=str(tmp_path / "upscaled")), "7.1"
+        make_run(
+            tmp_path, tokens, zero=1, schedule__steps=steps + 3, upscaled=str(tmp_path / "upscaled")
+        ),
+        "7.1",
     )
     _, said = again.communicate()
     assert again.returncode == 0, said

@@ -24,21 +24,38 @@ FAULTS: dict[int, list[tuple[dict[str, object], str, str]]] = {
     2: [
         ({"schedule__global_batch_size": 9}, "LayoutError", "nearest that do: 8, 12"),
         (
-            {"parallel": {"tp_size": 2, "sequence_parallel": True}, "data__sequence_length": 33, "method": LORA},
+            {
+                "parallel": {"tp_size": 2, "sequence_parallel": True},
+                "data__sequence_length": 33,
+                "method": LORA,
+            },
             "LayoutError",
             "data.sequence_length: parallel.sequence_parallel needs a multiple of parallel.tp_size 2, found 33",
         ),
-        ({"base_precision": "nf4", "zero": 1, "method": LORA, "parallel__tp_size": 2}, "ConfigError", "2 would cut in"),
+        (
+            {"base_precision": "nf4", "zero": 1, "method": LORA, "parallel__tp_size": 2},
+            "ConfigError",
+            "2 would cut in",
+        ),
     ],
 }
 
 
 REFUSED_BY_DEEPSPEED: list[tuple[dict[str, object], str]] = [
-    ({"zero_optimization": {"stage": 1, "bucket_size": 5}}, "bucket_size: Extra inputs are not permitted"),
-    ({"zero_optimization": {"stage": 1, "round_robin": 2}}, "round_robin: Extra inputs are not permitted"),
+    (
+        {"zero_optimization": {"stage": 1, "bucket_size": 5}},
+        "bucket_size: Extra inputs are not permitted",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "round_robin": 2}},
+        "round_robin: Extra inputs are not permitted",
+    ),
     ({"comms_logger": {"prof_ops": 3}}, "prof_ops: Input should be a valid list"),
     ({"data_types": {"keep_in_fp32_modules": 3}}, "keep_in_fp32_modules"),
-    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "Partial offloading"),
+    (
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "Partial offloading",
+    ),
 ]
 
 
@@ -46,11 +63,15 @@ def test_a_file_that_deepspeed_refuses_ends_in_one_line(tokens, tmp_path):
     """Before a model is built, on the first rank alone."""
     configs = []
     for number, (values, _) in enumerate(REFUSED_BY_DEEPSPEED):
-        (file := tmp_path / f"{number}.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **values}))
+        (file := tmp_path / f"{number}.json").write_text(
+            json.dumps({"zero_optimization": {"stage": 1}, **values})
+        )
         configs.append(make_run(tmp_path / str(number), tokens, deepspeed=str(file)))
     first, other = run_ranks(in_turn, 2, [partial(train, config) for config in configs])
     for number, (_, message) in enumerate(REFUSED_BY_DEEPSPEED):
-        assert str(first[number]).startswith(f"ConfigError: {tmp_path / str(number)}.json: DeepSpeed refuses it: ")
+        assert str(first[number]).startswith(
+            f"ConfigError: {tmp_path / str(number)}.json: DeepSpeed refuses it: "
+        )
         assert message in first[number] and "\n" not in first[number]
     assert other == ["exit 2"] * len(configs)
 
@@ -59,7 +80,10 @@ def test_a_file_that_deepspeed_refuses_ends_in_one_line(tokens, tmp_path):
 def test_settings_that_do_not_fit(tokens, tmp_path, world_size):
     """Rank 0 raises the error, the others leave with its exit code."""
     faults = FAULTS[world_size]
-    configs = [write_config(tmp_path / str(number), tokens, **changes) for number, (changes, *_) in enumerate(faults)]
+    configs = [
+        write_config(tmp_path / str(number), tokens, **changes)
+        for number, (changes, *_) in enumerate(faults)
+    ]
     if world_size == 2:
         larger = str(save_stories_with_a_token_more(tmp_path / "larger"))
         configs.append(write_config(tmp_path / "ids", tokens, base=larger, parallel__tp_size=2))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.run import load_config
-from pipeline.data.samples import TrainingSamples, rank_indices
+from pipeline.data.dataset.samples import TrainingSamples, rank_indices
 from pipeline.errors import DataError
 from pipeline.parallel.topology import Layout
 from pipeline.training.batches import MicroBatch, TrainingBatches, collate
@@ -27,7 +27,9 @@ def samples_of(config) -> TrainingSamples:
 def step_of(config, samples, layout: Layout, step: int) -> list[list[MicroBatch]]:
     """Each rank's micro-batches of a step."""
     ranks = range(layout.world_size)
-    return [list(TrainingBatches(samples, config, layout, rank, CPU).of_step(step)) for rank in ranks]
+    return [
+        list(TrainingBatches(samples, config, layout, rank, CPU).of_step(step)) for rank in ranks
+    ]
 
 
 def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
@@ -36,32 +38,50 @@ def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
     for layout in (Layout(1, 1), Layout(2, 1), Layout(4, 1), Layout(4, 2), Layout(2, 2)):
         ranks = step_of(config, samples_of(config), layout, 3)
         assert all(batch.tokens.shape == (2, 32) for rank in ranks for batch in rank)
-        assert all((batch.kl_rows, batch.reference_rows) == (0, 0) for rank in ranks for batch in rank)
+        assert all(
+            (batch.kl_rows, batch.reference_rows) == (0, 0) for rank in ranks for batch in rank
+        )
         read = [[row.tolist() for batch in rank for row in batch.tokens] for rank in ranks]
-        assert all(rows == read[rank - layout.tp_rank(rank)] for rank, rows in enumerate(read))  # its neighbours'
+        assert all(
+            rows == read[rank - layout.tp_rank(rank)] for rank, rows in enumerate(read)
+        )  # its neighbours'
         steps.append(sorted(row for rows in read[:: layout.tp_size] for row in rows))
     assert all(step == steps[0] for step in steps)
     assert len(steps[0]) == config.schedule.global_batch_size
 
 
-def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_on_few(tokens, tmp_path):
-    config = load_config(write_config(tmp_path, tokens, data__replay_loss="kl", schedule__micro_batch_size=4))
+def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_on_few(
+    tokens, tmp_path
+):
+    config = load_config(
+        write_config(tmp_path, tokens, data__replay_loss="kl", schedule__micro_batch_size=4)
+    )
     samples, size = samples_of(config), config.schedule.global_batch_size
     for step in range(10):
         indices = range(step * size, (step + 1) * size)
         wanted = [samples[index].tokens.tolist() for index in indices]
-        replayed = [tokens for tokens, index in zip(wanted, indices, strict=True) if samples.role_of(index) == "replay"]
+        replayed = [
+            tokens
+            for tokens, index in zip(wanted, indices, strict=True)
+            if samples.role_of(index) == "replay"
+        ]
         for dp_size in (1, 2):
             ranks = step_of(config, samples, Layout(dp_size, 1), step)
-            assert sorted(row.tolist() for rank in ranks for batch in rank for row in batch.tokens) == sorted(wanted)
+            assert sorted(
+                row.tolist() for rank in ranks for batch in rank for row in batch.tokens
+            ) == sorted(wanted)
             for batches in zip(*ranks, strict=True):
                 for batch in batches:
                     is_replayed = [row.tolist() in replayed for row in batch.tokens]
                     assert is_replayed == sorted(is_replayed, reverse=True)
                     assert sum(is_replayed) == batch.kl_rows
-                assert {batch.reference_rows for batch in batches} == {max(batch.kl_rows for batch in batches)}
+                assert {batch.reference_rows for batch in batches} == {
+                    max(batch.kl_rows for batch in batches)
+                }
             assert sum(batch.kl_rows for rank in ranks for batch in rank) == len(replayed)
-            assert {sum(batch.reference_rows for batch in rank) for rank in ranks} == {-(-len(replayed) // dp_size)}
+            assert {sum(batch.reference_rows for batch in rank) for rank in ranks} == {
+                -(-len(replayed) // dp_size)
+            }
 
 
 # --- The thread that reads ahead -------------------------------------------------------------------------------------
@@ -106,7 +126,9 @@ def batches(recorded, config):
 def assert_read(found, samples, config, step, micro_batch):
     """Compares a micro-batch with the same one, read by this thread."""
     size, at_once = config.schedule.global_batch_size, config.schedule.micro_batch_size
-    indices = rank_indices(step * size, global_batch_size=size, micro_batch_size=at_once, dp_rank=0, dp_size=1)
+    indices = rank_indices(
+        step * size, global_batch_size=size, micro_batch_size=at_once, dp_rank=0, dp_size=1
+    )
     expected = collate([samples[index] for index in indices[micro_batch]], document_mask=True)
     for name in ("tokens", "targets", "positions"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
@@ -115,9 +137,13 @@ def assert_read(found, samples, config, step, micro_batch):
     assert found.documents.per_row == expected.documents.per_row
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # nothing that it does is remembered
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # nothing that it does is remembered
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=8))
-def test_every_step_gets_its_own_samples_in_whatever_order_it_is_computed(recorded, batches, config, taken):
+def test_every_step_gets_its_own_samples_in_whatever_order_it_is_computed(
+    recorded, batches, config, taken
+):
     """A step is computed again, skipped, left in the middle, or the first of a resumed run."""
     for step, count in taken:
         for number, found in enumerate(itertools.islice(batches.of_step(step), count)):

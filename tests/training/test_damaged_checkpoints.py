@@ -40,16 +40,31 @@ Damage = tuple[Callable[[Path], object], str]
 """What is done to the newest checkpoint, and what the run says."""
 DAMAGE: dict[str, Damage] = {
     "a bit flipped": (flip, "missing, or not what was written"),
-    "a rank's file missing": (lambda folder: rank_1(folder).unlink(), "missing, or not what was written"),
-    "manifest cut short": (lambda folder: cut(folder / "manifest.json"), "not a checkpoint's manifest"),
+    "a rank's file missing": (
+        lambda folder: rank_1(folder).unlink(),
+        "missing, or not what was written",
+    ),
+    "manifest cut short": (
+        lambda folder: cut(folder / "manifest.json"),
+        "not a checkpoint's manifest",
+    ),
     "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "no such file"),
 }
 ELSEWHERE: dict[str, Damage] = {
-    "latest empty": (lambda folder: (folder.parent / "latest").write_text(""), "latest names no checkpoint; trying")
+    "latest empty": (
+        lambda folder: (folder.parent / "latest").write_text(""),
+        "latest names no checkpoint; trying",
+    )
 }
 REFUSED: dict[str, Damage] = {
-    "format": (partial(change_manifest, format="scale-cpt checkpoint 1"), "not a checkpoint's manifest: format"),
-    "files": (partial(change_manifest, files={"../out": {"bytes": 1, "sha256": "0"}}), "files outside its folder"),
+    "format": (
+        partial(change_manifest, format="scale-cpt checkpoint 1"),
+        "not a checkpoint's manifest: format",
+    ),
+    "files": (
+        partial(change_manifest, files={"../out": {"bytes": 1, "sha256": "0"}}),
+        "files outside its folder",
+    ),
     "other data": (lambda _: None, "another data"),
     "all lost": (cut_all, "checkpoints: no checkpoint is whole; the damaged ones"),
 }
@@ -88,7 +103,9 @@ def resumed(folder) -> dict[str, tuple[Any, Any]]:
     jobs = {name: partial(resume, folder / name / "run.yaml") for name in (*DAMAGE, *ELSEWHERE)}
     jobs |= {name: partial(train, folder / name / "run.yaml") for name in (*REFUSED, "trained")}
     jobs["all lost, again"] = jobs["all lost"]
-    return dict(zip(jobs, zip(*run_ranks(in_turn, 2, list(jobs.values())), strict=True), strict=True))
+    return dict(
+        zip(jobs, zip(*run_ranks(in_turn, 2, list(jobs.values())), strict=True), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", [*DAMAGE, *ELSEWHERE])
@@ -117,4 +134,6 @@ def test_what_is_no_damage_and_a_run_without_a_whole_checkpoint_are_refused(fold
     assert first.startswith("CheckpointError: ") and second == "exit 1"
     name = name.removesuffix(", again")
     assert CHANGES[name][1] in first
-    assert name == "all lost" or (folder / name / "checkpoints" / NEWEST / "manifest.json").exists(), "it was renamed"
+    assert (
+        name == "all lost" or (folder / name / "checkpoints" / NEWEST / "manifest.json").exists()
+    ), "it was renamed"

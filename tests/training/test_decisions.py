@@ -41,7 +41,9 @@ def budget(action: str) -> dict[str, Any]:
 
 
 def run_in(folder: Path, tokens: Path, **changes: Any) -> Path:
-    return make_run(folder, tokens, zero=1, schedule__steps=STEPS, validation__every_steps=1, **changes)
+    return make_run(
+        folder, tokens, zero=1, schedule__steps=STEPS, validation__every_steps=1, **changes
+    )
 
 
 def train_seeing(config: Path, own_kl: tuple[float, float], *, unapplied: bool = False) -> Seen:
@@ -69,7 +71,9 @@ def train_seeing(config: Path, own_kl: tuple[float, float], *, unapplied: bool =
         trainer = prepared(config)
         trainer.observers.append(Recorder())
         trained(trainer)
-    weights = sum(float(parameter.detach().double().sum()) for parameter in trainer.engine.model.parameters())
+    weights = sum(
+        float(parameter.detach().double().sum()) for parameter in trainer.engine.model.parameters()
+    )
     assert torch.isfinite(torch.tensor(weights))
     return Seen(factors, trainer.position.step, trainer.position.skipped_steps, weights)
 
@@ -77,16 +81,32 @@ def train_seeing(config: Path, own_kl: tuple[float, float], *, unapplied: bool =
 def test_rank_0s_figures_decide_for_all(tokens, tmp_path):
     """Every other rank's own figures would have decided otherwise."""
     jobs = {
-        "lowers": partial(train_seeing, run_in(tmp_path / "a", tokens, **budget("lower_learning_rate")), ONLY_RANK_0),
-        "keeps": partial(train_seeing, run_in(tmp_path / "b", tokens, **budget("lower_learning_rate")), ONLY_RANK_1),
-        "goes on": partial(train_seeing, run_in(tmp_path / "c", tokens, **budget("stop")), ONLY_RANK_1),
-        "applies": partial(train_seeing, run_in(tmp_path / "d", tokens), (WITHIN, WITHIN), unapplied=True),
-        "stops": partial(train_seeing, run_in(tmp_path / "e", tokens, **budget("stop")), ONLY_RANK_0),
+        "lowers": partial(
+            train_seeing,
+            run_in(tmp_path / "a", tokens, **budget("lower_learning_rate")),
+            ONLY_RANK_0,
+        ),
+        "keeps": partial(
+            train_seeing,
+            run_in(tmp_path / "b", tokens, **budget("lower_learning_rate")),
+            ONLY_RANK_1,
+        ),
+        "goes on": partial(
+            train_seeing, run_in(tmp_path / "c", tokens, **budget("stop")), ONLY_RANK_1
+        ),
+        "applies": partial(
+            train_seeing, run_in(tmp_path / "d", tokens), (WITHIN, WITHIN), unapplied=True
+        ),
+        "stops": partial(
+            train_seeing, run_in(tmp_path / "e", tokens, **budget("stop")), ONLY_RANK_0
+        ),
     }
     of_rank_0, of_rank_1 = run_ranks(in_turn, 2, list(jobs.values()))
     first, second = (dict(zip(jobs, results, strict=True)) for results in (of_rank_0, of_rank_1))
 
-    assert first.pop("stops").startswith("ForgettingError: step 1: kl_from_base/english 0.6000 is beyond 0.5")
+    assert first.pop("stops").startswith(
+        "ForgettingError: step 1: kl_from_base/english 0.6000 is beyond 0.5"
+    )
     assert second.pop("stops") == "exit 1"
     assert (tmp_path / "e" / "checkpoints" / "latest").read_text().strip() == "step_00000001"
 

@@ -46,8 +46,12 @@ def recent(steps: list[tuple[float, float]], stability: Stability) -> tuple[Step
 )
 def test_a_spike_is_several_consecutive_steps_above_the_median(last, found):
     stability = Stability(window=20)
-    assert bool(find_spike(recent([(2.0, 0.5)] * 20 + last, stability), stability, CLIPPING)) == found
-    assert not find_spike(recent([(2.0, 0.5)] * 19 + last, stability), stability, CLIPPING), "the window is not full"
+    assert (
+        bool(find_spike(recent([(2.0, 0.5)] * 20 + last, stability), stability, CLIPPING)) == found
+    )
+    assert not find_spike(recent([(2.0, 0.5)] * 19 + last, stability), stability, CLIPPING), (
+        "the window is not full"
+    )
     unclipped = [(2.0, 0.01)] * 20 + [(2.0, 0.9)] * 3
     assert not find_spike(recent(unclipped, stability), stability, CLIPPING)
     off = Stability(window=20, loss_increase=None, gradient_norm_factor=None)
@@ -75,7 +79,12 @@ SPIKE = (Planned("bad batch", 5, times=9), Planned("bad batch", 6, times=9))
 @pytest.mark.parametrize(
     ("changes", "spike", "killed_at", "skipped"),
     [
-        ({"zero": 3, "checkpoints__asynchronous": True, "schedule__micro_batch_size": 4}, (5, 6), 7, (4, 5, 6)),
+        (
+            {"zero": 3, "checkpoints__asynchronous": True, "schedule__micro_batch_size": 4},
+            (5, 6),
+            7,
+            (4, 5, 6),
+        ),
         # Before the next save.
         ({"zero": 1, "checkpoints__every_steps": 4, "schedule__steps": 9}, (6, 7), 8, (5, 6, 7)),
         # The last checkpoint before the spike is the newest but one.
@@ -85,7 +94,9 @@ SPIKE = (Planned("bad batch", 5, times=9), Planned("bad batch", 6, times=9))
 def test_it_rolls_back_and_skips_the_samples_and_a_kill_does_not_forget_it(
     tokens, tmp_path, changes, spike, killed_at, skipped
 ):
-    killed, without = (make_run(tmp_path / name, tokens, **SETTINGS | changes) for name in ("killed", "without"))
+    killed, without = (
+        make_run(tmp_path / name, tokens, **SETTINGS | changes) for name in ("killed", "without")
+    )
     planned = [Planned("bad batch", step, times=9) for step in spike]
     with pytest.raises(RankError, match="died without a result"):
         run_ranks(train_with, 2, killed, *planned, Planned("death", killed_at, times=9))
@@ -111,10 +122,14 @@ def test_checkpoints_after_a_rollback_never_come_back(tokens, tmp_path):
     # By hand: what was saved later is void too.
     assert run_ranks(train_with, 1, config, *SPIKE) == [0]
     (checkpoints / "latest").write_text("step_00000006")
-    write_config(tmp_path, tokens, **settings | {"schedule__steps": 9, "checkpoints__every_steps": 9})
+    write_config(
+        tmp_path, tokens, **settings | {"schedule__steps": 9, "checkpoints__every_steps": 9}
+    )
     with pytest.raises(RankError, match="died without a result"):
         run_ranks(train_with, 1, config, Planned("death", 9, times=1))
-    assert (checkpoints / "step_00000008.rolled_back").exists(), "removed before there was a newer one"
+    assert (checkpoints / "step_00000008.rolled_back").exists(), (
+        "removed before there was a newer one"
+    )
     assert run_ranks(train, 1, config) == [0]
     assert {path.name[-2:] for path in checkpoints.glob("step_*")} == {"02", "04", "06", "09"}
 
@@ -122,7 +137,10 @@ def test_checkpoints_after_a_rollback_never_come_back(tokens, tmp_path):
 def test_a_run_that_cannot_recover_ends_in_one_line_and_a_report(tokens, tmp_path):
     cases = [
         ({"stability__max_rollbacks": 0}, "after 0 rollbacks, as many as stability.max_rollbacks"),
-        ({"stability__max_skipped_steps": 2}, "3 steps were skipped, more than stability.max_skipped_steps 2"),
+        (
+            {"stability__max_skipped_steps": 2},
+            "3 steps were skipped, more than stability.max_skipped_steps 2",
+        ),
         ({"checkpoints__every_steps": 4}, "no checkpoint lies before it"),
     ]
     configs = [
@@ -149,6 +167,8 @@ def train_with_a_wrong_norm(config: Path) -> int:
 
 
 def test_one_rank_alone_finds_no_spike(tokens, tmp_path):
-    config = make_run(tmp_path, tokens, zero=1, checkpoints__every_steps=2, stability=SETTINGS["stability"])
+    config = make_run(
+        tmp_path, tokens, zero=1, checkpoints__every_steps=2, stability=SETTINGS["stability"]
+    )
     assert run_ranks(train_with_a_wrong_norm, 2, config) == [0, 0]
     assert not any("rollbacks" in line for line in metrics(tmp_path))

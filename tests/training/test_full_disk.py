@@ -30,10 +30,17 @@ def test_the_run_continues_and_tries_the_next_save(tokens, tmp_path, small_disk)
     assert run_ranks(in_turn, 2, jobs) == [[0, 0]] * 2
     # The saves, validations and faults after every step changed no number.
     assert losses(disk.path) == losses(tmp_path)
-    assert ["perplexity/korean" in line for line in metrics(disk.path)] == [True] * 6, "a step's scores are lost"
+    assert ["perplexity/korean" in line for line in metrics(disk.path)] == [True] * 6, (
+        "a step's scores are lost"
+    )
     assert metrics(disk.path)[-1]["failed_saves"] == 2
     # The first stays as well: a spike could send the run back so far.
-    assert names_in(disk.path / "checkpoints") == ["latest", "step_00000001", "step_00000004", "step_00000005"]
+    assert names_in(disk.path / "checkpoints") == [
+        "latest",
+        "step_00000001",
+        "step_00000004",
+        "step_00000005",
+    ]
 
 
 def test_only_the_last_save_must_succeed(tokens, small_disk):
@@ -41,7 +48,9 @@ def test_only_the_last_save_must_succeed(tokens, small_disk):
     config = make_run(disk.path, tokens, zero=1, **{**EVERY_STEP, "schedule__steps": 3})
     checkpoints = disk.path / "checkpoints"
     first, second = run_ranks(in_turn, 2, [partial(train_with_a_full_disk, config, (2, 9))])
-    assert first[0].startswith(f"CheckpointStorageError: {checkpoints}/step_00000003: the last checkpoint could not")
+    assert first[0].startswith(
+        f"CheckpointStorageError: {checkpoints}/step_00000003: the last checkpoint could not"
+    )
     assert second == ["exit 74"]
     assert names_in(checkpoints) == ["latest", "step_00000001"]
     disk.free()
@@ -57,7 +66,9 @@ def train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
 
     def at_its_beginning(index: int, *arguments: Any) -> float:
         if os.environ["RANK"] == "0" and index + 1 in steps:
-            for writer in (thread for thread in threading.enumerate() if thread.name == "checkpoint writer"):
+            for writer in (
+                thread for thread in threading.enumerate() if thread.name == "checkpoint writer"
+            ):
                 writer.join()
             (fill if index + 1 == steps[0] else free)(config.parent)
         return original(index, *arguments)

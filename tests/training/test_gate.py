@@ -19,7 +19,11 @@ from tests.training.runs import in_turn, make_run, train
 TAMPERED = {3: "layers.4.attention.output.expansion_to_base.weight", 1: "output.expansion"}
 SABOTAGED = {
     "llama_pro": ({"name": "llama_pro", "added_layers": 1}, "_ZEROED", ()),
-    "lora": ({"name": "lora", "rank": 2}, "fill_whole", lambda p, tp, whole: fill_whole(p, tp, whole + 0.1)),
+    "lora": (
+        {"name": "lora", "rank": 2},
+        "fill_whole",
+        lambda p, tp, whole: fill_whole(p, tp, whole + 0.1),
+    ),
 }
 
 
@@ -32,10 +36,17 @@ def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, w
     accept(tmp_path / "consistent" / "upscaled")
     jobs = [partial(train, damaged), partial(train, consistent)]
     for name, (method, *_) in SABOTAGED.items():
-        jobs.append(partial(train_sabotaged, make_run(tmp_path / name, tokens, zero=zero, method=method), name))
+        jobs.append(
+            partial(
+                train_sabotaged, make_run(tmp_path / name, tokens, zero=zero, method=method), name
+            )
+        )
     first, *others = run_ranks(in_turn, world_size, jobs)
     # Only the rank that hashes the file finds the fault.
-    assert first[0].startswith("CheckpointError: ") and "safetensors: damaged or missing (another SHA-256" in first[0]
+    assert (
+        first[0].startswith("CheckpointError: ")
+        and "safetensors: damaged or missing (another SHA-256" in first[0]
+    )
     assert first[1].startswith(f"PreservationError: {tmp_path}/consistent/upscaled: at step 0 ")
     for refusal in first[2:]:
         assert refusal.startswith("PreservationError: ") and "stories260K: at step 0 " in refusal

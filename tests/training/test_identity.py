@@ -35,7 +35,10 @@ def write_texts(folder: Path, name: str = "1", seed: int = 0) -> str:
 def corpora_of(texts: Path) -> dict[str, Any]:
     """Two small corpora: one of a pattern, one with a held-out part."""
     write_texts(texts / "korean", seed=1)
-    english, heldout = write_texts(texts / "english", seed=2), write_texts(texts / "heldout", seed=3)
+    english, heldout = (
+        write_texts(texts / "english", seed=2),
+        write_texts(texts / "heldout", seed=3),
+    )
     return {
         "korean": {"input": [str(texts / "korean" / "*")]},
         "english": {"input": [english], "heldout_input": [heldout]},
@@ -47,9 +50,18 @@ def begun(tmp_path_factory) -> Path:
     """A folder of a base, of texts, of their tokens and of a run, which is trained for one step of two."""
     folder: Path = tmp_path_factory.mktemp("begun")
     shutil.copytree(STORIES, folder / "base")
-    settings = {"base": str(folder / "base"), "data__corpora": corpora_of(folder / "texts"), "zero": 1}
+    settings = {
+        "base": str(folder / "base"),
+        "data__corpora": corpora_of(folder / "texts"),
+        "zero": 1,
+    }
     config = make_run(
-        folder / "run", folder / "tokens", **settings, data__replay_fraction=0.0, schedule__steps=1, name="first.yaml"
+        folder / "run",
+        folder / "tokens",
+        **settings,
+        data__replay_fraction=0.0,
+        schedule__steps=1,
+        name="first.yaml",
     )
     tokenize_corpora(load_config(config))
     assert run_ranks(train, 1, config) == [0]
@@ -61,7 +73,9 @@ def copied(begun: Path, to: Path) -> Path:
     """The same in a folder of its own, to be trained for two steps; returns the configuration."""
     shutil.copytree(begun, to)
     settings = {"base": str(to / "base"), "data__corpora": corpora_of(to / "texts"), "zero": 1}
-    return write_config(to / "run", to / "tokens", **settings, data__replay_fraction=0.0, schedule__steps=2)
+    return write_config(
+        to / "run", to / "tokens", **settings, data__replay_fraction=0.0, schedule__steps=2
+    )
 
 
 def make_tokens_again(to: Path, config: Path) -> None:
@@ -83,7 +97,10 @@ def resumed(config: Path) -> tuple[object, list[str]]:
 
 
 def test_other_tokens_or_another_architecture_are_refused_at_resume(begun, tmp_path):
-    configs = {name: copied(begun, tmp_path / name) for name in ("another file", "other texts", "held out", "tokens")}
+    configs = {
+        name: copied(begun, tmp_path / name)
+        for name in ("another file", "other texts", "held out", "tokens")
+    }
     write_texts(tmp_path / "another file" / "texts" / "korean", "2", seed=4)
     write_texts(tmp_path / "other texts" / "texts" / "english", seed=5)
     write_texts(tmp_path / "held out" / "texts" / "heldout", seed=6)
@@ -95,12 +112,20 @@ def test_other_tokens_or_another_architecture_are_refused_at_resume(begun, tmp_p
     [results] = run_ranks(in_turn, 1, [partial(train, config) for config in configs.values()])
     found = dict(zip(configs, results, strict=True))
     assert found.pop("tokens") == 0, "of the same texts, elsewhere"
-    for name, part in {"another file": "korean", "other texts": "english", "held out": "english.heldout"}.items():
+    for name, part in {
+        "another file": "korean",
+        "other texts": "english",
+        "held out": "english.heldout",
+    }.items():
         refusal = str(found.pop(name))
-        assert refusal.startswith(f"CheckpointError: {tmp_path / name}/run/checkpoints/{CHECKPOINT}: ")
+        assert refusal.startswith(
+            f"CheckpointError: {tmp_path / name}/run/checkpoints/{CHECKPOINT}: "
+        )
         assert f"when the corpus {part} held other tokens than it holds now" in refusal
     for name, refusal in found.items():
-        assert str(refusal).startswith(f"CheckpointError: {tmp_path / name}/run/checkpoints/{CHECKPOINT}: ")
+        assert str(refusal).startswith(
+            f"CheckpointError: {tmp_path / name}/run/checkpoints/{CHECKPOINT}: "
+        )
         assert f"the config.json of its base {begun}/base had another " in str(refusal)
     assert "norm_eps (expected 1e-05, found 0.5)" in str(found["eps"])
 
@@ -130,7 +155,9 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(begun, tmp_path):
         shutil.rmtree(tmp_path / name / "run" / "checkpoints")
     [results] = run_ranks(in_turn, 1, [partial(train, config) for config in configs.values()])
     for name, refusal in zip(configs, results, strict=True):
-        assert refusal.startswith(f"CheckpointError: {tmp_path / name}/run/checkpoints: holds no checkpoint, but ")
+        assert refusal.startswith(
+            f"CheckpointError: {tmp_path / name}/run/checkpoints: holds no checkpoint, but "
+        )
         assert (tmp_path / name / "run" / "metrics.jsonl").read_bytes() == before[name]
     assert "attempts.jsonl says that the run was saved at step 1" in results[0]
     assert "training.json says that the run is trained" in results[1]

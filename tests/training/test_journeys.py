@@ -32,18 +32,18 @@ from pipeline.checks.door import begin
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
-from pipeline.conversion.hf_folder import load_hf_model
-from pipeline.conversion.remote_code.configuration_scale import ScaleConfig
-from pipeline.conversion.remote_code.scale_streams import StreamPath
-from pipeline.conversion.remote_code.scale_vocabulary import ScaleOutput
 from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.corpora import corpus_jobs
-from pipeline.data.preprocess import preprocess
-from pipeline.data.units import texts
-from pipeline.data.vocabulary import learn_extension, write_extension
-from pipeline.data.workers import local_workers
+from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.tokenize.job import preprocess
+from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.workers import local_workers
+from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
+from pipeline.hf.folder import load_hf_model
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.remote_code.scale_streams import StreamPath
+from pipeline.hf.remote_code.scale_vocabulary import ScaleOutput
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
 from pipeline.methods.vocabulary import with_new_rows
@@ -56,7 +56,15 @@ from tests.bases import STORIES
 from tests.distributed import run_ranks
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.training.journeys import JOURNEYS, LEVELS, MOVES_TO, QUICK, TRAINS_BASE, Journey, pairs
-from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
+from tests.training.runs import (
+    in_turn,
+    losses,
+    make_run,
+    metrics,
+    train,
+    train_and_look,
+    write_config,
+)
 from tests.widened import SEED, balance_router
 
 STEPS = 3
@@ -70,12 +78,17 @@ def rows(journeys: Sequence[Journey]) -> pytest.MarkDecorator:
     """Parametrizes a test with these rows."""
     marks = [() if journey in QUICK else pytest.mark.full for journey in journeys]
     return pytest.mark.parametrize(
-        "journey", [pytest.param(journey, marks=mark) for journey, mark in zip(journeys, marks, strict=True)], ids=str
+        "journey",
+        [pytest.param(journey, marks=mark) for journey, mark in zip(journeys, marks, strict=True)],
+        ids=str,
     )
 
 
 def test_the_matrix_has_every_pair_that_is_allowed():
-    allowed = filter(lambda journey: journey.allowed, itertools.starmap(Journey, itertools.product(*LEVELS.values())))
+    allowed = filter(
+        lambda journey: journey.allowed,
+        itertools.starmap(Journey, itertools.product(*LEVELS.values())),
+    )
     assert set().union(*map(pairs, allowed)) == set().union(*map(pairs, JOURNEYS))
     for values, found in zip(LEVELS.values(), zip(*QUICK, strict=True), strict=True):
         assert set(values) == set(found)
@@ -86,14 +99,18 @@ def vocabulary(tmp_path_factory) -> Path:
     """The base's tokenizer with pieces for Korean."""
     folder = tmp_path_factory.mktemp("vocabulary") / "korean"
     new, old = (list(texts([str(file)])) for file in (REVIEWS_HELDOUT, STORIES_HELDOUT))
-    write_extension(learn_extension(STORIES, new[:20], old, add=NEW_PIECES, min_uses=5), folder, lambda _: None)
+    write_extension(
+        learn_extension(STORIES, new[:20], old, add=NEW_PIECES, min_uses=5), folder, lambda _: None
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def extended_tokens(vocabulary, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("extended")
-    config = load_config(write_config(folder / "run", folder, vocabulary={"folder": str(vocabulary)}))
+    config = load_config(
+        write_config(folder / "run", folder, vocabulary={"folder": str(vocabulary)})
+    )
     with local_workers(1) as workers:
         for job in corpus_jobs(config.data, config.tokenizer):
             preprocess(job, workers)
@@ -126,16 +143,28 @@ def trained(tokens, extended_tokens, vocabulary, tmp_path_factory) -> Callable[[
             if journey.vocabulary:
                 settings["vocabulary"] = {"folder": str(vocabulary)}
             read = extended_tokens if journey.vocabulary else tokens
-            return make(folder / kind / str(journeys.index(journey)), read, schedule__steps=STEPS, **settings)
+            return make(
+                folder / kind / str(journeys.index(journey)),
+                read,
+                schedule__steps=STEPS,
+                **settings,
+            )
 
         def train_all(jobs: dict[int, list[partial[Any]]]) -> dict[int, list[tuple[Any, ...]]]:
             """The results of the jobs of each number of ranks: of each job those of its ranks."""
-            return {ranks: list(zip(*run_ranks(in_turn, ranks, jobs[ranks]), strict=True)) for ranks in jobs}
+            return {
+                ranks: list(zip(*run_ranks(in_turn, ranks, jobs[ranks]), strict=True))
+                for ranks in jobs
+            }
 
         first, then = defaultdict(list), defaultdict(list)
         for journey in journeys:
-            first[journey.layout.ranks].append(partial(train_and_look, config(make_run, "undisturbed", journey)))
-            first[journey.layout.ranks].append(partial(train, config(make_run, "stopped", journey), stop=True))
+            first[journey.layout.ranks].append(
+                partial(train_and_look, config(make_run, "undisturbed", journey))
+            )
+            first[journey.layout.ranks].append(
+                partial(train, config(make_run, "stopped", journey), stop=True)
+            )
         found = train_all(first)
         for ranks, results in found.items():
             assert results[1::2] == [(RESUME_LATER,) * ranks] * (len(results) // 2)
@@ -149,7 +178,10 @@ def trained(tokens, extended_tokens, vocabulary, tmp_path_factory) -> Callable[[
             assert results == [(0,) * ranks] * len(results)
         return {
             journey: Trained(
-                *(folder / kind / str(number) for kind in ("undisturbed", "stopped", "resumed", "moved")),
+                *(
+                    folder / kind / str(number)
+                    for kind in ("undisturbed", "stopped", "resumed", "moved")
+                ),
                 held=next(held[journey.layout.ranks]),
             )
             for number, journey in enumerate(journeys)
@@ -168,7 +200,9 @@ def test_it_resumes_to_the_bit(run: Trained, journey: Journey):
     undisturbed = metrics(run.undisturbed)
     assert metrics(run.resumed) == undisturbed
     assert len(losses(run.stopped)) == 1 and len(losses(run.resumed)) == STEPS
-    perplexities = [line["perplexity/korean"] for line in undisturbed if "perplexity/korean" in line]
+    perplexities = [
+        line["perplexity/korean"] for line in undisturbed if "perplexity/korean" in line
+    ]
     assert perplexities[-1] < perplexities[0]
     assert (journey.replay_loss == "kl") == any("kl_rehearsal" in line for line in undisturbed)
 
@@ -179,12 +213,21 @@ def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
     assert losses(folder) == pytest.approx(losses(reference), rel=ROUNDING)
     for key in ("gradient_norm", "perplexity/korean", "bits_per_byte/english"):
         expected = [line[key] for line in metrics(reference) if key in line]
-        assert [line[key] for line in metrics(folder) if key in line] == pytest.approx(expected, rel=ROUNDING), key
+        assert [line[key] for line in metrics(folder) if key in line] == pytest.approx(
+            expected, rel=ROUNDING
+        ), key
     # A divergence is what is left of log probabilities of size ten, however small it is.
-    divergences = [[line.get("kl_rehearsal", 0.0) for line in metrics(path)] for path in (folder, reference)]
+    divergences = [
+        [line.get("kl_rehearsal", 0.0) for line in metrics(path)] for path in (folder, reference)
+    ]
     assert divergences[0] == pytest.approx(divergences[1], rel=ROUNDING, abs=10 * ROUNDING)
-    drifts = [[line.get("kl_from_base/english", 0.0) for line in metrics(path)][-1] for path in (folder, reference)]
-    assert drifts[0] == pytest.approx(drifts[1], rel=5e-3) and (drifts[0] > 0) == (journey.method not in TRAINS_BASE)
+    drifts = [
+        [line.get("kl_from_base/english", 0.0) for line in metrics(path)][-1]
+        for path in (folder, reference)
+    ]
+    assert drifts[0] == pytest.approx(drifts[1], rel=5e-3) and (drifts[0] > 0) == (
+        journey.method not in TRAINS_BASE
+    )
     found, expected = last_checkpoint(folder), last_checkpoint(reference)
     start = dict(initial_model(reference / "run.yaml", "cpu").named_parameters())
     assert found.names == expected.names
@@ -196,7 +239,9 @@ def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
             if moment == "exp_avg_sq" and is_muons(journey, name, wanted):
                 continue
             wanted = expected.read(name, moment)
-            error = (found.read(name, moment) - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
+            error = (found.read(name, moment) - wanted).abs().max() / wanted.abs().max().clamp_min(
+                1e-30
+            )
             assert error <= tolerance, f"{moment} of {name}: off by {error:.1e} of the largest"
 
 
@@ -206,11 +251,15 @@ def test_it_starts_at_its_base_and_changes_only_what_trains(run: Trained, journe
     trained = last_checkpoint(run.undisturbed).names
     moved = set()
     for holder, rank in enumerate(ranks[:tp_size]):
-        start = initial_model(run.undisturbed / "run.yaml", "cpu", TensorParallel(size=tp_size, rank=holder))
+        start = initial_model(
+            run.undisturbed / "run.yaml", "cpu", TensorParallel(size=tp_size, rank=holder)
+        )
         for name, parameter in start.named_parameters():
             shard = rank["parameters"][name]
             first = holder - holder % rank["partitions"][name].replicas(tp_size)
-            assert torch.equal(shard, ranks[first]["parameters"][name]), f"{name}: holders of a shard drifted apart"
+            assert torch.equal(shard, ranks[first]["parameters"][name]), (
+                f"{name}: holders of a shard drifted apart"
+            )
             if not torch.equal(shard, parameter):
                 assert name in trained, f"{name} does not train, and changed"
                 moved.add(name)
@@ -218,12 +267,16 @@ def test_it_starts_at_its_base_and_changes_only_what_trains(run: Trained, journe
     held = [(name, rank["parameters"][name]) for rank in ranks[:tp_size] for name in trained]
     moments = sum(own.numel() * (1 if is_muons(journey, name, own) else 2) for name, own in held)
     for rank in ranks:
-        assert rank["step0_max_abs_logit_difference"] == (None if journey.method in TRAINS_BASE else 0.0)
+        assert rank["step0_max_abs_logit_difference"] == (
+            None if journey.method in TRAINS_BASE else 0.0
+        )
         assert rank["moments"] == moments
 
 
 NEW_ROWS_OF_BASELINES = [
-    journey for journey in JOURNEYS if journey.vocabulary and journey.method in ("fft", "freeze", "llama_pro")
+    journey
+    for journey in JOURNEYS
+    if journey.vocabulary and journey.method in ("fft", "freeze", "llama_pro")
 ]
 
 
@@ -253,7 +306,9 @@ def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Pat
     values = yaml.safe_load((run.stopped / "run.yaml").read_text())
     values["schedule"]["optimizer"] = "adamw"
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"folder": str(tmp_path / "run")}))
-    with pytest.raises(CheckpointError, match=r"another optimizer \(expected 'muon', found 'adamw'\)"):
+    with pytest.raises(
+        CheckpointError, match=r"another optimizer \(expected 'muon', found 'adamw'\)"
+    ):
         begin(load_config(tmp_path / "run.yaml"), journey.layout.ranks, "train")
 
 
@@ -279,33 +334,51 @@ def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journ
     trained = model.method.build(model.stored.spec, SINGLE, "none")
     for name, parameter in trained.named_parameters():
         parameter.copy_(model.read_stored(name))
-    tokens = torch.randint(0, 512 + NEW_PIECES, (1, 200), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, 512 + NEW_PIECES, (1, 200), generator=torch.Generator().manual_seed(0)
+    )
     balance_router(trained, tokens)
     exported, fill_output = model.streamed(torch.float32)
     hidden = exported.hidden_states(tokens)
     fill_output()
     exported.output.threshold = threshold = trained.output.threshold
-    expected, found = trained.output.route(trained.hidden_states(tokens)), exported.output.route(hidden)
+    expected, found = (
+        trained.output.route(trained.hidden_states(tokens)),
+        exported.output.route(hidden),
+    )
     assert torch.equal(found.preserved, expected.preserved) and 0 < int(found.preserved.sum()) < 200
     assert (found.logits - expected.logits).abs().max() < 1e-4
 
-    config = ScaleConfig(**scale_export(model, torch.float32).config | {"router_threshold": threshold})
+    config = ScaleConfig(
+        **scale_export(model, torch.float32).config | {"router_threshold": threshold}
+    )
     output = ScaleOutput(config)
-    output.load_state_dict({name: model.read(f"output.{name}") for name, _ in output.named_parameters()})
+    output.load_state_dict(
+        {name: model.read(f"output.{name}") for name, _ in output.named_parameters()}
+    )
     preserved, adapted = (hidden.preserved_x, hidden.preserved_x_up), (hidden.x, hidden.x_up)
     logits = output([StreamPath(*preserved), StreamPath(*adapted)])
     assert (logits - expected.logits).abs().max() < 1e-4
 
 
 @rows([with_new_rows_of("adapt")])
-def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(run: Trained, journey: Journey, tmp_path):
+def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
+    run: Trained, journey: Journey, tmp_path
+):
     checkpoint = run.moved / "checkpoints" / f"step_{STEPS:08d}"
-    assert convert(Conversion(checkpoint, STORIES, tmp_path / "expansion", format="expansion"), probe_maker({}))
+    assert convert(
+        Conversion(checkpoint, STORIES, tmp_path / "expansion", format="expansion"), probe_maker({})
+    )
     values = yaml.safe_load((run.moved / "run.yaml").read_text())
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values | {"folder": str(tmp_path), "upscaled": str(tmp_path / "expansion")}))
+    path.write_text(
+        yaml.safe_dump(values | {"folder": str(tmp_path), "upscaled": str(tmp_path / "expansion")})
+    )
     config = load_config(path)
-    assert run_ranks(train, MOVES_TO[journey.layout].ranks, path) == [0] * MOVES_TO[journey.layout].ranks
+    assert (
+        run_ranks(train, MOVES_TO[journey.layout].ranks, path)
+        == [0] * MOVES_TO[journey.layout].ranks
+    )
     assert losses(tmp_path)[0] < losses(run.moved)[0]
     base = with_new_rows(config, open_base(STORIES))
     assert made_expansion(config, base) is not None
@@ -315,9 +388,13 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(run: 
         made_expansion(config, other)
     method = method_for(config.method, tmp_path / "expansion", SEED)
     with pytest.raises(CheckpointError, match="set `vocabulary`"):
-        method.load(method.build(open_base(STORIES).spec, SINGLE, "none"), open_base(STORIES), SINGLE)
+        method.load(
+            method.build(open_base(STORIES).spec, SINGLE, "none"), open_base(STORIES), SINGLE
+        )
 
-    parameters = open_estimator(config, Cluster(gpus=1, gpus_per_node=1, gpu_memory_gib=80)).parameters
+    parameters = open_estimator(
+        config, Cluster(gpus=1, gpus_per_node=1, gpu_memory_gib=80)
+    ).parameters
     assert parameters.trained == run.held[0]["trainable_parameters"]
 
 
@@ -336,7 +413,9 @@ def test_an_export_needs_its_own_tokenizer(run: Trained, journey: Journey, tmp_p
         convert(replace(asked, output=tmp_path / "other", vocabulary=STORIES), probe)
 
 
-@pytest.mark.parametrize(("changes", "message"), [(None, "found none"), ({"base_rows": 500}, "extends another tokeni")])
+@pytest.mark.parametrize(
+    ("changes", "message"), [(None, "found none"), ({"base_rows": 500}, "extends another tokeni")]
+)
 def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, changes, message):
     record = shutil.copytree(vocabulary, tmp_path / "vocabulary") / "vocabulary.json"
     values = json.loads(record.read_text())
@@ -345,7 +424,11 @@ def test_a_vocabulary_of_another_base_is_refused(vocabulary, tokens, tmp_path, c
     if changes is not None:
         record.write_text(json.dumps(values | changes))
     with pytest.raises(DataError, match=message):
-        begin(load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})), 1, "train")
+        begin(
+            load_config(write_config(tmp_path, tokens, vocabulary={"folder": str(record.parent)})),
+            1,
+            "train",
+        )
 
 
 def is_muons(journey: Journey, name: str, parameter: torch.Tensor) -> bool:

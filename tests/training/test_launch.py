@@ -13,7 +13,13 @@ import pytest
 
 from pipeline.errors import LOST_RANK, LayoutError, worth_another_attempt
 from pipeline.training import launch
-from pipeline.training.launch import Launch, StopSignals, device_index, read_launch, slurm_binds_gpus
+from pipeline.training.launch import (
+    Launch,
+    StopSignals,
+    device_index,
+    read_launch,
+    slurm_binds_gpus,
+)
 from tests.terminal import terminal
 
 MASTER = {"MASTER_ADDR": "gpu1", "MASTER_PORT": "29500"}
@@ -51,7 +57,9 @@ def addresses(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("environment", [TORCHRUN, SRUN, MPIRUN_IN_SLURM], ids=["torchrun", "srun", "mpirun in Slurm"])
+@pytest.mark.parametrize(
+    "environment", [TORCHRUN, SRUN, MPIRUN_IN_SLURM], ids=["torchrun", "srun", "mpirun in Slurm"]
+)
 def test_every_launcher_gives_the_same_place(addresses, environment):
     launch = read_launch(environment)
     assert launch == EXPECTED
@@ -74,27 +82,38 @@ def test_without_a_launcher_a_process_is_alone_on_any_free_port():
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR not set"),
     ],
 )
-def test_a_world_that_is_not_the_allocation_or_damaged_is_refused(addresses, environment, complaint):
+def test_a_world_that_is_not_the_allocation_or_damaged_is_refused(
+    addresses, environment, complaint
+):
     with pytest.raises(LayoutError, match=re.escape(complaint)):
         read_launch(environment)
 
 
-def test_the_expected_world_may_be_overridden_and_torchrun_may_start_several_ranks_a_task(addresses):
+def test_the_expected_world_may_be_overridden_and_torchrun_may_start_several_ranks_a_task(
+    addresses,
+):
     assert read_launch({**BATCH_SCRIPT, "EXPECTED_WORLD_SIZE": "1"}).world_size == 1
-    assert read_launch({**TORCHRUN, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}).world_size == 4
+    assert (
+        read_launch({**TORCHRUN, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}).world_size == 4
+    )
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1", "::1", None])
 def test_an_address_that_other_hosts_cannot_reach_is_refused(addresses, address):
     here = socket.gethostname()
     addresses["gpu1"] = address
-    with pytest.raises(LayoutError, match=r"MASTER_ADDR gpu1 (is .* cannot reach|does not resolve).* set MASTER_ADDR"):
+    with pytest.raises(
+        LayoutError,
+        match=r"MASTER_ADDR gpu1 (is .* cannot reach|does not resolve).* set MASTER_ADDR",
+    ):
         read_launch(SRUN)
     assert read_launch({**SRUN, "HOST_COUNT": "1"}) == EXPECTED
     assert read_launch(TORCHRUN) == EXPECTED
 
     addresses.update({"gpu1": "10.0.0.1", here: address})
-    with pytest.raises(LayoutError, match=rf"{here}: the node's own name {here} .* set NETWORK_INTERFACE"):
+    with pytest.raises(
+        LayoutError, match=rf"{here}: the node's own name {here} .* set NETWORK_INTERFACE"
+    ):
         read_launch(SRUN)
     assert read_launch({**SRUN, "GLOO_SOCKET_IFNAME": "ib0"}) == EXPECTED
     assert read_launch({**SRUN, "HOST_COUNT": "1"}) == EXPECTED
@@ -112,9 +131,13 @@ def test_a_port_in_use_is_reported_in_one_line_and_retried():
         place = Launch(0, 0, 2, "127.0.0.1", taken.getsockname()[1])
         environment = {**os.environ, **place.environment, "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, "-m", "pipeline.train", "configs/demo.yaml"]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
     said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and f"127.0.0.1:{place.master_port}" in said[0] and "MASTER_PORT" in said[0], result.stderr
+    assert (
+        len(said) == 1 and f"127.0.0.1:{place.master_port}" in said[0] and "MASTER_PORT" in said[0]
+    ), result.stderr
     assert "Traceback" not in result.stderr
     assert worth_another_attempt(result.returncode) and result.returncode == LOST_RANK
 

@@ -30,14 +30,23 @@ MIB = 2**20
 def large(tmp_path_factory) -> Path:
     """A base of some 230 MiB in two files."""
     folder = tmp_path_factory.mktemp("large")
-    widths = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    widths = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
     config = LlamaConfig(vocab_size=6001, num_hidden_layers=4, tie_word_embeddings=True, **widths)
     config.save_pretrained(folder)
     with torch.device("meta"):
-        shapes = {name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()}
+        shapes = {
+            name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()
+        }
     files = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(sorted(shapes))}
     for file in set(files.values()):
-        save_file({name: torch.ones(shapes[name]) for name in files if files[name] == file}, folder / file)
+        save_file(
+            {name: torch.ones(shapes[name]) for name in files if files[name] == file}, folder / file
+        )
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
     return folder
 
@@ -45,11 +54,18 @@ def large(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("zero", "tp_size"), [(3, 1), (1, 2)])
 def test_no_rank_holds_much_more_than_its_shard_while_it_loads(large, tmp_path, zero, tp_size):
     config = write_config(
-        tmp_path, tmp_path, zero=zero, base=str(large), method={"name": "fft"}, parallel__tp_size=tp_size
+        tmp_path,
+        tmp_path,
+        zero=zero,
+        base=str(large),
+        method={"name": "fft"},
+        parallel__tp_size=tp_size,
     )
     for peak, held, whole, largest in run_ranks(_load, 2, config):
         assert whole > 200 * MIB and held < 0.51 * whole
-        assert held * 0.9 < peak < 1.5 * held + largest, f"held {held / MIB:.0f} MiB, at its peak {peak / MIB:.0f} MiB"
+        assert held * 0.9 < peak < 1.5 * held + largest, (
+            f"held {held / MIB:.0f} MiB, at its peak {peak / MIB:.0f} MiB"
+        )
 
 
 def _load(path: Path) -> tuple[int, int, int, int]:
@@ -96,7 +112,9 @@ def devices(config):
 
     inputs = begin(load_config(config), 1, "train")
     groups = ProcessGroups(inputs.layout)
-    model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, torch.device("meta"))
+    model = build_model(
+        inputs.config, inputs.base, inputs.deepspeed_config, groups, torch.device("meta")
+    )
     methods.training_method(inputs.config).load(model, inputs.base, groups.tensor_parallel)
     return {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
 
@@ -104,7 +122,9 @@ def devices(config):
 def test_under_zero_1_and_2_no_weight_is_made_in_host_memory(tokens, tmp_path):
     lora = {"method": {"name": "lora", "rank": 2}, "base_precision": "nf4"}
     configs = [make_run(tmp_path / str(len(own)), tokens, zero=2, **own) for own in ({}, lora)]
-    assert run_ranks(in_turn, 1, [partial(devices, config) for config in configs]) == [[{"meta"}] * 2]
+    assert run_ranks(in_turn, 1, [partial(devices, config) for config in configs]) == [
+        [{"meta"}] * 2
+    ]
 
 
 def test_what_is_replaced_exists():

@@ -12,7 +12,15 @@ from pipeline.errors import RESUME_LATER
 from tests.distributed import run_ranks
 from tests.rehearsal.helpers import random_base
 from tests.training.journeys import METHODS, TRAINS_BASE
-from tests.training.runs import in_turn, losses, make_run, metrics, train, train_and_look, write_config
+from tests.training.runs import (
+    in_turn,
+    losses,
+    make_run,
+    metrics,
+    train,
+    train_and_look,
+    write_config,
+)
 
 pytestmark = pytest.mark.full
 
@@ -21,10 +29,25 @@ TP2 = {"parallel__tp_size": 2}
 BOTH = {"l_fp": 1, "collaborative_modules": "both"}
 RUNS: dict[str, dict[str, Any]] = {
     "preserve": {"zero": 3, "method__norm": "base", "checkpoints__asynchronous": True},
-    "adapt": {"zero": 1, **TP2, "parallel__sequence_parallel": True, "activation_checkpointing": "all"},
-    "route": {"zero": 3, **TP2, "activation_checkpointing": "collaborative", "data__replay_loss": "kl"},
+    "adapt": {
+        "zero": 1,
+        **TP2,
+        "parallel__sequence_parallel": True,
+        "activation_checkpointing": "all",
+    },
+    "route": {
+        "zero": 3,
+        **TP2,
+        "activation_checkpointing": "collaborative",
+        "data__replay_loss": "kl",
+    },
     "lora": {"zero": 2, "base_precision": "nf4"},
-    "fft": {"zero": 3, "schedule__optimizer": "muon", "activation_checkpointing": "all", "data__replay_loss": "kl"},
+    "fft": {
+        "zero": 3,
+        "schedule__optimizer": "muon",
+        "activation_checkpointing": "all",
+        "data__replay_loss": "kl",
+    },
     "llama_pro": {"zero": 3, "method__added_layers": 1},
     "freeze": {"zero": 2, **TP2, "method__frozen_layers": 1},
 }
@@ -40,13 +63,17 @@ def runs(tokens, tmp_path_factory):
         for method, changes in RUNS.items():
             settings = METHODS[method] | (BOTH if "l_fp" in METHODS[method] else {})
             run = folder / kind / method
-            yield partial(job, make(run, tokens, base=base, schedule__steps=STEPS, method=settings, **changes))
+            yield partial(
+                job, make(run, tokens, base=base, schedule__steps=STEPS, method=settings, **changes)
+            )
 
     found = run_ranks(in_turn, 2, list(jobs("undisturbed", make_run, train_and_look)))
     stopped = run_ranks(in_turn, 2, list(jobs("stopped", make_run, partial(train, stop=True))))
     assert stopped == [[RESUME_LATER] * len(RUNS)] * 2
     shutil.copytree(folder / "stopped", folder / "resumed")
-    assert run_ranks(in_turn, 2, list(jobs("resumed", write_config, train))) == [[0] * len(RUNS)] * 2
+    assert (
+        run_ranks(in_turn, 2, list(jobs("resumed", write_config, train))) == [[0] * len(RUNS)] * 2
+    )
     return folder, dict(zip(RUNS, zip(*found, strict=True), strict=True))
 
 

@@ -22,7 +22,9 @@ def test_a_matrix_is_orthogonalised_as_by_torch(shape):
     torch.manual_seed(1)
     gradient = torch.randn(shape)
     weight = nn.Parameter(torch.zeros(shape))
-    optimizer = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="match_rms_adamw")
+    optimizer = torch.optim.Muon(
+        [weight], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="match_rms_adamw"
+    )
     weight.grad = gradient.clone()
     optimizer.step()
     found = orthogonalised(gradient)
@@ -30,12 +32,17 @@ def test_a_matrix_is_orthogonalised_as_by_torch(shape):
     singular = torch.linalg.svdvals(found.float())
     assert singular.min() > 0.6 and singular.max() < 1.3
     both = orthogonalised(torch.stack([gradient, -gradient]))
-    assert torch.allclose(both[0], found, atol=1e-3), "each of several matrices alone; a product may sum otherwise"
+    assert torch.allclose(both[0], found, atol=1e-3), (
+        "each of several matrices alone; a product may sum otherwise"
+    )
     assert not orthogonalised(torch.zeros(shape)).any()
 
 
 def test_routers_and_rows_are_no_matrices_of_muon():
-    weights = {"layers.0.ffn.base.router.weight": (8, 16), "layers.0.ffn.base.shared.weight": (1, 16)}
+    weights = {
+        "layers.0.ffn.base.router.weight": (8, 16),
+        "layers.0.ffn.base.shared.weight": (1, 16),
+    }
     weights |= {
         "embedding.base.weight": (32, 16),
         "output.base": (32, 16),
@@ -46,11 +53,15 @@ def test_routers_and_rows_are_no_matrices_of_muon():
     assert is_layer_matrix("layers.0.ffn.base.experts.up.weight", torch.empty(8, 16, 16))
 
 
-@pytest.mark.parametrize("setting", [{"offload_optimizer": {"device": "cpu"}}, {"mics_shard_size": 2}])
+@pytest.mark.parametrize(
+    "setting", [{"offload_optimizer": {"device": "cpu"}}, {"mics_shard_size": 2}]
+)
 def test_what_cannot_be_put_together_is_refused_by_name(tokens, tmp_path, setting):
     config = make_run(tmp_path, tokens, zero=3, schedule__optimizer="muon")
     (file,) = tmp_path.glob("zero*.json")
     values = json.loads(file.read_text())
     file.write_text(json.dumps({"zero_optimization": values["zero_optimization"] | setting}))
-    with pytest.raises(ConfigError, match=r"schedule\.optimizer: expected adamw, found muon with .*" + min(setting)):
+    with pytest.raises(
+        ConfigError, match=r"schedule\.optimizer: expected adamw, found muon with .*" + min(setting)
+    ):
         begin(load_config(config), 2, "train")

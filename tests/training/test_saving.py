@@ -39,12 +39,19 @@ def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path):
             "stability": {"max_rollbacks": 0},  # else earlier ones would be kept for them
             "zero": 1,
         }
-        config = make_run(tmp_path / point, tokens, name="given.yaml", schedule__steps=STEPS + 1, **settings)
+        config = make_run(
+            tmp_path / point, tokens, name="given.yaml", schedule__steps=STEPS + 1, **settings
+        )
         with pytest.raises(RankError, match="died without a result"):
             run_ranks(partial(train, kill_at=point, changes=[f"schedule.steps={STEPS}"]), 2, config)
         saved = (tmp_path / point / "checkpoints" / "latest").read_text().strip()
-        assert saved == ("step_00000002" if point == "before the old one is removed" else "step_00000001"), point
-    jobs = [partial(train, undisturbed), *(partial(train, tmp_path / point / "run.yaml") for point in KILL_POINTS)]
+        assert saved == (
+            "step_00000002" if point == "before the old one is removed" else "step_00000001"
+        ), point
+    jobs = [
+        partial(train, undisturbed),
+        *(partial(train, tmp_path / point / "run.yaml") for point in KILL_POINTS),
+    ]
     assert run_ranks(in_turn, 2, jobs) == [[0] * len(jobs)] * 2
     for point in KILL_POINTS:
         assert metrics(tmp_path / point) == metrics(tmp_path / "undisturbed"), point
@@ -54,7 +61,14 @@ def test_a_kill_during_a_save_loses_nothing_that_was_saved(tokens, tmp_path):
 
 def test_a_finished_run_is_unchanged_and_may_train_longer(tokens, tmp_path):
     config = make_run(tmp_path, tokens, zero=1, schedule__steps=1)
-    longer = make_run(tmp_path, tokens, zero=1, name="longer.yaml", schedule__steps=3, upscaled=f"{tmp_path}/upscaled")
+    longer = make_run(
+        tmp_path,
+        tokens,
+        zero=1,
+        name="longer.yaml",
+        schedule__steps=3,
+        upscaled=f"{tmp_path}/upscaled",
+    )
     state, attempt = partial(_written, tmp_path), partial(partial, _attempt)
     jobs = [attempt("1", config), state, attempt("2", config), state, attempt("3", longer)]
     [(first, before, again, after, at_last)] = run_ranks(in_turn, 1, jobs)
@@ -62,7 +76,9 @@ def test_a_finished_run_is_unchanged_and_may_train_longer(tokens, tmp_path):
     assert before == after
     assert json.loads(before[tmp_path / "training.json"][1])["steps"] == 1
     ends = [attempt.end for attempt in read_attempts(tmp_path)]
-    assert [end.exit_code for end in ends if end] == [0, 0, 0], "the attempt that found nothing to do is on record"
+    assert [end.exit_code for end in ends if end] == [0, 0, 0], (
+        "the attempt that found nothing to do is on record"
+    )
     assert len(losses(tmp_path)) == 3
     assert json.loads((tmp_path / "training.json").read_text())["steps"] == 3
 
@@ -76,14 +92,17 @@ def _written(folder: Path) -> dict[Path, tuple[int, bytes]]:
     """When each file of a run was last written, except for the record of the attempts, and the summary's content."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != attempts.NAME)
     return {
-        path: (path.stat().st_mtime_ns, path.read_bytes() if path.name == "training.json" else b"") for path in files
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.name == "training.json" else b"")
+        for path in files
     }
 
 
 def test_a_step_waits_for_no_disk_and_a_fault_of_the_writer_is_raised(tmp_path):
     assert run_ranks(_save_twice, 1, tmp_path) == [(None, "step_00000001", "step_00000001")]
     with safe_open(tmp_path / "step_00000001" / "rank_00000.safetensors", "pt") as file:
-        assert file.get_tensor("w/fp32").tolist() == [0, 1, 2], "the step after the save changed what it writes"
+        assert file.get_tensor("w/fp32").tolist() == [0, 1, 2], (
+            "the step after the save changed what it writes"
+        )
 
 
 def _save_twice(folder: Path) -> tuple[object, ...]:
@@ -91,7 +110,9 @@ def _save_twice(folder: Path) -> tuple[object, ...]:
     from pipeline.training import checkpointing
 
     weights = torch.arange(3.0)
-    engine: Any = SimpleNamespace(state=lambda: RankState(0, 1, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {}))
+    engine: Any = SimpleNamespace(
+        state=lambda: RankState(0, 1, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {})
+    )
     checkpoints = checkpointing.Checkpoints(folder, record(), LAYOUT, Settings(asynchronous=True))
     write, returned = checkpointing.write_rank_file, threading.Event()
 

@@ -12,19 +12,34 @@ KINDS = ("linear", "cosine", "wsd")
 
 
 def rates(**settings) -> list[float]:
-    values = {"steps": 100, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1.0, **settings}
+    values = {
+        "steps": 100,
+        "global_batch_size": 1,
+        "micro_batch_size": 1,
+        "learning_rate": 1.0,
+        **settings,
+    }
     schedule = Schedule.model_validate(values)
     return [learning_rate(step, schedule) for step in range(schedule.steps)]
 
 
-@given(st.sampled_from(KINDS), st.integers(1, 300), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+@given(
+    st.sampled_from(KINDS), st.integers(1, 300), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)
+)
 def test_a_schedule_rises_and_then_never_again(kind, steps, warmup, decay, final):
     values = rates(
-        decay=kind, steps=steps, warmup_fraction=warmup, decay_fraction=decay, final_learning_rate_fraction=final
+        decay=kind,
+        steps=steps,
+        warmup_fraction=warmup,
+        decay_fraction=decay,
+        final_learning_rate_fraction=final,
     )
     top = values.index(max(values))
     assert values[: top + 1] == sorted(values[: top + 1])
-    assert all(after <= before + 1e-12 for before, after in zip(values[top:], values[top + 1 :], strict=False))
+    assert all(
+        after <= before + 1e-12
+        for before, after in zip(values[top:], values[top + 1 :], strict=False)
+    )
     assert max(values) == pytest.approx(1.0)
     assert min(values) > 0 or final == 0
 

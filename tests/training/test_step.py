@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.data.packing import IGNORED
+from pipeline.data.dataset.packing import IGNORED
 from pipeline.model.output import Losses
 from pipeline.training.trainer import StepSums, StepTotals
 from tests.distributed import RankError, run_ranks
@@ -31,17 +31,32 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 
 def make(folder: Path, tokens: Path, layout: str, **changes: Any) -> Path:
     zero, tp_size, values, sharding = LAYOUTS[layout]
-    settings = {"parallel__tp_size": tp_size, "schedule__steps": 4, "schedule__micro_batch_size": 4 if zero == 3 else 2}
-    config, path = make_run(folder, tokens, zero=zero, **settings | changes), folder / f"zero{zero}.json"
+    settings = {
+        "parallel__tp_size": tp_size,
+        "schedule__steps": 4,
+        "schedule__micro_batch_size": 4 if zero == 3 else 2,
+    }
+    config, path = (
+        make_run(folder, tokens, zero=zero, **settings | changes),
+        folder / f"zero{zero}.json",
+    )
     found = json.loads(path.read_text())
-    path.write_text(json.dumps(found | values | {"zero_optimization": found["zero_optimization"] | sharding}))
+    path.write_text(
+        json.dumps(found | values | {"zero_optimization": found["zero_optimization"] | sharding})
+    )
     return config
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name == "ZeRO-1 x tp 2" else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+    "layout",
+    [
+        name if name == "ZeRO-1 x tp 2" else pytest.param(name, marks=pytest.mark.full)
+        for name in LAYOUTS
+    ],
 )
-def test_a_transient_fault_changes_nothing_and_a_permanent_one_costs_its_step(tokens, tmp_path, layout):
+def test_a_transient_fault_changes_nothing_and_a_permanent_one_costs_its_step(
+    tokens, tmp_path, layout
+):
     """As in a run without faults that skips the step of the permanent one from the start."""
     planned = (Planned("infinite loss", 2, times=1), Planned("nan gradient", 3, times=2))
     faulty, plain = (make(tmp_path / name, tokens, layout) for name in ("faulty", "plain"))
@@ -55,11 +70,20 @@ def test_a_transient_fault_changes_nothing_and_a_permanent_one_costs_its_step(to
 
 def test_a_resumed_run_remembers_what_it_skipped(tokens, tmp_path):
     config = make(tmp_path / "run", tokens, "ZeRO-1 x tp 2", checkpoints={"every_steps": 3})
-    planned = Planned("infinite loss", 2, times=2), Planned("nan gradient", 3, times=1), Planned("death", 4, times=1)
+    planned = (
+        Planned("infinite loss", 2, times=2),
+        Planned("nan gradient", 3, times=1),
+        Planned("death", 4, times=1),
+    )
     with pytest.raises(RankError, match="died without a result"):
         run_ranks(train_with, 2, config, *planned)
-    manifest = json.loads((tmp_path / "run" / "checkpoints" / "step_00000003" / "manifest.json").read_text())
-    assert (manifest["position"]["skipped_steps"], manifest["position"]["recomputed_steps"]) == ([2], 1)
+    manifest = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step_00000003" / "manifest.json").read_text()
+    )
+    assert (manifest["position"]["skipped_steps"], manifest["position"]["recomputed_steps"]) == (
+        [2],
+        1,
+    )
 
     without = make(tmp_path / "without", tokens, "ZeRO-1 x tp 2")
     jobs = [partial(train, config), partial(train_without, without, 2)]
@@ -74,7 +98,9 @@ def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
     dp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
     norm = 1.0 + dist.get_rank()
     engine: Any = SimpleNamespace(
-        tensor_parallel=SimpleNamespace(rank=tp_rank), gradient_norm=norm, step_applied=dist.get_rank() == 0
+        tensor_parallel=SimpleNamespace(rank=tp_rank),
+        gradient_norm=norm,
+        step_applied=dist.get_rank() == 0,
     )
     found = []
     for kl_rows in (int(dp_rank == 0), 0):
@@ -93,5 +119,7 @@ def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_loss_of_a_step_leaves_rehearsed_tokens_out(tp_size):
     for rehearsed, plain in run_ranks(totals_of_three_micro_batches, 2, tp_size):
-        assert rehearsed == StepTotals(3.0, 0.5, preserved_fraction=0.5, stop=True, gradient_norm=1.0, applied=True)
+        assert rehearsed == StepTotals(
+            3.0, 0.5, preserved_fraction=0.5, stop=True, gradient_norm=1.0, applied=True
+        )
         assert plain == rehearsed._replace(kl_per_token=None)

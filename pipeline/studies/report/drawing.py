@@ -26,7 +26,9 @@ class Drawing:
     Without a title it is decoration, which screen readers skip.
     """
 
-    def __init__(self, width: float, height: float, name: str = "", title: str = "", description: str = "") -> None:
+    def __init__(
+        self, width: float, height: float, name: str = "", title: str = "", description: str = ""
+    ) -> None:
         self.width, self.height = width, height
         self.name, self.title, self.description = name, title, description
         self.parts: list[Markup] = []
@@ -37,18 +39,34 @@ class Drawing:
     def line(self, points: Sequence[Point], kind: str) -> None:
         """A line of the style class `kind` through `points`; nothing where there are fewer than two."""
         if len(points) > 1:
-            self._add('<path class="{}" d="M{}"/>', kind, "L".join(f"{x:.1f} {y:.1f}" for x, y in points))
+            self._add(
+                '<path class="{}" d="M{}"/>', kind, "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+            )
 
     def text(self, at: Point, text: str, kind: str, anchor: str = "start") -> None:
         """A text with the start, middle or end of its baseline at a point."""
-        self._add('<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>', kind, anchor, *at, text)
+        self._add(
+            '<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>',
+            kind,
+            anchor,
+            *at,
+            text,
+        )
 
-    def mark(self, at: Point, style: int, kind: str = "mark", size: float = 1.0, tooltip: str = "") -> None:
+    def mark(
+        self, at: Point, style: int, kind: str = "mark", size: float = 1.0, tooltip: str = ""
+    ) -> None:
         """The mark of a style, which has its own shape and colour."""
         shape = _SHAPES[(style + style // len(_SHAPES)) % len(_SHAPES)]
         points = " ".join(f"{at[0] + size * x:.1f},{at[1] + size * y:.1f}" for x, y in shape)
         title = Markup("<title>{}</title>").format(tooltip) if tooltip else ""
-        self._add('<polygon class="{} {}" points="{}">{}</polygon>', kind, style_class(style), points, title)
+        self._add(
+            '<polygon class="{} {}" points="{}">{}</polygon>',
+            kind,
+            style_class(style),
+            points,
+            title,
+        )
 
 
 def style_class(style: int) -> str:
@@ -73,7 +91,15 @@ def _polygon(corners: int, turn: float, radius: float) -> list[Point]:
 
 
 # Corners, turn (1: half a circle) and radius; so that all look about equally large.
-_MARKS = ((24, 0, 5.2), (4, 0.25, 6.5), (3, 0, 7.0), (4, 0, 7.0), (3, 1, 7.0), (3, 0.5, 7.0), (6, 0, 5.7))
+_MARKS = (
+    (24, 0, 5.2),
+    (4, 0.25, 6.5),
+    (3, 0, 7.0),
+    (4, 0, 7.0),
+    (3, 1, 7.0),
+    (3, 0.5, 7.0),
+    (6, 0, 5.7),
+)
 _SHAPES = [_polygon(corners, turn * math.pi, radius) for corners, turn, radius in _MARKS]
 
 # --- Axes -------------------------------------------------------------------------------------------------------------
@@ -95,19 +121,25 @@ class Axis:
     warp: Warp = float
 
     def __call__(self, value: float) -> float:
-        return self.start + (self.warp(value) - self.low) / (self.high - self.low) * (self.end - self.start)
+        return self.start + (self.warp(value) - self.low) / (self.high - self.low) * (
+            self.end - self.start
+        )
 
     def with_ticks(self, rounds: Iterable[float]) -> Axis:
         """The axis with those of `rounds` as ticks, in their order, for whose labels there is room."""
         gap = 76 if self.start < self.end else 28
         ticks: list[float] = []
         for tick in rounds:
-            if self.low <= self.warp(tick) <= self.high and all(abs(self(tick) - self(one)) >= gap for one in ticks):
+            if self.low <= self.warp(tick) <= self.high and all(
+                abs(self(tick) - self(one)) >= gap for one in ticks
+            ):
                 ticks.append(tick)
         return replace(self, ticks=sorted(ticks))
 
 
-def padded_axis(values: Sequence[float], start: float, end: float, words: Words, warp: Warp = float) -> Axis:
+def padded_axis(
+    values: Sequence[float], start: float, end: float, words: Words, warp: Warp = float
+) -> Axis:
     """An axis over `values`, without ticks."""
     low, high = min(map(warp, values)), max(map(warp, values))
     room = 0.07 * (high - low) if high - low > 1e-4 else 0.05
@@ -117,17 +149,25 @@ def padded_axis(values: Sequence[float], start: float, end: float, words: Words,
 def step_axis(last: float, start: float, end: float) -> Axis:
     """An axis of steps from 0 to `last`."""
     axis = Axis(0.0, max(1.0, last), start, end, count)
-    return axis.with_ticks(tick for tick in _multiples(0.0, axis.high, (end - start) / 80) if tick == int(tick))
+    return axis.with_ticks(
+        tick for tick in _multiples(0.0, axis.high, (end - start) / 80) if tick == int(tick)
+    )
 
 
 def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
     """A logarithmic axis over `values`, all above 0."""
     axis = padded_axis(
-        values, start, end, lambda value: f"{value:,.6g}" if value < 1e6 else power_of_ten(value, 3), math.log10
+        values,
+        start,
+        end,
+        lambda value: f"{value:,.6g}" if value < 1e6 else power_of_ten(value, 3),
+        math.log10,
     )
     if axis.high - axis.low < 0.7:
         return axis.with_ticks(_multiples(10**axis.low, 10**axis.high, 6))
-    decades = range(math.floor(axis.low), min(math.ceil(axis.high), 307) + 1)  # 5e307 is still a float
+    decades = range(
+        math.floor(axis.low), min(math.ceil(axis.high), 307) + 1
+    )  # 5e307 is still a float
     return axis.with_ticks(10.0**decade * step for step in (1, 3, 2, 5) for decade in decades)
 
 
@@ -136,7 +176,9 @@ def _multiples(low: float, high: float, most: float) -> list[float]:
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    return [apart * number for number in range(math.ceil(low / apart), math.floor(high / apart) + 1)]
+    return [
+        apart * number for number in range(math.ceil(low / apart), math.floor(high / apart) + 1)
+    ]
 
 
 # --- Places for labels ------------------------------------------------------------------------------------------------
@@ -161,7 +203,16 @@ def around(point: Point, half: float) -> Box:
 
 # From a mark to its label: distances in pixels and directions, in order of preference.
 _DISTANCES = (11.0, 20.0, 32.0, 46.0, 64.0)
-_DIRECTIONS = ((1.0, 0.0), (-1.0, 0.0), (0.8, -0.8), (0.8, 0.8), (-0.8, -0.8), (-0.8, 0.8), (0.0, -1.0), (0.0, 1.0))
+_DIRECTIONS = (
+    (1.0, 0.0),
+    (-1.0, 0.0),
+    (0.8, -0.8),
+    (0.8, 0.8),
+    (-0.8, -0.8),
+    (-0.8, 0.8),
+    (0.0, -1.0),
+    (0.0, 1.0),
+)
 
 
 def place_labels(

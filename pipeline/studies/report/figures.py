@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from pipeline.run_folder.metrics import spread
 from pipeline.studies.report.drawing import Point, style_class
 from pipeline.studies.report.plots import Figure, Mark, Panel, Panels, Plane, Series
-from pipeline.studies.report.runs import PERPLEXITY, Group, Standing, corpora, measure_of, on_frontier, parts, value_of
+from pipeline.studies.report.runs import (
+    PERPLEXITY,
+    Group,
+    Standing,
+    corpora,
+    measure_of,
+    on_frontier,
+    parts,
+    value_of,
+)
 from pipeline.studies.report.words import listed, number, percent
 from pipeline.studies.results import REPLAY, Row
 
@@ -22,7 +31,11 @@ _ANSWERS = {
 
 def figures_of(groups: Sequence[Group]) -> list[Figure]:
     """All figures that the runs have data for."""
-    return [figure for make in (_tradeoff, _rates, _answers, _perplexities) if (figure := make(groups)) is not None]
+    return [
+        figure
+        for make in (_tradeoff, _rates, _answers, _perplexities)
+        if (figure := make(groups)) is not None
+    ]
 
 
 def _tradeoff(groups: Sequence[Group]) -> Figure | None:
@@ -35,7 +48,9 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
     marks: list[Mark] = []
     for group, middle in placed:
         for row in group.rows:
-            course = [place for step in row.validations if (place := measure.standing(row, step.figures))]
+            course = [
+                place for step in row.validations if (place := measure.standing(row, step.figures))
+            ]
             lines.append((f"way {style_class(group.style)}", course))
         ends = measure.ends(group.rows)
         for row, end in ends if len(ends) > 1 else ():
@@ -44,13 +59,21 @@ def _tradeoff(groups: Sequence[Group]) -> Figure | None:
         across, up = (spread([end[axis] for _, end in ends]) for axis in (0, 1))
         if across is not None and up is not None:
             bar = f"spread {style_class(group.style)}"
-            lines.append((bar, [middle._replace(learned=middle.learned + far) for far in (-across, across)]))
-            lines.append((bar, [middle._replace(forgotten=middle.forgotten + far) for far in (-up, up)]))
+            lines.append(
+                (bar, [middle._replace(learned=middle.learned + far) for far in (-across, across)])
+            )
+            lines.append(
+                (bar, [middle._replace(forgotten=middle.forgotten + far) for far in (-up, up)])
+            )
         marks.append(Mark(middle, group.style, f"{group.label}: {measure.describe(middle)}"))
     places = [(group.label, place) for group, place in placed]
-    named = sorted(places, key=lambda pair: not on_frontier(pair[1], places))  # the first get a label for certain
+    named = sorted(
+        places, key=lambda pair: not on_frontier(pair[1], places)
+    )  # the first get a label for certain
     absent = [group.label for group in groups if group.label not in dict(places)]
-    left_out = f" Not drawn, because a run has no finite figure: {listed(absent)}." if absent else ""
+    left_out = (
+        f" Not drawn, because a run has no finite figure: {listed(absent)}." if absent else ""
+    )
     return Plane(
         "stability-plasticity",
         f"Learning of {measure.new} against forgetting of {measure.kept}",
@@ -72,12 +95,20 @@ def _rates(groups: Sequence[Group]) -> Figure | None:
     if not tried:
         return None
     marks = [
-        Mark(place, group.style, f"{group.label}, learning rate {row.learning_rate:g}: {measure.describe(place)}", kind)
+        Mark(
+            place,
+            group.style,
+            f"{group.label}, learning rate {row.learning_rate:g}: {measure.describe(place)}",
+            kind,
+        )
         for group, ends in tried
         for row, place in ends
         for kind in ["mark" if row.chosen else "run"]
     ]
-    said = [f"{group.label}: {', then '.join(measure.describe(place) for _, place in ends)}" for group, ends in tried]
+    said = [
+        f"{group.label}: {', then '.join(measure.describe(place) for _, place in ends)}"
+        for group, ends in tried
+    ]
     return Plane(
         "learning-rates",
         "Results at every learning rate",
@@ -86,9 +117,15 @@ def _rates(groups: Sequence[Group]) -> Figure | None:
         "as much learned.",
         "; ".join(said),
         measure,
-        [(f"rates {style_class(group.style)}", [place for _, place in ends]) for group, ends in tried],
+        [
+            (f"rates {style_class(group.style)}", [place for _, place in ends])
+            for group, ends in tried
+        ],
         marks,
-        [(own.label, next((place for row, place in ends if row.chosen), ends[-1][1])) for own, ends in tried],
+        [
+            (own.label, next((place for row, place in ends if row.chosen), ends[-1][1]))
+            for own, ends in tried
+        ],
     )
 
 
@@ -98,7 +135,13 @@ def _answers(groups: Sequence[Group]) -> Figure | None:
         for figure, words in _ANSWERS.items()
         for name, part in parts(groups).items()
     ]
-    return _panels("answers", "Questions answered during training", "Share of the held-out questions.", panels, percent)
+    return _panels(
+        "answers",
+        "Questions answered during training",
+        "Share of the held-out questions.",
+        panels,
+        percent,
+    )
 
 
 def _perplexities(groups: Sequence[Group]) -> Figure | None:
@@ -112,7 +155,9 @@ def _perplexities(groups: Sequence[Group]) -> Figure | None:
         for name, part in parts(groups).items()
     ]
     title = "Held-out perplexity during training"
-    return _panels("perplexity", title, "Lower is better; the axes are logarithmic.", panels, number)
+    return _panels(
+        "perplexity", title, "Lower is better; the axes are logarithmic.", panels, number
+    )
 
 
 def _panels(
@@ -121,17 +166,24 @@ def _panels(
     """Those of the panels that have a line; None where none has."""
     drawn = [panel for panel in panels if panel.series]
     ends = [
-        f"{panel.heading}: " + ", ".join(f"{own.label} {words(own.middle[-1][1])}" for own in panel.series)
+        f"{panel.heading}: "
+        + ", ".join(f"{own.label} {words(own.middle[-1][1])}" for own in panel.series)
         for panel in drawn
     ]
     caption = f"{caption} Means over seeds; thin lines are single runs."
-    return Panels(name, title, caption, f"At the end of each line. {'; '.join(ends)}", drawn) if drawn else None
+    return (
+        Panels(name, title, caption, f"At the end of each line. {'; '.join(ends)}", drawn)
+        if drawn
+        else None
+    )
 
 
 def _over_steps(groups: Sequence[Group], part: Sequence[str], figure: str) -> list[Series]:
     """The groups of which every run has the figure, by steps."""
     lines = [(group, [_line(row, part, figure) for row in group.rows]) for group in groups]
-    series = [Series(group.label, group.style, of_group) for group, of_group in lines if all(of_group)]
+    series = [
+        Series(group.label, group.style, of_group) for group, of_group in lines if all(of_group)
+    ]
     return [own for own in series if own.middle]
 
 

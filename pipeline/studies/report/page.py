@@ -17,7 +17,10 @@ from pipeline.studies.results import Row
 WIDE, NARROW = 820.0, 358.0
 _MARGIN = 18.0  # of a figure in a file of its own
 _TEMPLATES = Environment(
-    loader=PackageLoader("pipeline.studies.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    loader=PackageLoader("pipeline.studies.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
 )
 
 
@@ -31,7 +34,10 @@ def page(runs: Sequence[Row], title: str) -> str:
         model_count=sum(len(own.rows) for own in groups),
         method_count=len(groups),
         findings=findings(groups),
-        figures=[(own, own.draw(WIDE), own.draw(NARROW, f"{own.name}-narrow")) for own in figures_of(groups)],
+        figures=[
+            (own, own.draw(WIDE), own.draw(NARROW, f"{own.name}-narrow"))
+            for own in figures_of(groups)
+        ],
         marks={own.style: _mark(own.style) for own in groups},
         results=tables.results(groups, shown),
         details=tables.results(groups, single) if shown != single else None,
@@ -51,7 +57,10 @@ def findings(groups: Sequence[Group]) -> list[str]:
     if least != most:
         sentences.append(f"{least} forgot least: {measure.noun} {measure.describe(at_least)}.")
     best = [label for label, at in placed if on_frontier(at, placed)]
-    return [*sentences, f"On the frontier, where no other both learned more and forgot less: {listed(best)}."]
+    return [
+        *sentences,
+        f"On the frontier, where no other both learned more and forgot less: {listed(best)}.",
+    ]
 
 
 def _mark(style: int) -> Drawing:

@@ -87,20 +87,35 @@ class Plane(Figure):
         height = min(560.0, max(380.0, 0.66 * width))
         drawing = Drawing(width, height, name or self.name, self.title, self.description)
         measure, bottom = self.measure, drawing.height - 58.0
-        right = drawing.width - min(max(text_width(name, _LABEL) for name, _ in self.labels), 0.13 * drawing.width)
-        places = [*(place for _, line in self.lines for place in line), *(mark.place for mark in self.marks)]
+        right = drawing.width - min(
+            max(text_width(name, _LABEL) for name, _ in self.labels), 0.13 * drawing.width
+        )
+        places = [
+            *(place for _, line in self.lines for place in line),
+            *(mark.place for mark in self.marks),
+        ]
         across, up = ([sign * measure.better * size for size in measure.rounds] for sign in (1, -1))
         x = padded_axis([0.0, *(place.learned for place in places)], 68.0, right, measure.on_new)
-        y = padded_axis([0.0, *(place.forgotten for place in places)], bottom, 34.0, measure.on_kept)
+        y = padded_axis(
+            [0.0, *(place.forgotten for place in places)], bottom, 34.0, measure.on_kept
+        )
         chart = Chart(drawing, x.with_ticks(across), y.with_ticks(up))
         drawing.text((right - 4, bottom - 6), "better \N{SOUTH EAST ARROW}", "hint", "end")
-        drawing.text((0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {measure.kept}", "axis")
+        drawing.text(
+            (0, 14), f"\N{UPWARDS ARROW} forgotten: {measure.noun}, {measure.kept}", "axis"
+        )
         where = f"learned: {measure.noun}, {measure.new} \N{RIGHTWARDS ARROW}"
         drawing.text((right, bottom + 42), where, "axis", "end")
         for kind, line in self.lines:
             chart.line(line, kind)
         for mark in self.marks:
-            drawing.mark(chart.at(mark.place), mark.style, mark.kind, 0.5 if mark.kind == "run" else 1.0, mark.tooltip)
+            drawing.mark(
+                chart.at(mark.place),
+                mark.style,
+                mark.kind,
+                0.5 if mark.kind == "run" else 1.0,
+                mark.tooltip,
+            )
         self._name(chart)
         return drawing
 
@@ -113,7 +128,9 @@ class Plane(Figure):
         room = Box(x.start, y.end - 8, drawing.width, y.start)
         hint = Box(x.end - 64, y.start - 20, x.end, y.start)
         taken = [hint, *(around(point, 12) for point in points[1:])]
-        boxes = place_labels(points, [text_width(name, _LABEL) for name in names], _LABEL + 3, taken, room)
+        boxes = place_labels(
+            points, [text_width(name, _LABEL) for name in names], _LABEL + 3, taken, room
+        )
         for name, point, box in zip(names, points, boxes, strict=True):
             if box is None:
                 continue
@@ -146,7 +163,9 @@ class Panel(NamedTuple):
     is_logarithmic: bool = False
 
     def draw(self, drawing: Drawing, left: float, top: float, right: float, bottom: float) -> None:
-        steps, values = zip(*(point for own in self.series for line in own.lines for point in line), strict=True)
+        steps, values = zip(
+            *(point for own in self.series for line in own.lines for point in line), strict=True
+        )
         start, end = bottom - 66, top + 36
         drawing.text((left, top + 14), self.heading, "axis")
         room = min(max(text_width(own.label, _SMALL) for own in self.series), 0.36 * (right - left))
@@ -168,7 +187,9 @@ class Panel(NamedTuple):
             across, up = chart.at(own.middle[-1])
             drawing.mark((across, up), own.style, size=0.8)
             drawing.line([(across + 6, up), (x.end + 14, height)], "leader")
-            drawing.text((x.end + 17, height + 4), shortened(own.label, _SMALL, room), "label small")
+            drawing.text(
+                (x.end + 17, height + 4), shortened(own.label, _SMALL, room), "label small"
+            )
 
 
 @dataclass(frozen=True)
@@ -186,5 +207,7 @@ class Panels(Figure):
         for index, panel in enumerate(self.panels):
             row, column = divmod(index, columns)
             gap = 18 if column + 1 < columns else 0
-            panel.draw(drawing, column * wide, row * high, (column + 1) * wide - gap, (row + 1) * high)
+            panel.draw(
+                drawing, column * wide, row * high, (column + 1) * wide - gap, (row + 1) * high
+            )
         return drawing

@@ -27,7 +27,10 @@ class Standing(NamedTuple):
 
 def on_frontier(place: Standing, named: Sequence[tuple[str, Standing]]) -> bool:
     """Whether no other both learned at least as much and forgot no more."""
-    return not any(to.learned >= place.learned and to.forgotten <= place.forgotten and to != place for _, to in named)
+    return not any(
+        to.learned >= place.learned and to.forgotten <= place.forgotten and to != place
+        for _, to in named
+    )
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,44 @@ def _points(share: float) -> str:
     return f"{100 * share:+.3g}\N{NARROW NO-BREAK SPACE}points".replace("-", MINUS)
 
 
-_RISES = [1.0, 9.0, *(10.0**power - 1 for power in range(2, 13)), 0.5, 4.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 2.0]
-_FALLS = [0.5, 0.9, *(1 - 10.0**-power for power in range(2, 13)), 0.2, 0.8, 0.1, 0.95, 0.6, 0.3, 0.7, 0.4, 0.98, 0.05]
+_RISES = [
+    1.0,
+    9.0,
+    *(10.0**power - 1 for power in range(2, 13)),
+    0.5,
+    4.0,
+    0.2,
+    0.1,
+    0.05,
+    0.02,
+    0.01,
+    0.3,
+    2.0,
+]
+_FALLS = [
+    0.5,
+    0.9,
+    *(1 - 10.0**-power for power in range(2, 13)),
+    0.2,
+    0.8,
+    0.1,
+    0.95,
+    0.6,
+    0.3,
+    0.7,
+    0.4,
+    0.98,
+    0.05,
+]
 _CHANGES = [0.0, *map(math.log1p, _RISES), *(math.log1p(-fall) for fall in _FALLS)]
-_POINTS = [0.0, *(sign * size / 100 for size in (100, 20, 40, 60, 80, 50, 10, 30, 70, 90, 5, 2, 1) for sign in (1, -1))]
+_POINTS = [
+    0.0,
+    *(
+        sign * size / 100
+        for size in (100, 20, 40, 60, 80, 50, 10, 30, 70, 90, 5, 2, 1)
+        for sign in (1, -1)
+    ),
+]
 PERPLEXITY = Measure("perplexity", "perplexity", -1, _nats, change, _CHANGES)
 ACCURACY = Measure("first_token_accuracy", "first token right", 1, operator.sub, _points, _POINTS)
 
@@ -137,7 +174,10 @@ def measure_of(groups: Sequence[Group]) -> Measure:
     """The measure to compare the runs by: answers if all of them have some, else perplexity."""
     measure = ACCURACY if all(group.standing(ACCURACY) for group in groups) else PERPLEXITY
     roles, shown = corpora(groups), parts(groups)
-    new, kept = ([name for name in shown if (roles[shown[name][0]] == REPLAY) == is_kept] for is_kept in (False, True))
+    new, kept = (
+        [name for name in shown if (roles[shown[name][0]] == REPLAY) == is_kept]
+        for is_kept in (False, True)
+    )
     return replace(measure, new=listed(new), kept=listed(kept))
 
 

@@ -33,14 +33,25 @@ class Table(NamedTuple):
 
 def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Table:
     """Every figure of every part at the end; the first row is the base's."""
-    known = (name for own in groups for row in own.rows for found in row.after.values() for name in found)
+    known = (
+        name for own in groups for row in own.rows for found in row.after.values() for name in found
+    )
     pairs = [(figure, part) for figure in dict.fromkeys(known) for part in shown]
-    columns = [(figure, part) for figure, part in pairs if any(_values(own, figure, shown[part]) for own in groups)]
+    columns = [
+        (figure, part)
+        for figure, part in pairs
+        if any(_values(own, figure, shown[part]) for own in groups)
+    ]
     base = []
     for figure, part in columns:
-        values = {value for own in groups for value in _values(own, figure, shown[part], before=True)}
+        values = {
+            value for own in groups for value in _values(own, figure, shown[part], before=True)
+        }
         base.append(Cell(of_figure(figure)(values.pop()) if len(values) == 1 else NOTHING))
-    rows = [(own.label, own.style, [_result(own, figure, shown[part]) for figure, part in columns]) for own in groups]
+    rows = [
+        (own.label, own.style, [_result(own, figure, shown[part]) for figure, part in columns])
+        for own in groups
+    ]
     spans = Counter(figure.replace("_", " ") for figure, _ in columns)
     return Table([part for _, part in columns], [("base", None, base), *rows], list(spans.items()))
 
@@ -58,7 +69,9 @@ def _result(group: Group, figure: str, part: Sequence[str]) -> Cell:
     words, deviation = of_figure(figure), spread(after)
     note = "" if deviation is None else f"± {words(deviation)}"
     if figure == PERPLEXITY.figure and len(before) == len(after):
-        rise = mean([PERPLEXITY.distance(now, then) for now, then in zip(after, before, strict=True)])
+        rise = mean(
+            [PERPLEXITY.distance(now, then) for now, then in zip(after, before, strict=True)]
+        )
         note = f"{note} ({change(rise)})".strip() if math.isfinite(rise) else note
     return Cell(words(mean(after)), note)
 
@@ -66,7 +79,15 @@ def _result(group: Group, figure: str, part: Sequence[str]) -> Cell:
 def costs(groups: Sequence[Group]) -> Table:
     """Trained parameters, time, memory, inference, learning rate, steps and number of runs."""
     rows = [(own.label, own.style, _costs(own)) for own in groups]
-    header = ["trained parameters", "time", "peak memory", "FLOPs of inference", "learning rate", "steps", "runs"]
+    header = [
+        "trained parameters",
+        "time",
+        "peak memory",
+        "FLOPs of inference",
+        "learning rate",
+        "steps",
+        "runs",
+    ]
     return Table(header, rows)
 
 
@@ -76,7 +97,10 @@ def _costs(group: Group) -> list[Cell]:
     seconds = [row.seconds for row in group.rows if row.seconds is not None]
     memory = [row.peak_memory_gib for row in group.rows if row.peak_memory_gib is not None]
     return [
-        Cell(NOTHING if trained is None else count(trained), percent(trained / total) if trained and total else ""),
+        Cell(
+            NOTHING if trained is None else count(trained),
+            percent(trained / total) if trained and total else "",
+        ),
         Cell(str(timedelta(seconds=round(mean(seconds)))) if seconds else NOTHING),
         Cell(f"{number(mean(memory))} GiB" if memory else NOTHING),
         Cell(NOTHING if first.inference_cost is None else f"×{first.inference_cost:.2f}"),

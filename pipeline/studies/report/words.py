@@ -29,7 +29,9 @@ def power_of_ten(value: float, digits: int) -> str:
 def of_figure(name: str) -> Callable[[float], str]:
     """The format of a figure's values: the same number of decimals throughout a column."""
     if name.endswith(("accuracy", "probability", "match", "ended")):
-        return lambda value: f"{100 * value:.1f}{_SPACE}%" if math.isfinite(value) else number(value)
+        return lambda value: (
+            f"{100 * value:.1f}{_SPACE}%" if math.isfinite(value) else number(value)
+        )
     return lambda value: number(value, 2 if name == "perplexity" else 3)
 
 

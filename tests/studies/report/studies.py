@@ -26,13 +26,19 @@ BEFORE = {"korean": 16.9, "english": 10.42}
 
 def figures(learned: float, forgotten: float) -> dict[str, dict[str, float]]:
     """Of both corpora, that far from the base in nats."""
-    perplexities = {"korean": BEFORE["korean"] * math.exp(-learned), "english": BEFORE["english"] * math.exp(forgotten)}
+    perplexities = {
+        "korean": BEFORE["korean"] * math.exp(-learned),
+        "english": BEFORE["english"] * math.exp(forgotten),
+    }
     return {
-        name: {"perplexity": value, "bits_per_byte": math.log2(value) / 2.7} for name, value in perplexities.items()
+        name: {"perplexity": value, "bits_per_byte": math.log2(value) / 2.7}
+        for name, value in perplexities.items()
     }
 
 
-def row(label: str, method: str, trained: int, learned: float, forgotten: float, seed: int) -> dict[str, Any]:
+def row(
+    label: str, method: str, trained: int, learned: float, forgotten: float, seed: int
+) -> dict[str, Any]:
     """A row in the shape of a study's summary.json."""
     noise = random.Random(f"{label}/{seed}")
     learned *= noise.gauss(1, 0.012)
@@ -80,9 +86,16 @@ def at_rates(content: Sequence[dict[str, Any]], factors: Sequence[float]) -> lis
     found = []
     for row in content:
         for factor in factors if row["seed"] == content[0]["seed"] else (1.0,):
-            far = {name: factor * math.log(row["after"][name]["perplexity"] / BEFORE[name]) for name in BEFORE}
+            far = {
+                name: factor * math.log(row["after"][name]["perplexity"] / BEFORE[name])
+                for name in BEFORE
+            }
             rate, after = factor * row["learning_rate"], figures(-far["korean"], far["english"])
-            found.append(row if factor == 1 else row | {"learning_rate": rate, "after": after, "chosen": False})
+            found.append(
+                row
+                if factor == 1
+                else row | {"learning_rate": rate, "after": after, "chosen": False}
+            )
     return found
 
 
@@ -92,7 +105,11 @@ def answers() -> list[dict[str, Any]]:
     def figures(done: float, lost: float) -> dict[str, dict[str, float]]:
         return {
             "task 1": {"perplexity": 60 * math.exp(-3 * done), "first_token_accuracy": 0.98 * done},
-            "task 0": {"perplexity": 1.1 + lost, "first_token_accuracy": 1 - lost * done, "exact_match": 0.5},
+            "task 0": {
+                "perplexity": 1.1 + lost,
+                "first_token_accuracy": 1 - lost * done,
+                "exact_match": 0.5,
+            },
         }
 
     return [
@@ -100,9 +117,13 @@ def answers() -> list[dict[str, Any]]:
             **row(*method, seed),
             "roles": {"task 1": "new", "task 0": "replay"},
             "before": figures(0, 0),
-            "during": [{"step": 250 * part, "figures": figures(part / 4, lost)} for part in (1, 2, 3)],
+            "during": [
+                {"step": 250 * part, "figures": figures(part / 4, lost)} for part in (1, 2, 3)
+            ],
             "after": figures(1, lost),
         }
-        for method, lost in zip((METHODS[0], METHODS[3], METHODS[6]), (0.85, 0.83, 0.3), strict=True)
+        for method, lost in zip(
+            (METHODS[0], METHODS[3], METHODS[6]), (0.85, 0.83, 0.3), strict=True
+        )
         for seed in (1, 2)
     ]

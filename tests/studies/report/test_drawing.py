@@ -9,12 +9,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipeline.studies.report.drawing import Box, Drawing, log_axis, moved_apart, padded_axis, place_labels, step_axis
+from pipeline.studies.report.drawing import (
+    Box,
+    Drawing,
+    log_axis,
+    moved_apart,
+    padded_axis,
+    place_labels,
+    step_axis,
+)
 from pipeline.studies.report.runs import PERPLEXITY
 from pipeline.studies.report.words import change, count, number, of_figure, percent
 
 MAKERS = {
-    "changes": lambda values, start, end: padded_axis([0.0, *values], start, end, change).with_ticks(PERPLEXITY.rounds),
+    "changes": lambda values, start, end: padded_axis(
+        [0.0, *values], start, end, change
+    ).with_ticks(PERPLEXITY.rounds),
     "steps": lambda values, start, end: step_axis(max(values), start, end),
     "logarithmic": lambda values, start, end: log_axis([10**value for value in values], start, end),
 }
@@ -58,21 +68,46 @@ def test_labels_of_marks_stay_in_the_room_and_apart(points):
 
 
 def test_marks_in_one_place_do_not_all_get_a_label():
-    boxes = [box for box in place_labels([(400.0, 200.0)] * 40, [60.0] * 40, 16.0, [], Box(0, 0, 800, 400)) if box]
+    boxes = [
+        box
+        for box in place_labels([(400.0, 200.0)] * 40, [60.0] * 40, 16.0, [], Box(0, 0, 800, 400))
+        if box
+    ]
     assert 4 < len(boxes) < 40
-    assert all(box.overlap(other) <= 1 for index, box in enumerate(boxes) for other in boxes[:index])
+    assert all(
+        box.overlap(other) <= 1 for index, box in enumerate(boxes) for other in boxes[:index]
+    )
 
 
 def test_numbers_are_written_as_people_do():
     space = "\N{NARROW NO-BREAK SPACE}"
-    changes = [change(math.log(ratio)) for ratio in (0.39, 0.002, 0.0001, 1.0, 1.015, 1.2, 2, 12345)]
-    expected = [f"−61{space}%", f"−99.8{space}%", "÷10,000", f"0{space}%", f"+1.5{space}%", f"+20{space}%"]
+    changes = [
+        change(math.log(ratio)) for ratio in (0.39, 0.002, 0.0001, 1.0, 1.015, 1.2, 2, 12345)
+    ]
+    expected = [
+        f"−61{space}%",
+        f"−99.8{space}%",
+        "÷10,000",
+        f"0{space}%",
+        f"+1.5{space}%",
+        f"+20{space}%",
+    ]
     assert changes == [*expected, "×2", "×12,345"]
     assert change(math.inf) == "∞"
-    assert [percent(share) for share in (0.0, 0.005, 0.12, 1.0)] == [f"{n}{space}%" for n in ("0", "0.5", "12", "100")]
-    assert [count(n) for n in (812, 45_200, 1_236_000_000)] == ["812", f"45.2{space}k", f"1.24{space}B"]
+    assert [percent(share) for share in (0.0, 0.005, 0.12, 1.0)] == [
+        f"{n}{space}%" for n in ("0", "0.5", "12", "100")
+    ]
+    assert [count(n) for n in (812, 45_200, 1_236_000_000)] == [
+        "812",
+        f"45.2{space}k",
+        f"1.24{space}B",
+    ]
     assert [number(n) for n in (1.5, 17.24, 12_300)] == ["1.50", "17.24", "12,300.00"]
-    assert [of_figure("perplexity")(n) for n in (6.5, 1234.5, math.inf)] == ["6.50", "1,234.50", "∞"]
+    assert [of_figure("perplexity")(n) for n in (6.5, 1234.5, math.inf)] == [
+        "6.50",
+        "1,234.50",
+        "∞",
+    ]
 
 
 def test_marks_differ_in_shape_or_colour():
@@ -83,7 +118,12 @@ def test_marks_differ_in_shape_or_colour():
 
 
 def test_large_numbers_are_written_as_powers_of_ten():
-    assert [number(value) for value in (99_999, 123_456, 1e8, 1.2e15)] == ["99,999.00", "1.2·10⁵", "10⁸", "1.2·10¹⁵"]
+    assert [number(value) for value in (99_999, 123_456, 1e8, 1.2e15)] == [
+        "99,999.00",
+        "1.2·10⁵",
+        "10⁸",
+        "1.2·10¹⁵",
+    ]
     assert [change(math.log(ratio)) for ratio in (1e8, 1e-8, 23_441.0, 2.5e6)] == [
         "×10⁸",
         "÷10⁸",

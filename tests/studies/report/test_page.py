@@ -62,23 +62,44 @@ def check(text: str) -> Parsed:
     parsed = Parsed(text)
     assert not re.search(r"https?://|url\(|@import", text)
     tags = {tag for tag, _ in parsed.elements}
-    assert not tags & {"script", "link", "img", "image", "use", "iframe", "object", "embed", "foreignobject", "a"}
+    assert not tags & {
+        "script",
+        "link",
+        "img",
+        "image",
+        "use",
+        "iframe",
+        "object",
+        "embed",
+        "foreignobject",
+        "a",
+    }
     for _, attributes in parsed.elements:
-        assert not any(name.startswith("on") or name in ("src", "href", "xlink:href") for name in attributes)
+        assert not any(
+            name.startswith("on") or name in ("src", "href", "xlink:href") for name in attributes
+        )
     ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     for drawing in (svg for svg in parsed.of("svg") if svg.get("aria-hidden") != "true"):
         assert drawing["role"] == "img" and set(drawing["aria-labelledby"].split()) <= set(ids)
     assert not re.search(r"\bnan\b|\binf\b", " ".join(parsed.texts))
     drawn = ("d", "points", "x", "y")
-    coordinates = [value for _, attributes in parsed.elements for key, value in attributes.items() if key in drawn]
+    coordinates = [
+        value
+        for _, attributes in parsed.elements
+        for key, value in attributes.items()
+        if key in drawn
+    ]
     assert coordinates and not any("nan" in value or "inf" in value for value in coordinates)
     return parsed
 
 
 def rise(own, corpus: str) -> float:
     """The mean logarithm of a perplexity against the base's."""
-    return fmean(math.log(row["after"][corpus]["perplexity"] / row["before"][corpus]["perplexity"]) for row in own)
+    return fmean(
+        math.log(row["after"][corpus]["perplexity"] / row["before"][corpus]["perplexity"])
+        for row in own
+    )
 
 
 def test_every_number_is_that_of_the_rows():
@@ -91,7 +112,11 @@ def test_every_number_is_that_of_the_rows():
             values = [row["after"][corpus]["perplexity"] for row in own]
             assert f"{fmean(values):.2f}" in shown
             spread = f"± {stdev(values):.2f} ("
-            changes = [text.removeprefix(spread).split(SPACE)[0] for text in shown if text.startswith(spread)]
+            changes = [
+                text.removeprefix(spread).split(SPACE)[0]
+                for text in shown
+                if text.startswith(spread)
+            ]
             change = 100 * math.expm1(rise(own, corpus))
             assert any(abs(float(found.replace("−", "-")) - change) <= 0.5 for found in changes)
             assert f"{fmean(row['after'][corpus]['bits_per_byte'] for row in own):.3f}" in shown
@@ -100,7 +125,10 @@ def test_every_number_is_that_of_the_rows():
 
 def test_findings_are_correct():
     _, runs = made(rows((1,)))
-    ends = {run.label: tuple(run.after[name]["perplexity"] for name in ("korean", "english")) for run in runs}
+    ends = {
+        run.label: tuple(run.after[name]["perplexity"] for name in ("korean", "english"))
+        for run in runs
+    }
     most, least, frontier = findings(group(runs))
     assert most.startswith(min(ends, key=lambda label: ends[label][0]) + " learned most")
     assert least.startswith(min(ends, key=lambda label: ends[label][1]) + " forgot least")
@@ -114,7 +142,11 @@ def test_names_are_escaped(text):
     content = rows((1, 2))[:4]
     for row in content:
         row |= {"label": f"label {text}", "roles": {text: "new", "english": "replay"}}
-        for figures in (row["before"], row["after"], *(validation["figures"] for validation in row["during"])):
+        for figures in (
+            row["before"],
+            row["after"],
+            *(validation["figures"] for validation in row["during"]),
+        ):
             figures[text] = figures.pop("korean")
     shown, _ = made(content, title=f"title {text}")
     texts = check(shown).texts
@@ -132,14 +164,22 @@ def odd(change):
 UNUSUAL = {
     "one run": rows((1,))[:1],
     "all diverged": odd(lambda row: row["after"]["english"].update(perplexity=math.inf)),
-    "infinite in between": odd(lambda row: row["during"][2]["figures"]["korean"].update(perplexity=math.inf)),
+    "infinite in between": odd(
+        lambda row: row["during"][2]["figures"]["korean"].update(perplexity=math.inf)
+    ),
     "huge": odd(lambda row: row["after"]["korean"].update(perplexity=1e300)),
     "zero": odd(lambda row: row["after"]["korean"].update(perplexity=0.0)),
     "nothing to keep": odd(lambda row: row.update(roles={"korean": "new"})),
     "no roles": odd(lambda row: row.update(roles={})),
     "nothing learned": odd(lambda row: row.update(after=row["before"], during=[])),
-    "long": odd(lambda row: row.update(label=f"{row['label']} {row['seed']}, a name that is much too long to show")),
-    "unknown": odd(lambda row: row.update(seconds=None, trainable_parameters=None, tokens_seen=None, steps=0)),
+    "long": odd(
+        lambda row: row.update(
+            label=f"{row['label']} {row['seed']}, a name that is much too long to show"
+        )
+    ),
+    "unknown": odd(
+        lambda row: row.update(seconds=None, trainable_parameters=None, tokens_seen=None, steps=0)
+    ),
 }
 
 
@@ -150,7 +190,9 @@ def test_unusual_studies_have_a_page(name):
 
 
 def test_a_method_without_a_finite_figure_is_named_and_not_drawn():
-    text, _ = made(odd(lambda row: row["method"] == "fft" and row["after"]["english"].update(perplexity=None)))
+    text, _ = made(
+        odd(lambda row: row["method"] == "fft" and row["after"]["english"].update(perplexity=None))
+    )
     assert "\N{INFINITY}" in check(text).texts
     assert "Not drawn, because a run has no finite figure: Full fine-tuning." in text
 
@@ -160,7 +202,10 @@ def test_questions_are_compared_by_their_answers():
     parsed = check(text)
     assert "answers-section" in [section["id"] for section in parsed.of("section")]
     assert findings(group(runs))[1].startswith("SCALE-Route forgot least: first token right ")
-    assert f"+98{SPACE}points on task 1" in findings(group(runs))[1] and f"98.0{SPACE}%" in parsed.texts
+    assert (
+        f"+98{SPACE}points on task 1" in findings(group(runs))[1]
+        and f"98.0{SPACE}%" in parsed.texts
+    )
 
 
 def test_figures_are_drawn_at_two_widths():
@@ -170,13 +215,21 @@ def test_figures_are_drawn_at_two_widths():
     sections = [section["id"] for section in parsed.of("section")]
     assert sections == ["stability-plasticity-section", "results", "perplexity-section", "costs"]
     boxes = [drawing["viewbox"] for drawing in parsed.of("svg")]
-    assert sum(box.startswith("0 0 820 ") for box in boxes) == sum(box.startswith("0 0 358 ") for box in boxes) == 2
-    picture = text[text.index('id="stability-plasticity-section"') : text.index('id="results"')].split("<svg")[1]
+    assert (
+        sum(box.startswith("0 0 820 ") for box in boxes)
+        == sum(box.startswith("0 0 358 ") for box in boxes)
+        == 2
+    )
+    picture = text[
+        text.index('id="stability-plasticity-section"') : text.index('id="results"')
+    ].split("<svg")[1]
     counts = [picture.count(f'class="{kind} ') for kind in ("run", "mark", "spread", "way")]
     assert counts == [21, 7, 14, 21]
     own = [row for row in rows() if row["label"] == "LLaMA Pro"]
     korean, english = (100 * math.expm1(rise(own, corpus)) for corpus in ("korean", "english"))
-    means = re.findall(r"<title>LLaMA Pro: (\S+)\s% on korean, (\S+)\s% on english</title>", picture)
+    means = re.findall(
+        r"<title>LLaMA Pro: (\S+)\s% on korean, (\S+)\s% on english</title>", picture
+    )
     assert means == [(f"−{-korean:.0f}", f"+{english:.1f}".removesuffix(".0"))]
 
 
@@ -191,7 +244,9 @@ def test_every_learning_rate_is_drawn_where_there_are_several(rates):
 
 
 def test_the_command_line_writes_the_page_and_the_figures(tmp_path, capsys):
-    study = write_study(tmp_path / "study", [row for row in rows((1,)) if row["method"] in ("fft", "lora")])
+    study = write_study(
+        tmp_path / "study", [row for row in rows((1,)) if row["method"] in ("fft", "lora")]
+    )
     output, svg = tmp_path / "out" / "report.html", tmp_path / "svg"
     call(report, study, "--output", output, "--svg", svg)
     assert "LoRA" in check(output.read_text(encoding="utf-8")).texts

@@ -28,7 +28,9 @@ def kernels(step) -> list[tuple[str, float, int]]:
     """(name, ms, calls) of a step's kernels, the longest first."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
         step()
-    rows = [(event.key, event.self_device_time_total / 1e3, event.count) for event in run.key_averages()]
+    rows = [
+        (event.key, event.self_device_time_total / 1e3, event.count) for event in run.key_averages()
+    ]
     return sorted((row for row in rows if row[1] > 0.05), key=lambda row: -row[1])
 
 

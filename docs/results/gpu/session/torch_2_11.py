@@ -19,7 +19,9 @@ if torch.__version__.startswith("2.11."):
     def sdpa_flop_count(query_shape, key_shape, value_shape):
         heads = query_shape[1]
         return _sdpa_flop_count(
-            query_shape, (key_shape[0], heads, *key_shape[2:]), (value_shape[0], heads, *value_shape[2:])
+            query_shape,
+            (key_shape[0], heads, *key_shape[2:]),
+            (value_shape[0], heads, *value_shape[2:]),
         )
 
     varlen.varlen_attn = varlen_attn

@@ -1,0 +1,1 @@
+"""One base with several expansions beside each other."""

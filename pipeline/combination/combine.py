@@ -1,0 +1,328 @@
+"""One base with several expansions: a folder that is made of the exports of runs on that base.
+
+It holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import log
+from pipeline.config.sources import RUN_FILE
+from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
+from pipeline.conversion.model_card import CARD, markdown_table
+from pipeline.conversion.verify import windows_of
+from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
+from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.errors import ConversionError
+from pipeline.files import (
+    FolderKind,
+    holds,
+    published_folder,
+    read_inside,
+    read_object,
+    write_json,
+    write_text,
+)
+from pipeline.hf.folder import (
+    PlannedTensor,
+    code_files,
+    copy_base_files,
+    copy_code,
+    load_hf_model,
+    stored_tensors,
+    write_tensors,
+)
+from pipeline.hf.probe_texts import PROBE_TEXTS
+from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
+from pipeline.hf.remote_code.configuration_scale_combined import NAME, CombinedConfig
+from pipeline.hf.remote_code.modeling_scale_combined import (
+    EXPANSIONS,
+    NEW_ROWS,
+    CombinedForCausalLM,
+    is_of_base,
+)
+from pipeline.hf.served_tokenizer import check_export
+
+COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
+EMBEDDING, OUTPUT = "embedding.base.weight", "output.base"
+_WITH_NEW_ROWS = dict(zip((EMBEDDING, OUTPUT), NEW_ROWS, strict=True))
+# A ScaleConfig without an expansion. Heads are the base's: what is left of all.
+_NO_EXPANSION: dict[str, Any] = {
+    "expansion_hidden_size": 0,
+    "expansion_intermediate_size": 0,
+    "expansion_num_attention_heads": 0,
+    "expansion_num_key_value_heads": 0,
+    "collaborative_modules": [],
+    "norm_statistics": "separate",
+    "base_vocab_size": None,
+    "gate_layer": None,
+}
+_logger = log.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A gated export of one expansion, with its base, in the format scale."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights, but for its gate's."""
+        dtype: torch.dtype = getattr(torch, self.config["dtype"])
+        return dtype
+
+    @property
+    def base_rows(self) -> int:
+        """How many tokens the base has; those of an extended vocabulary follow."""
+        return int(self.config["base_vocab_size"])
+
+    @property
+    def new_rows(self) -> int:
+        """How many it has not."""
+        return int(self.config["vocab_size"]) - self.base_rows
+
+    @property
+    def base_tokenizer(self) -> str:
+        """The fingerprint of its base's tokenizer, which its own may extend."""
+        if self.new_rows:
+            return read_vocabulary(self.folder, EXTENDED).base_tokenizer
+        return load_tokenizer(self.folder).fingerprint
+
+    @cached_property
+    def base(self) -> dict[str, PlannedTensor]:
+        """The base's tensors by name, without rows of new tokens; its output too where that is its embedding."""
+        own = {
+            name: tensor for name, tensor in stored_tensors(self.folder).items() if is_of_base(name)
+        }
+        own = {OUTPUT: replace(own[EMBEDDING], name=OUTPUT)} | own
+        return own | {name: _rows(own[name], slice(self.base_rows)) for name in _WITH_NEW_ROWS}
+
+    @cached_property
+    def expansion(self) -> list[PlannedTensor]:
+        """All other tensors; rows of new tokens have names of their own."""
+        stored = stored_tensors(self.folder)
+        tensors = [tensor for name, tensor in stored.items() if not is_of_base(name)]
+        if self.new_rows:
+            new = slice(self.base_rows, None)
+            tensors += [
+                replace(_rows(stored[name], new), name=written)
+                for name, written in _WITH_NEW_ROWS.items()
+            ]
+        return tensors
+
+
+def _rows(tensor: PlannedTensor, rows: slice) -> PlannedTensor:
+    count, *rest = tensor.shape
+    return replace(tensor, shape=(len(range(count)[rows]), *rest), make=lambda: tensor.make()[rows])
+
+
+def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a CombinedConfig without expansions, for the base of a model with the ScaleConfig `config`."""
+    left = ("architectures", "auto_map", "model_type", "transformers_version", "expansions")
+    entries = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("gate_") and key not in left
+    }
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        entries[heads] -= entries[f"expansion_{heads}"]
+    vocab_size = config.get("base_vocab_size") or config["vocab_size"]
+    return (
+        entries | _NO_EXPANSION | {"l_fp": entries["num_hidden_layers"], "vocab_size": vocab_size}
+    )
+
+
+def open_export(path: Path) -> Export:
+    """The export in a folder, or of the run in it.
+
+    Raises ConversionError: it is no export that can be combined; says why.
+    """
+    folder = path / HF_FOLDER if (path / RUN_FILE).exists() else path
+    if not holds(EXPORT, folder):
+        raise ConversionError(
+            f"{folder}: holds no export; convert the run first: scale-cpt convert"
+        )
+    config = read_object(folder / "config.json", ConversionError, "convert the run again")
+    fault = None
+    if config.get("model_type") != ScaleConfig.model_type:
+        fault = "it is no export in the format scale; convert the run again with --format scale"
+    elif config.get("gate_layer") is None:
+        fault = "it has no gate, which would say where it applies; fit one (scale-cpt gate), and convert the run again"
+    elif config.get("routed"):
+        fault = "a Route model computes two paths by itself; train Preserve or Adapt"
+    elif any(rotary["context"] is not None for rotary in config.get("rotary", ())):
+        fault = "its rotary frequencies change with the text's length"
+    if fault is not None:
+        raise ConversionError(f"{folder}: cannot be combined: {fault}")
+    return Export(folder, config, read_object(folder / RECORD, ConversionError))
+
+
+def combine(folder: Path, runs: Mapping[str, Path]) -> None:
+    """Writes a folder of the base and of the exports of `runs`, by the names that their expansions get there.
+
+    It appears, in place of an earlier combination, when each of them has been verified.
+
+    Raises:
+        ConversionError: an export cannot be combined, or is of another base; a name is none; what was written computes
+            something else than the export.
+        OutputError: `folder` holds something else.
+    """
+    if bad := [name for name in runs if not NAME.fullmatch(name)]:
+        raise ConversionError(f"{bad[0]}: expected a name of ASCII letters, digits, - or _")
+    exports = dict[str, Export]()
+    for name, path in runs.items():
+        _logger.info("%s: reading %s", name, path)
+        exports[name] = open_export(path)
+    first = next(iter(exports.values()))
+    with published_folder(folder, COMBINATION) as partial:
+        # The output of an extended vocabulary is not its embedding; that of its base may be.
+        tied = torch.equal(first.base[EMBEDDING].make(), first.base[OUTPUT].make())
+        base = base_entries(first.config) | {"tie_word_embeddings": tied}
+        write_tensors(
+            partial,
+            [one for name, one in first.base.items() if name != OUTPUT or not tied],
+            first.dtype,
+        )
+        for name, export in exports.items():
+            _logger.info("%s: comparing its base, writing its expansion", name)
+            _check_base(first, export)
+            (partial / EXPANSIONS / name).mkdir(parents=True)
+            write_tensors(partial / EXPANSIONS / name, export.expansion, export.dtype)
+            _copy_tokenizer(export.folder, partial / EXPANSIONS / name)
+        _write_model(partial, base, exports)
+        for name, export in exports.items():
+            _logger.info("%s: verifying that the folder computes what its export does", name)
+            _verify(partial, name, export)
+    _logger.info("%s: verified %s", folder, ", ".join(runs))
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies tokenizer, terms and settings, and the record of an extended vocabulary."""
+    copy_base_files(folder, source, source)
+    if (source / EXTENDED).exists():
+        (folder / EXTENDED).write_bytes(read_inside(source, EXTENDED, ConversionError))
+
+
+def _check_base(first: Export, export: Export) -> None:
+    """Raises ConversionError if both exports' bases differ in a bit. Special tokens may."""
+    expected = base_entries(first.config)
+    for key, value in base_entries(export.config).items():
+        if (
+            expected.get(key) != value
+            and key != "tie_word_embeddings"
+            and not key.endswith("_token_id")
+        ):
+            advice = (
+                "convert the run again with --dtype"
+                if key == "dtype"
+                else "combine expansions of one base"
+            )
+            raise ConversionError(
+                f"{export.folder}: its base has {key} {value}, that of {first.folder} {expected.get(key)}: {advice}"
+            )
+    if export.base_tokenizer != first.base_tokenizer:
+        raise ConversionError(
+            f"{export.folder}: its base's tokenizer differs from that of {first.folder}: combine expansions of one base"
+        )
+    for name, tensor in export.base.items() if export is not first else ():
+        if name not in first.base or not torch.equal(first.base[name].make(), tensor.make()):
+            raise ConversionError(
+                f"{export.folder}: {name} differs from that of {first.folder}: combine expansions of one base"
+            )
+
+
+def _write_model(folder: Path, base: Mapping[str, Any], exports: Mapping[str, Export]) -> None:
+    """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card."""
+    copy_code(folder, code_files(CombinedForCausalLM))
+    # In the order in which the model counts their pieces.
+    first, *extended = (
+        sorted(name for name, export in exports.items() if export.new_rows) or list(exports)[:1]
+    )
+    _copy_tokenizer(folder / EXPANSIONS / first, folder)
+    for name in extended:
+        join_extensions(folder, folder / EXPANSIONS / name)
+    write_text(folder / CARD, _card(exports))
+    write_json(folder / COMBINATION.record, {"format": COMBINATION.format})
+    config = {
+        **base,
+        "architectures": [CombinedForCausalLM.__name__],
+        "auto_map": {
+            "AutoConfig": "configuration_scale_combined.CombinedConfig",
+            "AutoModelForCausalLM": "modeling_scale_combined.CombinedForCausalLM",
+        },
+        "model_type": CombinedConfig.model_type,
+        "transformers_version": NEEDED,
+        "expansions": {
+            name: {**export.config, "tie_word_embeddings": False}
+            for name, export in exports.items()
+        },
+    }
+    write_json(folder / "config.json", dict(sorted(config.items())))
+    check_export(folder, load_tokenizer(folder), advice="convert the runs again")
+
+
+def _card(exports: Mapping[str, Export]) -> str:
+    rows = [
+        (
+            name,
+            export.record["method"].get("variant"),
+            sum(prod(tensor.shape) for tensor in export.expansion),
+            export.new_rows,
+            export.record["position"]["tokens_seen"],
+        )
+        for name, export in exports.items()
+    ]
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [continual-pretraining, scale-cpt]
+---
+
+# One base with {len(rows)} expansions
+
+Each was trained alone on the frozen base. Where no gate opens, the model is its base.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["{rows[0][0]}"])
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+```
+
+{markdown_table(("expansion", "variant", "parameters", "new tokens", "trained on tokens"), rows)}
+"""
+
+
+@torch.no_grad()
+def _verify(folder: Path, name: str, export: Export) -> None:
+    """Raises ConversionError if an expansion of `folder` alone beside its base has other logits than its export."""
+    alone = load_hf_model(export.folder)
+    model = CombinedForCausalLM.from_pretrained(folder, active=[name], dtype=export.dtype)
+    for window in windows_of(
+        PROBE_TEXTS.values(), export.folder, int(export.config["max_position_embeddings"])
+    ):
+        tokens = window.unsqueeze(0)
+        expected = alone(tokens, use_cache=False).logits
+        columns = torch.arange(expected.shape[-1])
+        # Its pieces may have other ids here, and those of other expansions come before or behind.
+        columns[export.base_rows :] += (
+            model.pieces[model.names.index(name)].start - export.base_rows
+        )
+        found = model(columns[tokens], use_cache=False).logits[..., columns]
+        if not torch.equal(found, expected):
+            difference = float((found - expected).abs().max())
+            raise ConversionError(
+                f"{export.folder}: {name} beside its base differs by {difference:.3g} in a logit; not kept"
+            )

@@ -1,0 +1,257 @@
+"""Token shards in Megatron's format: `<shard>.bin` holds the ids, `<shard>.idx` where each document begins.
+
+Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document ends; then lengths
+(int32) and byte offsets (int64) of the sequences, and the first sequence of each document (int64). All offsets are
+64-bit. Our writer makes one sequence per document, and two in a corpus with prompts: the prompt with what precedes it
+(a BOS), which is read but never predicted, and the rest. The reader accepts any number.
+
+A manifest holds the sizes and hashes of these files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import NonNegativeInt
+
+from pipeline.errors import DataError
+from pipeline.files import file_hash, published_file
+
+ShardFile = Literal[".bin", ".idx"]
+
+_DIGITS = 32
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_VERSION = 1
+_DTYPES: dict[int, type[np.generic]] = {
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
+}  # fmt: skip
+_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+_ADVICE = "copy the shard again, or make it again"
+# Megatron's own limit for 16 bits.
+_UINT16_VOCABULARY = 65_500
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that stores ids below `vocab_size`: uint16 if they fit, else int32."""
+    return np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
+
+
+class FileContent(NamedTuple):
+    """What a file must hold. `digest`: the first 32 hexadecimal digits of its SHA-256.
+
+    Corpora of earlier versions have digests of several blocks there, of which nothing is compared.
+    """
+
+    bytes: NonNegativeInt
+    digest: str
+
+
+def content_of(path: Path) -> FileContent:
+    """What a file that was just written holds."""
+    return FileContent(path.stat().st_size, file_hash(path)[:_DIGITS])
+
+
+def check_file(path: Path, content: FileContent, advice: str, *, whole: bool = True) -> None:
+    """Compares a file's size, and if `whole` its hash. Raises DataError where it is missing or differs."""
+    try:
+        size = path.stat().st_size
+        same = size == content.bytes
+        if same and whole and len(content.digest) == _DIGITS:
+            same = file_hash(path)[:_DIGITS] == content.digest
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; {advice}") from None
+    if not same:
+        found = f"found {size}" if size != content.bytes else "found other ones than were written"
+        raise DataError(f"{path}: damaged: expected {content.bytes} bytes, {found}; {advice}")
+
+
+class ShardWriter:
+    """Appends documents to a `.bin` file, which `open_bin` opens with the first one."""
+
+    def __init__(self, open_bin: Callable[[], BinaryIO], dtype: np.dtype[Any]) -> None:
+        self._open = open_bin
+        self.dtype = dtype
+        self.documents = self.tokens = 0
+        self.sequences: list[npt.NDArray[np.int32]] = []
+        """their lengths, [documents, sequences of each], by the calls of `add`"""
+        self.files: dict[ShardFile, FileContent] = {}
+        """what the published files hold, once `writing_shard` has ended"""
+
+    def add(
+        self,
+        ids: npt.NDArray[Any],
+        lengths: npt.NDArray[Any],
+        prompt_lengths: npt.NDArray[Any] | None = None,
+    ) -> None:
+        """Appends documents: their joined `ids: [T]` and their `lengths: [documents]`, which sum to T.
+
+        `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents or for none. Raises
+        DataError for an id that the type of the file cannot hold.
+        """
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= np.iinfo(self.dtype).max:
+            found = f"{ids.min()} to {ids.max()}"
+            raise DataError(
+                f"expected ids that {self.dtype} can hold, found {found}; the tokenizer's files disagree"
+            )
+        self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        parts = [lengths] if prompt_lengths is None else [prompt_lengths, lengths - prompt_lengths]
+        self.sequences.append(np.column_stack(parts).astype(np.int32))
+        self.documents += len(lengths)
+        self.tokens += len(ids)
+
+    @cached_property
+    def _bin(self) -> BinaryIO:
+        return self._open()
+
+
+@contextlib.contextmanager
+def writing_shard(
+    prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None
+) -> Iterator[ShardWriter]:
+    """A writer whose files are published when the block ends. Without documents there are none."""
+    with contextlib.ExitStack() as opened:
+
+        def opening(end: ShardFile) -> BinaryIO:
+            return opened.enter_context(published_file(shard_file(prefix, end), scratch))
+
+        # Never publish an empty shard and remove it again: another job may be writing the same unit.
+        writer = ShardWriter(lambda: opening(".bin"), dtype)
+        yield writer
+        if writer.documents == 0:
+            return
+        sequences = np.concatenate(writer.sequences)
+        lengths = sequences.ravel()
+        ends = np.cumsum(lengths, dtype=np.int64)
+        firsts = np.arange(writer.documents + 1, dtype=np.int64) * sequences.shape[1]
+        index = opening(".idx")
+        index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(lengths), len(firsts)))
+        for array in (lengths, (ends - lengths) * dtype.itemsize, firsts):
+            index.write(array.data)
+    writer.files = {end: content_of(shard_file(prefix, end)) for end in get_args(ShardFile)}
+
+
+def shard_file(prefix: Path, end: ShardFile) -> Path:
+    return prefix.with_name(prefix.name + end)
+
+
+class Shard:
+    """An open `<prefix>.bin` and `<prefix>.idx`. Ids are read when asked for, and what the index says is trusted.
+
+    Raises DataError where a file is missing, is not of this format, or has another size than the index says.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        self.bin_path, self.idx_path = shard_file(prefix, ".bin"), shard_file(prefix, ".idx")
+        try:
+            bin_bytes = self.bin_path.stat().st_size
+            # mmap refuses an empty file.
+            index = (
+                np.memmap(self.idx_path, np.uint8, "r")
+                if self.idx_path.stat().st_size
+                else np.zeros(0, np.uint8)
+            )
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{error.filename}: no such file; a token shard is a .bin and an .idx"
+            ) from None
+        header = index[: _HEADER.size].tobytes()
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise DataError(f"{self.idx_path}: not an index in Megatron's format; {_ADVICE}")
+        _, version, code, sequences, ends = _HEADER.unpack(header)
+        expected = _HEADER.size + sequences * 12 + ends * 8
+        if version != _VERSION or code not in _DTYPES or ends < 1 or len(index) < expected:
+            found = f"expected {expected} bytes of integer ids, found {len(index)}"
+            raise DataError(f"{self.idx_path}: damaged index: {found}; {_ADVICE}")
+        self.dtype: np.dtype[Any] = np.dtype(_DTYPES[code])
+        # Of each sequence its length and the byte where it begins; the first sequence of each document.
+        self._lengths = np.frombuffer(index, np.int32, sequences, _HEADER.size)
+        self._pointers = np.frombuffer(index, np.int64, sequences, _HEADER.size + sequences * 4)
+        self._first_sequences = np.frombuffer(index, np.int64, ends, _HEADER.size + sequences * 12)
+        self.documents = int(ends) - 1
+        self.tokens = (
+            0
+            if not sequences
+            else int(self._pointers[-1]) // self.dtype.itemsize + int(self._lengths[-1])
+        )
+        if bin_bytes != self.tokens * self.dtype.itemsize:
+            raise DataError(
+                f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found {bin_bytes} bytes; {_ADVICE}"
+            )
+
+    def check_index(self) -> None:
+        """Raises DataError where a sequence does not begin at the end of the one before it, or a document goes back."""
+        ends, firsts = (
+            np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize,
+            self._first_sequences,
+        )
+        follow = (
+            np.array_equal(self._pointers, np.append(0, ends)[:-1]) and (self._lengths >= 0).all()
+        )
+        if (
+            not follow
+            or firsts[0] != 0
+            or firsts[-1] != len(self._lengths)
+            or (np.diff(firsts) < 0).any()
+        ):
+            raise DataError(
+                f"{self.idx_path}: damaged index: its documents do not follow each other; {_ADVICE}"
+            )
+
+    def document_start(self, document: int) -> int:
+        """The position at which `document` begins; for `document == documents`, the number of tokens."""
+        sequence = int(self._first_sequences[document])
+        if sequence == len(self._pointers):
+            return self.tokens
+        return int(self._pointers[sequence]) // self.dtype.itemsize
+
+    def document_at(self, token: int) -> int:
+        """The document of the token at position `token`, by a binary search that reads few pages of the index."""
+        return bisect.bisect_right(range(self.documents), token, key=self.document_start) - 1
+
+    def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The positions in [start, stop) at which a document begins, ascending."""
+        sequences = self._first_sequences[self.document_at(start) : self.document_at(stop - 1) + 1]
+        starts = self._pointers[sequences] // self.dtype.itemsize
+        return starts[starts >= start]
+
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """The ids [start, stop), in their stored type. Raises DataError where the file has been cut since."""
+        expected = (stop - start) * self.dtype.itemsize
+        raw = os.pread(self._file.fileno(), expected, start * self.dtype.itemsize)
+        if len(raw) != expected:
+            raise DataError(
+                f"{self.bin_path}: expected {expected} bytes from token {start} on, found {len(raw)}: it was cut while "
+                f"it was in use; {_ADVICE}"
+            )
+        return np.frombuffer(raw, dtype=self.dtype)
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return self.bin_path.open("rb")
+
+    def document(self, document: int) -> npt.NDArray[Any]:
+        return self.read(self.document_start(document), self.document_start(document + 1))
+
+    def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of the tokens [start, stop) are in the first of their document's two sequences, the prompt."""
+        mask = np.zeros(stop - start, dtype=np.bool_)
+        for document in range(self.document_at(start), self.document_at(stop - 1) + 1):
+            sequence = int(self._first_sequences[document])
+            begin, end = self._pointers[sequence : sequence + 2].tolist()
+            mask[
+                max(0, begin // self.dtype.itemsize - start) : max(
+                    0, end // self.dtype.itemsize - start
+                )
+            ] = True
+        return mask

@@ -1,0 +1,99 @@
+"""What names and patterns of inputs lead to: files, and folders that `datasets` saved."""
+
+from __future__ import annotations
+
+import glob
+import os
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline.errors import DataError
+from pipeline.files import read_object
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` of the library `datasets` writes beside the files of a dataset, and of one with splits."""
+
+
+def matching(name: str) -> list[Path]:
+    """The files that a name or a pattern leads to, sorted; folders only where the name is one.
+
+    Raises DataError where there is none.
+    """
+    if Path(name).exists():
+        return [Path(name)]
+    found = sorted(glob.glob(escaped(name), recursive=True))  # noqa: PTH207  # Path.glob takes no absolute pattern
+    if found:
+        return [Path(path) for path in found]
+    for form in ("NFD", "NFC"):
+        spelled = unicodedata.normalize(form, name)
+        if Path(spelled).exists() or glob.glob(escaped(spelled), recursive=True):  # noqa: PTH207
+            raise DataError(
+                f"{name}: no such file; one of the same letters is spelled in Unicode's {form} (macOS writes NFD): "
+                "give its name so, a pattern such as '*.jsonl', or rename it"
+            )
+    raise DataError(
+        f"{name}: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
+    )
+
+
+def escaped(pattern: str) -> str:
+    """A pattern in which the folders that exist stand for themselves, also one named `[raw]`."""
+    parts = Path(pattern).parts
+    existing = Path()
+    for number, part in enumerate(parts[:-1]):
+        if not (existing / part).is_dir():
+            return str(Path(glob.escape(str(existing)), *parts[number:])) if number else pattern
+        existing /= part
+    return str(Path(glob.escape(str(existing)), *parts[-1:]))
+
+
+def saved_dataset(folder: Path) -> list[Path] | None:
+    """The files of a folder that `datasets` saved, in their order; None where it is another folder.
+
+    Raises DataError where it holds several splits, or rows that were only selected.
+    """
+    if (folder / _SPLITS).exists():
+        names = read_object(folder / _SPLITS, DataError).get("splits", [])
+        splits = [folder / str(name) for name in names]
+        if len(splits) == 1:
+            return saved_dataset(splits[0])
+        listed = ", ".join(map(str, splits))
+        raise DataError(f"{folder}: holds a dataset of several splits; name one of them: {listed}")
+    try:
+        state = read_object(folder / _STATE, DataError)
+    except FileNotFoundError:
+        return None
+    files = state.get("_data_files")
+    if not isinstance(files, list) or not all(
+        isinstance(file, dict) and "filename" in file for file in files
+    ):
+        return None
+    if state.get("_indices_data_files"):
+        raise DataError(
+            f"{folder}: its rows were selected without being copied; save it after flatten_indices()"
+        )
+    return [folder / str(file["filename"]) for file in files]
+
+
+def check_spelling(path: Path) -> None:
+    """Raises DataError for a name that is not UTF-8, which neither a record of JSON nor a message can hold."""
+    stored = os.fsencode(path)
+    try:
+        stored.decode()
+    except UnicodeDecodeError:
+        shown = stored.decode(errors="backslashreplace")
+        raise DataError(
+            f"{shown}: its name is not UTF-8; rename it, for instance by convmv"
+        ) from None
+
+
+def check_named_once(files: Iterable[Path]) -> None:
+    """Raises DataError for a file that is named twice, by the same or by another spelling, or by a link."""
+    names: dict[tuple[int, int], Path] = {}
+    for file in files:
+        status = file.stat()
+        other = names.setdefault((status.st_dev, status.st_ino), file)
+        if other is not file:
+            also = "" if other == file else f", also as {other}, which is the same file"
+            raise DataError(f"{file}: is named twice among the inputs{also}; leave one out")

@@ -1,0 +1,174 @@
+"""The records that readers yield: documents, and rejected ones."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple, Protocol, Union
+
+Reason = Literal[
+    "malformed_json", "malformed_csv", "not_an_object", "no_text_key", "text_not_string", "invalid_utf8", "empty_text",
+    "nul_character", "lone_surrogate", "no_prompt_key", "prompt_not_usable", "messages_not_usable", "no_answer",
+    "too_large", "truncated_file", "corrupt_file",
+]  # fmt: skip
+
+DocumentUnit = Literal["line", "file"]
+Quoting = Literal["standard", "none"]
+Normalization = Literal["nfc"]
+SpecialTokens = Literal["text", "control"]
+HeldoutBy = Literal["text", "words"]
+
+EXCERPT_BYTES = 200
+# Every worker must have room for one record of this size.
+MAX_RECORD_BYTES = 32 * 2**20
+
+
+class ChatFormat(Protocol):
+    """What turns a chat into documents; `pipeline.data.tokenizer.chats` has the one of chat templates."""
+
+    @property
+    def date(self) -> str | None:
+        """The day that it is told is today, as YYYY-MM-DD, if it asks."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides how a chat is rendered."""
+
+    def records(self, offset: int, found: object) -> Iterator[Record]:
+        """The documents of the list of messages `found`, or why there is none."""
+
+
+class Keys(NamedTuple):
+    """Where documents are in the inputs: the keys, or columns, of a record's text and of the prompt before it, if any.
+
+    With `chat` both are the key of a chat's messages. `document` is what a document is in a text file, `encoding` that
+    of a file that is not UTF-8, as Python names it. `quoting` is of CSV and TSV; None: that of the format. `normalize`:
+    the form of Unicode that texts are brought to. `special_tokens`: what a text that spells one becomes; None: text
+    where the tokenizer can. `allow_damaged`: of a damaged file what precedes the damage is read.
+    """
+
+    text: str = "text"
+    prompt: str | None = None
+    document: DocumentUnit = "line"
+    chat: ChatFormat | None = None
+    encoding: str | None = None
+    quoting: Quoting | None = None
+    normalize: Normalization | None = None
+    special_tokens: SpecialTokens | None = None
+    allow_damaged: bool = False
+
+    @property
+    def all(self) -> list[str]:
+        """The keys that a record must have."""
+        return [self.text] if self.prompt is None else [self.text, self.prompt]
+
+
+class Document(NamedTuple):
+    """A usable record. If it has a prompt, `text` is the answer.
+
+    `group`: documents of one are held out together, as the answers of a chat are; by default each is alone. `ids`:
+    of the text, where another program has tokenized it. `has_control`: special tokens in the text are these tokens, as
+    the template of a chat writes them.
+    """
+
+    text: str
+    prompt: str | None = None
+    group: str = ""
+    ids: list[int] | None = None
+    has_control: bool = False
+
+    @property
+    def whole_text(self) -> str:
+        """The prompt, if there is one, and the text."""
+        return (self.prompt or "") + self.text
+
+    @property
+    def utf8_bytes(self) -> int:
+        return len(self.whole_text.encode(errors="replace"))
+
+    @property
+    def held_out_by(self) -> str:
+        """The text whose hash decides whether it is held out."""
+        return self.group or self.whole_text
+
+
+class Rejected(NamedTuple):
+    """A record that is left out. `offset` is its first byte in the (decompressed) file, or its row.
+
+    `detail`: what a library, or the check of a message, says about it; often empty.
+    """
+
+    offset: int
+    reason: Reason
+    excerpt: bytes
+    detail: str = ""
+
+    def __str__(self) -> str:
+        shown = f"{self.reason} {self.excerpt.decode(errors='backslashreplace')!r}"
+        return f"{shown} ({self.detail})" if self.detail else shown
+
+
+Record = Union[Document, Rejected]
+
+
+def record_of(offset: int, text: object, *prompt: object) -> Record:
+    """The document of `text`, a string or UTF-8, with a `prompt` before it if one is given; or why it cannot be one."""
+    if isinstance(text, bytes):
+        content = text
+        try:
+            text = content.decode()
+        except UnicodeDecodeError:
+            return Rejected(offset, "invalid_utf8", content[:EXCERPT_BYTES])
+    if not isinstance(text, str):
+        # A container's own text may be long, or too deep for Python to write.
+        shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
+        return Rejected(
+            offset, "text_not_string", shown[:EXCERPT_BYTES].encode(errors="backslashreplace")
+        )
+    excerpt = text[:EXCERPT_BYTES].encode(errors="backslashreplace")
+    if not text or text.isspace():
+        return Rejected(offset, "empty_text", excerpt)
+    if "\0" in text:
+        return Rejected(offset, "nul_character", excerpt)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # half a pair of JSON's escapes is no character
+        return Rejected(offset, "lone_surrogate", excerpt, str(error))
+    if size > MAX_RECORD_BYTES:
+        return Rejected(offset, "too_large", excerpt)
+    if not prompt:
+        return Document(text)
+    before = record_of(offset, *prompt)
+    if isinstance(before, Rejected):
+        return before._replace(
+            reason="prompt_not_usable", detail=f"{before.reason} {before.detail}".strip()
+        )
+    return Document(text, before.text)
+
+
+def composed(record: Record) -> Record:
+    """The record with its text, and its prompt, in Unicode's NFC; a rejected one as it is."""
+    if isinstance(record, Rejected):
+        return record
+    prompt = None if record.prompt is None else unicodedata.normalize("NFC", record.prompt)
+    return record._replace(text=unicodedata.normalize("NFC", record.text), prompt=prompt)
+
+
+def value_at(record: Mapping[str, object], key: str) -> object:
+    """The value of `record` under a key, or under a path of keys such as `meta.body`. Raises KeyError for none."""
+    if key in record:
+        return record[key]
+    found: object = record
+    for name in key.split("."):
+        if not isinstance(found, Mapping):
+            raise KeyError(key)
+        found = found[name]
+    return found
+
+
+def missing_column(names: Iterable[str], keys: Keys) -> str | None:
+    """What is wrong with a table of the columns `names`: the first column of `keys` that it lacks."""
+    for key, option in zip(keys.all, ("--text-key", "--prompt-key"), strict=False):
+        if key not in names:
+            return f"has no column {key!r}; set {option} to one of: {', '.join(names)[:500]}"
+    return None

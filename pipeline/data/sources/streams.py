@@ -1,0 +1,233 @@
+"""The text of files as bytes of UTF-8, from any offset: plain, compressed (.gz, .zst, .xz) or of another encoding."""
+
+from __future__ import annotations
+
+import codecs
+import lzma
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice, takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import charset_normalizer
+import zstandard
+
+from pipeline.errors import DataError
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".xz": lambda: lzma.LZMADecompressor(format=lzma.FORMAT_XZ),
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
+}
+COMPRESSIONS = tuple(_DECOMPRESSORS)
+_MAGIC: dict[str, tuple[bytes, ...]] = {
+    ".gz": (b"\x1f\x8b",),
+    ".xz": (b"\xfd7zXZ\x00",),
+    # A frame, or one to skip, which pzstd and the seekable format write.
+    ".zst": (b"\x28\xb5\x2f\xfd", *(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))),
+    ".bz2": tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)),
+    ".zip": (b"PK\x03\x04",),
+}
+"""How compressed files begin."""
+_MAGIC_BYTES = 10
+_XZ_PADDING = 4  # a multiple of so many zeros may follow a stream
+Fault = Literal["truncated_file", "corrupt_file"]
+_DAMAGE = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError)
+# Small, because what a damaged slice held before the damage is lost, too.
+_SLICE_BYTES = 4 << 10
+_SLICES = 256
+_SAMPLE_BYTES = 64 << 10
+# Of the text before, so that a reader can go back a little.
+_KEPT_BYTES = 1 << 20
+# Their text is UTF-8 by definition.
+_TABLES = (".parquet", ".arrow")
+
+# A lone surrogate is not UTF-8: the record that holds the undecodable bytes is rejected, the others are read.
+codecs.register_error("lone_surrogate", lambda error: ("\ud800", error.end))  # type: ignore[attr-defined]
+
+
+class Stream:
+    """The bytes of a plain file.
+
+    `fault` is set once reading has reached a damaged place; the stream ends there.
+    """
+
+    fault: Fault | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """At most `size` bytes from `offset` on; none at the end."""
+        return os.pread(self._descriptor, size, offset)
+
+
+class DecodedStream(Stream):
+    """The text of a file that is compressed, or of another encoding. Reading back by more than a mebibyte starts again.
+
+    A file that is truncated, or damaged in the middle, yields everything before that place and then sets `fault`.
+    """
+
+    def __init__(self, path: Path, encoding: str | None) -> None:
+        super().__init__(path)
+        self._encoding = encoding
+        self._pieces, self._window, self._window_start = self.pieces(), b"", 0
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        if offset < self._window_start:
+            self._pieces, self._window, self._window_start = self.pieces(), b"", 0
+        while offset >= self._window_start + len(self._window):
+            pieces = list(islice(self._pieces, _SLICES))
+            if not pieces:
+                return b""
+            kept = self._window[-_KEPT_BYTES:]
+            self._window_start += len(self._window) - len(kept)
+            self._window = b"".join([kept, *pieces])
+        at = offset - self._window_start
+        return self._window[at : at + size]
+
+    def pieces(self) -> Iterator[bytes]:
+        """The whole text from its beginning, in pieces."""
+        if self._encoding is None:
+            yield from self._decompressed()
+            return
+        decoder = codecs.getincrementaldecoder(self._encoding)("lone_surrogate")
+        for piece in self._decompressed():
+            yield decoder.decode(piece).encode(errors="surrogatepass")
+        yield decoder.decode(b"", final=True).encode(errors="surrogatepass")
+
+    def _decompressed(self) -> Iterator[bytes]:
+        """What each piece of the file decompresses to. Consecutive members or frames form one text."""
+        slices = (
+            os.pread(self._descriptor, _SLICE_BYTES, offset) for offset in count(0, _SLICE_BYTES)
+        )
+        stored = takewhile(bool, slices)
+        suffix = self.path.suffix.lower()
+        new_decompressor = _DECOMPRESSORS.get(suffix)
+        if new_decompressor is None:
+            yield from stored
+            return
+        decompressor, complete = new_decompressor(), True
+        zeros = 0  # behind a member
+        for piece in stored:
+            data = piece
+            while data:
+                if (
+                    decompressor.eof and suffix != ".zst"
+                ):  # zstd -dc refuses zeros; gzip -dc and xz -dc pass over them
+                    rest = data.lstrip(b"\0")
+                    zeros += len(data) - len(rest)
+                    data = rest
+                    if not data:
+                        break
+                if suffix == ".xz" and zeros % _XZ_PADDING:
+                    self.fault = "corrupt_file"
+                    return
+                zeros = 0
+                if decompressor.eof:
+                    decompressor = new_decompressor()
+                try:
+                    yield decompressor.decompress(data)
+                except _DAMAGE:
+                    self.fault = "corrupt_file"
+                    return
+                complete = decompressor.eof
+                data = decompressor.unused_data if complete else b""
+        if not complete:
+            self.fault = "truncated_file"
+        elif suffix == ".xz" and zeros % _XZ_PADDING:
+            self.fault = "corrupt_file"
+
+
+def open_stream(path: Path, encoding: str | None = None) -> Stream:
+    """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
+
+    Raises DataError for an unknown encoding, and where the file is not compressed as its name says.
+    """
+    try:
+        is_plain = encoding is None or codecs.lookup(encoding).name == "utf-8"
+    except LookupError:
+        raise DataError(
+            f"{path}: unknown encoding {encoding!r}; name one of Python's, such as cp949"
+        ) from None
+    plain = Stream(path)
+    _check_compression(path, plain.read_at(0, _MAGIC_BYTES))
+    if is_plain and path.suffix.lower() not in _DECOMPRESSORS:
+        return plain
+    return DecodedStream(path, None if is_plain else encoding)
+
+
+def _check_compression(path: Path, beginning: bytes) -> None:
+    """Raises DataError where the name of a file says another compression than its first bytes."""
+    suffix = path.suffix.lower()
+    named = suffix if suffix in _DECOMPRESSORS else ""
+    found = next((kind for kind, magic in _MAGIC.items() if beginning.startswith(magic)), "")
+    if found == named or not beginning:
+        return
+    if found:
+        advice = (
+            f"rename it so that it ends in {found}"
+            if found in _DECOMPRESSORS
+            else "decompress it first"
+        )
+    else:
+        advice = f"rename it without {named} if it is plain text, or copy it again if it is damaged"
+    expected = f"a file compressed as {named}" if named else "a file that is not compressed"
+    raise DataError(
+        f"{path}: expected {expected} by its name, found {found or 'other bytes'}; {advice}"
+    )
+
+
+def text_length(path: Path, encoding: str | None = None) -> tuple[int, Fault | None]:
+    """The bytes of text in a file, its size or what it decodes to before any damage; and that damage."""
+    stream = open_stream(path, encoding)
+    if not isinstance(stream, DecodedStream):
+        return path.stat().st_size, None
+    size = sum(map(len, stream.pieces()))
+    return size, stream.fault
+
+
+def text_per_byte(path: Path) -> float:
+    """About how many bytes of text a byte of the file holds, from its first mebibyte; 1 if it is not compressed."""
+    new_decompressor = _DECOMPRESSORS.get(path.suffix)
+    if new_decompressor is None:
+        return 1.0
+    with path.open("rb") as file:
+        stored = file.read(_KEPT_BYTES)
+    try:
+        text = new_decompressor().decompress(stored)
+    except _DAMAGE:  # reading it says so
+        return 1.0
+    return max(1.0, len(text) / max(1, len(stored)))
+
+
+def encoding_advice(paths: Iterable[Path]) -> str | None:
+    """What to do about the first file that is likely of another encoding than UTF-8; None where there is none."""
+    for path in paths:
+        if (name := likely_encoding(path)) is not None:
+            return (
+                f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus (--encoding), or convert "
+                f"it with `iconv -f {name} -t utf-8`, and remove the output folder"
+            )
+    return None
+
+
+def likely_encoding(path: Path) -> str | None:
+    """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
+    if path.suffix.lower() in _TABLES:
+        return None
+    sample = open_stream(path).read_at(0, _SAMPLE_BYTES)
+    text = sample.decode(errors="replace")
+    if "\0" not in text and text.count("\ufffd") * 50 < len(text):
+        return None
+    whole_lines = sample[: sample.rfind(b"\n") + 1]  # a character may be cut at the end of a sample
+    likely = (
+        charset_normalizer.from_bytes(sample).best()
+        or charset_normalizer.from_bytes(whole_lines).best()
+    )
+    return None if likely is None else likely.encoding.replace("_", "-")

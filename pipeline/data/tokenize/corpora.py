@@ -1,0 +1,229 @@
+"""The corpora of a run configuration: their folders, the jobs that make them, and their held-out documents."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from unicodedata import normalize
+
+from pipeline.config.data import CHAT_DATE, Corpus, Data
+from pipeline.config.run import RunConfig
+from pipeline.data.corpus.token_corpus import MANIFEST, load_manifest
+from pipeline.data.sources.records import Document, HeldoutBy, Keys
+from pipeline.data.tokenize.units import good_documents, is_text
+from pipeline.data.tokenizer.chats import chat_template
+from pipeline.errors import DataError
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it."""
+
+    corpus: Corpus
+    tokenizer: Path
+    output: Path
+    """its folder; one whose name ends in .heldout is a held-out part"""
+    end_of_document: str | None = None
+    """the token that ends a document, where that is not the tokenizer's own"""
+    unit_bytes: int | None = None
+    """the size of a unit of work; None derives it from the size of the input"""
+    reference_only: bool = False
+    apart_from: tuple[Path, ...] = ()
+    """the held-out parts of which no document may be in it; of a held-out part the training parts"""
+    chat_date: date = CHAT_DATE
+    """what a chat template is told is today"""
+
+    @property
+    def keys(self) -> Keys:
+        """Where documents are in the inputs."""
+        return keys_of(self.corpus, self.tokenizer, self.chat_date)
+
+    @property
+    def part(self) -> str:
+        """What the manifest says it is."""
+        return "heldout" if self.output.name.endswith(".heldout") else "train"
+
+
+def keys_of(corpus: Corpus, tokenizer: Path, chat_date: date) -> Keys:
+    """Where documents are in the inputs of a corpus; raises DataError for chats without a chat template.
+
+    `chat_date` is what the template is told is today.
+    """
+    keys = text_keys_of(corpus)
+    if (key := corpus.messages_key) is not None:
+        template = chat_template(
+            tokenizer, today=chat_date, keeps_control=corpus.special_tokens == "control"
+        )
+        return keys._replace(text=key, prompt=key, chat=template)
+    return keys._replace(prompt=corpus.prompt_key)
+
+
+def text_keys_of(corpus: Corpus) -> Keys:
+    """Where the texts of a corpus are, without prompts and chats."""
+    return Keys(
+        corpus.text_key,
+        document=corpus.document,
+        encoding=corpus.encoding,
+        quoting=corpus.quoting,
+        normalize=corpus.normalize,
+        special_tokens=corpus.special_tokens,
+        allow_damaged=corpus.allow_damaged,
+    )
+
+
+def is_heldout(text: str, fraction: float, by: HeldoutBy = "words") -> bool:
+    """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together.
+
+    `by` words: also copies that differ in white space, or in the form of Unicode; text: as earlier versions did it.
+    """
+    if by == "words":
+        text = " ".join(normalize("NFC", text).split())
+    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def train_folder(data: Data, corpus: str) -> Path:
+    return data.folder / corpus
+
+
+def heldout_folder(data: Data, corpus: str) -> Path:
+    return data.folder / f"{corpus}.heldout"
+
+
+def cleaned_folder(data: Data, corpus: str) -> Path:
+    """Of a corpus with a section `clean`; complete once it is there."""
+    return data.folder / f"{corpus}.clean"
+
+
+def source_of(data: Data, name: str) -> Corpus:
+    """The corpus `name` as tokenization reads it: the cleaned text in place of the input, once there is one."""
+    corpus, folder = data.corpora[name], cleaned_folder(data, name)
+    if corpus.clean is None or not folder.is_dir():
+        return corpus
+    changes = {
+        "input": [f"{glob.escape(str(folder))}/*.jsonl.zst"],
+        "text_key": "text",
+        "document": "line",
+        "encoding": None,
+    }
+    return corpus.model_copy(update=changes)
+
+
+def heldout_source(data: Data, name: str) -> Corpus:
+    """The same with the files of its held-out part as input, where it has such files, which are not cleaned."""
+    corpus = data.corpora[name]
+    return (
+        corpus.model_copy(update={"input": corpus.heldout_input})
+        if corpus.heldout_input
+        else source_of(data, name)
+    )
+
+
+def has_heldout(data: Data, corpus: str) -> bool:
+    described = data.corpora[corpus]
+    return bool(described.heldout_input) or described.heldout_fraction > 0
+
+
+def unfinished_corpora(data: Data) -> list[str]:
+    """The corpora of a run that are not complete, their held-out parts included, in the order of the configuration."""
+
+    def is_made(name: str) -> bool:
+        parts = [
+            train_folder(data, name),
+            *([heldout_folder(data, name)] if has_heldout(data, name) else []),
+        ]
+        return all((part / MANIFEST).exists() for part in parts)
+
+    return [name for name in data.corpora if not is_made(name)]
+
+
+def is_tokenized(data: Data) -> bool:
+    return not unfinished_corpora(data)
+
+
+def named_inputs(data: Data) -> Iterator[Sequence[str]]:
+    """The files and patterns that each part of each corpus is made from; of text that the base writes, its openings.
+
+    Of text that is cleaned, also the benchmarks that it is compared with.
+    """
+    for corpus in data.corpora.values():
+        openings = corpus.sample.openings if corpus.sample is not None else []
+        benchmarks = corpus.clean.benchmarks if corpus.clean is not None else []
+        yield from filter(None, (corpus.input, corpus.heldout_input, openings, benchmarks))
+
+
+def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
+    """The jobs that tokenize the corpora of a run, with the run's tokenizer.
+
+    Parts that are held out come first, with which those after them are compared. A corpus whose held-out part is its
+    own input is to be memorised. Where the same share is held out of two corpora, so are all documents in both.
+    """
+    named = {name: corpus for name, corpus in data.corpora.items() if corpus.sample is None}
+    train = tuple(train_folder(data, name) for name in named)
+    job_of = partial(Job, tokenizer=tokenizer, chat_date=data.chat_date)
+    for name, corpus in named.items():
+        if corpus.heldout_input:
+            apart = () if _is_to_be_memorised(corpus) else train
+            yield job_of(
+                heldout_source(data, name), output=heldout_folder(data, name), apart_from=apart
+            )
+    for name, corpus in sorted(named.items(), key=lambda item: -item[1].heldout_fraction):
+        apart = tuple(
+            heldout_folder(data, other)
+            for other, its in named.items()
+            if its.heldout_fraction > corpus.heldout_fraction
+            or (its.heldout_input and not _is_to_be_memorised(its))
+        )
+        yield job_of(source_of(data, name), output=train_folder(data, name), apart_from=apart)
+
+
+def _is_to_be_memorised(corpus: Corpus) -> bool:
+    held, read = (
+        {Path(name).resolve() for name in names} for names in (corpus.heldout_input, corpus.input)
+    )
+    return held == read
+
+
+def check_heldout(config: RunConfig) -> dict[str, Corpus]:
+    """The corpora that have held-out documents as text, each with the files that hold them as input.
+
+    Raises DataError where there is none, without which a run can be neither gated nor evaluated.
+    """
+    named = {
+        name: heldout_source(config.data, name)
+        for name in config.data.corpora
+        if has_heldout(config.data, name)
+    }
+    found = {name: corpus for name, corpus in named.items() if is_text(corpus.input)}
+    if not found:
+        raise DataError(
+            f"data.corpora of {config.name}: none has held-out text to score; name other files as heldout_input, or "
+            "set heldout_fraction, such as 0.005, before the corpus is tokenized"
+        )
+    return found
+
+
+def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
+    """The held-out documents of every corpus that has any as text, by its name. Raises as `check_heldout`."""
+
+    def documents(name: str, corpus: Corpus) -> Iterator[Document]:
+        by = _held_out_by(heldout_folder(config.data, name))
+        for document in good_documents(
+            corpus.input, keys_of(corpus, config.tokenizer, config.data.chat_date)
+        ):
+            if corpus.heldout_input or is_heldout(
+                document.held_out_by, corpus.heldout_fraction, by
+            ):
+                yield document
+
+    return {name: documents(name, corpus) for name, corpus in check_heldout(config).items()}
+
+
+def _held_out_by(folder: Path) -> HeldoutBy:
+    """How the documents of a held-out part were chosen; one that is not made yet will be by words."""
+    return load_manifest(folder).heldout_by if (folder / MANIFEST).exists() else "words"

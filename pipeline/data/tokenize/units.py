@@ -1,0 +1,392 @@
+"""Input files, their split into units of work, and the records in them.
+
+A unit is a range of one file, small enough that little is lost when a worker dies. The units follow from the files and
+the unit size alone, never from the workers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+from pipeline.data.corpus.indexed_dataset import Shard
+from pipeline.data.sources import hub_datasets
+from pipeline.data.sources.file_names import (
+    check_named_once,
+    check_spelling,
+    matching,
+    saved_dataset,
+)
+from pipeline.data.sources.readers import (
+    arrow_ranges,
+    arrow_records,
+    begins_array,
+    begins_objects,
+    line_end,
+    parquet_ranges,
+    parquet_records,
+    text_records,
+)
+from pipeline.data.sources.records import Document, Keys, Record, Rejected, composed
+from pipeline.data.sources.streams import (
+    COMPRESSIONS,
+    Stream,
+    encoding_advice,
+    open_stream,
+    text_length,
+    text_per_byte,
+)
+from pipeline.data.tokenize.queue import Work
+from pipeline.errors import DataError
+from pipeline.files import in_threads
+
+Kind = Literal[
+    "jsonl", "json_array", "json_objects", "text", "text_cr", "csv", "tsv", "parquet", "arrow", "tokens"
+]  # fmt: skip
+
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet", ".arrow": "arrow", ".bin": "tokens",
+}  # fmt: skip
+_TABLES = ("parquet", "arrow")
+TOKENS = ".bin"
+"""Of tokens that Megatron-LM made, with an index beside them."""
+_BY_LINES = ("jsonl", "text", "text_cr")
+_READ_WHOLE = ("json_array", "json_objects", "csv", "tsv")
+"""Kinds that only make sense from their beginning."""
+_FAULTS = {"truncated_file": "is truncated", "corrupt_file": "is damaged"}
+_UNITS_PER_CORPUS = 64
+_MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 4 * 2**20, 64 * 2**20
+_SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
+"""A sample is of so many files at most, and so many bytes at each place."""
+
+
+@dataclass(frozen=True)
+class Unit(Work):
+    """A range [start, stop) of a file: bytes of text, row groups or documents. `size` in bytes is approximate."""
+
+    kind: Kind
+    start: int
+    stop: int
+
+
+def input_files(inputs: Sequence[str]) -> dict[Path, int]:
+    """The files that `inputs` name, with their sizes in bytes.
+
+    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders that `datasets` saved, and datasets on the hub
+    (`hf://org/name`), which are downloaded first where they are not here.
+
+    Raises DataError where a file is missing, empty, named twice, or of an unknown format.
+    """
+    files = named_files(inputs)
+    sizes = dict(zip(files, in_threads(lambda file: file.stat().st_size, files), strict=True))
+    if empty := next((file for file, size in sizes.items() if size == 0), None):
+        raise DataError(f"{empty}: is empty; leave it out or put documents in it")
+    return sizes
+
+
+def named_files(inputs: Sequence[str]) -> list[Path]:
+    """The files that `inputs` name, without reading their documents. Raises as `input_files`."""
+    found: list[Path] = []
+    downloaded: list[Path] = []
+    for name in inputs:
+        if name.startswith(hub_datasets.PREFIX):
+            downloaded += hub_datasets.dataset_files(name)
+            continue
+        for path in matching(name):
+            check_spelling(path)
+            saved = saved_dataset(path) if path.is_dir() else None
+            found += [path] if saved is None else saved
+    for file in [*found, *downloaded]:
+        if not file.exists():
+            raise DataError(
+                f"{file}: no such file, or a link to none; put it back, or leave it out"
+            )
+        if file.is_dir():
+            raise DataError(
+                f"{file}: is a folder; name its files by a pattern, such as '{file}/*.jsonl'"
+            )
+        _kind(file)
+    check_named_once(found)  # equal files of the hub are one in its cache
+    if len({*downloaded}) < len(downloaded):
+        raise DataError(
+            f"{Counter(downloaded).most_common(1)[0][0]}: is named twice among the inputs"
+        )
+    return [*found, *downloaded]
+
+
+def is_text(inputs: Sequence[str]) -> bool:
+    """Whether `inputs` are documents, not the tokens that another program made of them."""
+    return not any(name.endswith(TOKENS) for name in inputs)
+
+
+def is_here(inputs: Sequence[str]) -> bool:
+    """Whether all `inputs` are on this machine; False where one would be downloaded from the hub first."""
+    on_hub = (name for name in inputs if name.startswith(hub_datasets.PREFIX))
+    return all(hub_datasets.downloaded_files(name) is not None for name in on_hub)
+
+
+def default_unit_bytes(total: int) -> int:
+    """A unit size for `total` bytes: small inputs go to several workers, large ones are split into few shards."""
+    return min(max(total // _UNITS_PER_CORPUS, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
+
+
+def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list[Unit]:
+    """The units of one file, in order. A compressed file is read once for its length.
+
+    Raises DataError where a table or an index is damaged, or `keys` ask for what such a file does not have.
+    """
+    kind = _kind(path)
+    if keys.document != "line" and kind != "text":
+        raise DataError(
+            f"{path}: document {keys.document} is for .txt files; here each record is a document"
+        )
+    if keys.chat is not None and kind not in ("jsonl", *_TABLES):
+        raise DataError(
+            f"{path}: chats are read from JSON or Parquet; write them as JSONL, a chat a line"
+        )
+    if keys.encoding is not None and kind in (*_TABLES, "tokens"):
+        raise DataError(f"{path}: encoding is for text files; Parquet and Arrow are UTF-8")
+    if keys.prompt is not None and kind in ("text", "tokens"):
+        raise DataError(
+            f"{path}: a line has no {keys.prompt!r}; give texts with prompts as JSONL, CSV or Parquet"
+        )
+    if kind == "tokens":
+        ranges = _token_ranges(path, unit_bytes)
+    elif kind == "parquet":
+        ranges = parquet_ranges(path, keys, unit_bytes)
+    elif kind == "arrow":
+        ranges = arrow_ranges(path, keys, unit_bytes)
+    else:
+        length, fault = text_length(path, keys.encoding)
+        if fault is not None and not keys.allow_damaged:
+            raise DataError(
+                f"{path}: {_FAULTS[fault]} after {length:,} bytes of text; copy it again, or set `allow_damaged: true` "
+                "for the corpus (--allow-damaged) to read what precedes the damage"
+            )
+        kind = _layout(path, kind, keys)
+        if kind in _READ_WHOLE or keys.document == "file":
+            unit_bytes = max(length, 1)
+        starts = range(0, max(length, 1), unit_bytes)
+        ranges = [(at, min(at + unit_bytes, length), min(unit_bytes, length - at)) for at in starts]
+    return [
+        Unit(f"{file_index:05d}-{number:06d}", size, str(path), kind, start, stop)
+        for number, (start, stop, size) in enumerate(ranges)
+    ]
+
+
+def _layout(path: Path, kind: Kind, keys: Keys) -> Kind:
+    """The kind of a text file by its content: JSON that is not an object a line, and lines of old Macs."""
+    if kind == "text":
+        return "text_cr" if line_end(open_stream(path, keys.encoding)) == b"\r" else kind
+    if kind == "jsonl":
+        named_lines = ".json" not in [suffix.lower() for suffix in path.suffixes[-2:]]
+        # LLaMA-Factory's data, among others, are one array of all records.
+        if begins_array(open_stream(path, keys.encoding), named_lines=named_lines):
+            return "json_array"
+        if begins_objects(open_stream(path, keys.encoding)):
+            return "json_objects"
+    return kind
+
+
+def beginning_of(path: Path, keys: Keys, most_bytes: int) -> tuple[Unit, float]:
+    """The beginning of a file of text, and about how many bytes of text the whole file has.
+
+    That is about `most_bytes` of lines; tables and arrays have no parts, so the unit is all of them. No compressed file
+    is read to its end. Raises as `split_file`.
+    """
+    kind = _kind(path)
+    if kind in ("parquet", "arrow"):
+        ranges_of = parquet_ranges if kind == "parquet" else arrow_ranges
+        ranges = ranges_of(path, keys, most_bytes)
+        if not ranges:  # a file without rows
+            return Unit("beginning", 0, str(path), kind, 0, 0), 0.0
+        start, stop, size = ranges[0]
+        return Unit("beginning", size, str(path), kind, start, stop), float(
+            sum(size for _, _, size in ranges)
+        )
+    whole = path.stat().st_size * text_per_byte(path)
+    size = min(most_bytes, math.ceil(whole))
+    return Unit("beginning", size, str(path), _layout(path, kind, keys), 0, size), whole
+
+
+def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
+    """Ranges of documents in a shard of Megatron-LM, of about `unit_bytes` each."""
+    shard = Shard(path.with_suffix(""))
+    shard.check_index()
+    size = shard.dtype.itemsize
+    firsts = {
+        shard.document_at(token) for token in range(0, shard.tokens, max(1, unit_bytes // size))
+    }
+    cuts = [*sorted({0, *firsts}), shard.documents]
+    starts = [shard.document_start(document) for document in cuts]
+    return [
+        (cuts[at], cuts[at + 1], size * (starts[at + 1] - starts[at]))
+        for at in range(len(cuts) - 1)
+    ]
+
+
+def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
+    """The records of a unit of text."""
+    path = Path(unit.path)
+    if unit.kind == "tokens":
+        raise DataError(
+            f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input"
+        )
+    if unit.kind == "parquet":
+        records = parquet_records(path, unit.start, unit.stop, keys)
+    elif unit.kind == "arrow":
+        records = arrow_records(path, unit.start, unit.stop, keys)
+    else:
+        records = text_records(
+            _cached_stream(path, keys.encoding), unit.kind, unit.start, unit.stop, keys
+        )
+    if keys.normalize == "nfc":
+        records = map(composed, records)
+    if keys.special_tokens == "control":
+        records = (
+            one._replace(has_control=True) if isinstance(one, Document) else one for one in records
+        )
+    return records
+
+
+def good_documents(
+    inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None
+) -> Iterator[Document]:
+    """Streams the usable documents of the inputs; with `max_bytes`, about equally much of the beginning of each file.
+
+    Raises DataError where there is none, or an input cannot be read.
+    """
+    files = input_files(inputs)
+    most = math.inf if max_bytes is None else max_bytes // len(files)
+    is_empty, first_bad = True, ""
+    for file, size in files.items():
+        taken = 0
+        units = split_file(file, 0, keys, default_unit_bytes(size))
+        for record in chain.from_iterable(unit_records(unit, keys) for unit in units):
+            if isinstance(record, Rejected):
+                first_bad = first_bad or f": {record}"
+                continue
+            is_empty = False
+            yield record
+            taken += record.utf8_bytes
+            if taken >= most:
+                break
+    if is_empty:
+        raise _no_document(inputs, keys, first_bad)
+
+
+def texts(
+    inputs: Sequence[str],
+    *,
+    text_key: str = "text",
+    max_bytes: int | None = None,
+    seed: int | None = None,
+) -> Iterator[str]:
+    """Streams the texts of the usable documents of the inputs, about `max_bytes` of them.
+
+    That is the beginning of each file, or with `seed` random places in some of the files.
+    """
+    keys = Keys(text_key)
+    if seed is not None and max_bytes is not None:
+        return (
+            document.text for document in sampled_documents(inputs, keys, max_bytes, seed=seed)[0]
+        )
+    return (document.text for document in good_documents(inputs, keys, max_bytes=max_bytes))
+
+
+def sampled_documents(
+    inputs: Sequence[str], keys: Keys, max_bytes: int, *, seed: int = 0
+) -> tuple[list[Document], float]:
+    """Usable documents from random places all over the inputs, and how many times as much the inputs hold.
+
+    Raises DataError where there is none, or an input cannot be read.
+    """
+    files = input_files(inputs)
+    draw = random.Random(seed)
+    opened = draw.sample([*files], min(_SAMPLED_FILES, len(files)))
+    units = [
+        unit
+        for number, file in enumerate(opened)
+        for unit in split_file(file, number, keys, max(_SAMPLED_BYTES, files[file] // 1024))
+    ]
+    share = _share_of_each([unit.size for unit in units], max_bytes)
+    places: list[tuple[Unit, int]] = []  # with the bytes to read there
+    wanted = max_bytes
+    for unit in draw.sample(units, len(units)):
+        if wanted <= 0:
+            break
+        size = min(unit.size, share)
+        if unit.kind in _BY_LINES and keys.document != "file":  # so that no more is read
+            unit = replace(unit, stop=unit.start + size, size=size)
+        places.append((unit, size))
+        wanted -= size
+    documents: list[Document] = []
+    first_bad = ""
+    read = 0
+    for place, size in sorted(places, key=lambda drawn: (drawn[0].path, drawn[0].start)):
+        # In this order a compressed file is read forwards.
+        taken = 0
+        for record in unit_records(place, keys):
+            if isinstance(record, Rejected):
+                first_bad = first_bad or f": {record}"
+                continue
+            documents.append(record)
+            taken += record.utf8_bytes
+            if taken >= size and place.kind not in _BY_LINES:
+                break
+        else:
+            taken = place.size
+        read += min(taken, place.size)
+    if not documents:
+        raise _no_document(inputs, keys, first_bad)
+    scale = sum(files.values()) / sum(files[file] for file in opened)
+    return documents, scale * max(1.0, sum(unit.size for unit in units) / max(1, read))
+
+
+def _share_of_each(sizes: Sequence[int], wanted: int) -> int:
+    """How much to read of each of several units, of these sizes, so that they give `wanted` bytes together."""
+    left = wanted
+    for number, size in enumerate(sorted(sizes)):
+        share = -(-left // (len(sizes) - number))
+        if size >= share:
+            return max(_SAMPLED_BYTES, share)
+        left -= size
+    return max([_SAMPLED_BYTES, *sizes])
+
+
+def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
+    advice = encoding_advice(named_files(inputs)) if keys.encoding is None else None
+    return DataError(
+        f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
+        + (
+            advice
+            or "give records a string under that key, or set text_key, or messages_key for chats"
+        )
+    )
+
+
+def _kind(path: Path) -> Kind:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
+    kind = _KINDS.get(suffix)
+    if kind is None or (compressed and kind in (*_TABLES, "tokens")):
+        raise DataError(
+            f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats may also end in .gz, "
+            ".zst or .xz"
+        )
+    return kind
+
+
+@lru_cache(maxsize=1)
+def _cached_stream(path: Path, encoding: str | None) -> Stream:
+    """The stream of the last file: reading the next unit of a compressed file continues where the last unit ended."""
+    return open_stream(path, encoding)

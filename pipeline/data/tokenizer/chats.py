@@ -1,0 +1,307 @@
+"""Chats, lists of messages, as prompts and answers: framed by the tokenizer's chat template.
+
+Each message of the assistant becomes a document of its own, with everything before it as the prompt: the loss is on
+answers only, and each is learned once. The template is a stranger's program; transformers renders it in a sandbox.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pipeline import log
+from pipeline.config.data import CHAT_DATE
+from pipeline.data.sources.records import EXCERPT_BYTES, Document, Record, Rejected, record_of
+from pipeline.data.tokenizer.load import HuggingFaceEncoder, json_beside, json_file, load_tokenizer
+from pipeline.errors import DataError, faults_of_library, in_one_line
+from pipeline.files import json_hash, read_text
+
+TEMPLATE = "chat_template.jinja"
+# ShareGPT's names of who speaks; messages there hold `from` and `value`.
+_ROLES = {
+    "human": "user", "user": "user", "system": "system", "tool": "tool", "assistant": "assistant", "gpt": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+}  # fmt: skip
+# What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
+_THINKING = "enable_thinking"
+# What transformers calls its clock in a template.
+_CLOCK = "strftime_now"
+# What Jinja itself draws at random.
+_RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
+_ADVICE = (
+    "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
+)
+_logger = log.get_logger(__name__)
+
+
+class ChatTemplate:
+    """The chat template of the tokenizer at `path`.
+
+    `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
+    Chats without a system's message get one of `systems`, which the `seed` and their first message decide. A template
+    that asks for today's date is told `today`: what it renders does not depend on the day.
+
+    A message that spells a special token, which would end it, is refused unless `keeps_control`.
+
+    Attributes:
+        date: that date, as YYYY-MM-DD; None where the template does not ask.
+
+    Raises DataError where it has none, or no `enable_thinking`, or it draws at random, or its library does not see
+    special tokens in a text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        thinking: bool | None = None,
+        systems: Sequence[str] = (),
+        seed: int = 0,
+        today: date = CHAT_DATE,
+        *,
+        keeps_control: bool = False,
+    ) -> None:
+        self.path, self._systems, self._seed, self._today = path, systems, seed, today
+        self._keeps_control = keeps_control
+        file = json_file(path)
+        described = json_beside(file, "tokenizer_config.json")
+        source = template_in(file.parent, described)
+        if not source:
+            raise DataError(f"{file.parent}: its tokenizer has no chat template; {_ADVICE}")
+        if thinking is not None and _THINKING not in source:
+            raise DataError(
+                f"{file.parent}: its chat template has no {_THINKING}; leave thinking out"
+            )
+        if _RANDOM.search(source):
+            raise DataError(
+                f"{file.parent}: its chat template draws at random (`random`, `lipsum`): the same command would make "
+                "other tokens; write what it is to say into the template"
+            )
+        self.source = source
+        self.date = today.isoformat() if _CLOCK in source else None
+        if self.date is not None:
+            _logger.info(
+                "%s: its chat template asks for today's date; it is told %s", path, self.date
+            )
+        self._variables = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in described.items()
+            if name.endswith("_token") and isinstance(token, (str, dict))
+        } | ({} if thinking is None else {_THINKING: thinking})
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what decides how a chat is rendered."""
+        decides = [self.source, self._variables]
+        return json_hash(decides if self.date is None else [*decides, self.date])
+
+    @cached_property
+    def _frame(self) -> tuple[str, str]:
+        """What every document gets before and after it, as text: a template that writes them is cut there."""
+        tokenizer = load_tokenizer(self.path)
+        return tokenizer.decode(tokenizer.document_start), tokenizer.decode(tokenizer.document_end)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        """What finds the special tokens of the tokenizer in a text."""
+        reference = load_tokenizer(self.path).reference
+        assert isinstance(reference, HuggingFaceEncoder), "json_file refuses others"
+        added = reference.library.get_added_tokens_decoder().values()
+        spellings = [re.escape(str(token.content)) for token in added if token.special]
+        return re.compile("|".join(spellings)) if spellings else None
+
+    def records(self, offset: int, found: object) -> Iterator[Record]:
+        """A document for each message of the assistant in the list of messages `found`, or why there is none.
+
+        A message with `weight: 0`, or `train: false`, is only read.
+        """
+        try:
+            conversation = orjson.dumps(found, default=str).decode()
+        except (TypeError, UnicodeError) as fault:  # a lone surrogate
+            yield Rejected(
+                offset,
+                "messages_not_usable",
+                repr(found)[:EXCERPT_BYTES].encode(),
+                in_one_line(fault),
+            )
+            return
+        excerpt = conversation.encode()[:EXCERPT_BYTES]
+        if not isinstance(found, list):
+            yield Rejected(
+                offset,
+                "messages_not_usable",
+                excerpt,
+                f"expected a list, found {type(found).__name__}",
+            )
+            return
+        for number, message in enumerate(found):
+            if (wrong := self._fault_of(message)) is not None:
+                yield Rejected(offset, "messages_not_usable", excerpt, f"message {number}: {wrong}")
+                return
+        chat = [translated for message in found if (translated := message_of(message)) is not None]
+        answers = [at for at, message in enumerate(chat) if at > 0 and _is_learned(message)]
+        if not answers:
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in chat))
+            yield Rejected(
+                offset,
+                "no_answer",
+                excerpt,
+                f"no message of the role assistant to learn; roles: {roles}",
+            )
+            return
+        for at in answers:
+            try:
+                prompt, whole = (
+                    self.opened(chat[:at]),
+                    self._rendered(chat[: at + 1], is_open=False),
+                )
+            except (
+                DataError
+            ) as fault:  # templates refuse what their model never saw, such as two users in a row
+                reason = in_one_line(fault)[-EXCERPT_BYTES:]
+                yield Rejected(
+                    offset, "messages_not_usable", reason.encode(), f"up to message {at}"
+                )
+                return
+            if not whole.startswith(prompt):
+                changed = f"the template changes what precedes message {at}"
+                yield Rejected(offset, "messages_not_usable", excerpt, changed)
+                return
+            start, end = self._frame
+            answer = whole[len(prompt) :].rstrip().removesuffix(end)
+            record = record_of(offset, answer, prompt.removeprefix(start))
+            if isinstance(record, Document):
+                yield record._replace(group=conversation, has_control=True)
+            else:
+                yield record._replace(detail=f"message {at}: {record.detail}".rstrip(": "))
+
+    def _fault_of(self, message: object) -> str | None:
+        """What is wrong with a message; None if it can be used."""
+        if not isinstance(message, dict):
+            return f"expected an object, found {type(message).__name__}"
+        translated = message_of(message)
+        if translated is None:
+            names = (
+                ("from", "value")
+                if "from" in message and "value" in message
+                else ("role", "content")
+            )
+            if (
+                names[0] == "from"
+                and isinstance(message["from"], str)
+                and isinstance(message["value"], str)
+            ):
+                return f"from: expected one of {', '.join(_ROLES)}, found {message['from']!r:.60}"
+            wrong = next(name for name in names if not isinstance(message.get(name), str))
+            return f"{wrong}: expected a string, found {type(message.get(wrong)).__name__}"
+        if message.get("weight", 1) not in (0, 1, None):
+            return f"weight: expected 0 or 1, found {message['weight']!r:.60}"
+        special = (
+            None
+            if self._keeps_control or self._special is None
+            else self._special.search(translated["content"])
+        )
+        if special is not None:
+            return f"spells {special.group()}, a special token; remove it, or set special_tokens: control"
+        return None
+
+    def opened(self, messages: list[dict[str, str]]) -> str:
+        """The text up to where the assistant answers. Raises DataError where the template refuses the messages."""
+        return self._rendered(messages, is_open=True)
+
+    def _rendered(self, messages: list[dict[str, str]], *, is_open: bool) -> str:
+        from transformers.utils.chat_template_utils import (
+            render_jinja_template,  # takes a second, and only chats need it
+        )
+
+        if self._systems and messages[0]["role"] != "system":
+            drawn = int(json_hash([self._seed, messages[0]["content"]]), 16) % len(self._systems)
+            messages = [{"role": "system", "content": self._systems[drawn]}, *messages]
+        with (
+            faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError),
+            self._told_date(),
+        ):
+            texts, _ = render_jinja_template(
+                conversations=[messages],
+                chat_template=self.source,
+                add_generation_prompt=is_open,
+                **self._variables,
+            )
+        return str(texts[0])
+
+    @contextmanager
+    def _told_date(self) -> Iterator[None]:
+        """Within the block, `strftime_now` of this template formats the fixed date.
+
+        transformers takes no function as a variable of a template. It keeps compiled templates, each in an environment
+        of its own, where others in this process, such as lm-eval, must find its clock again.
+        """
+        if self.date is None:
+            yield
+            return
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        names = _compile_jinja_template(self.source).environment.globals
+        clock = names[_CLOCK]
+        names[_CLOCK] = self._today.strftime
+        try:
+            yield
+        finally:
+            names[_CLOCK] = clock
+
+
+@lru_cache(maxsize=4)
+def chat_template(
+    path: Path,
+    thinking: bool | None = None,
+    systems: tuple[str, ...] = (),
+    seed: int = 0,
+    today: date = CHAT_DATE,
+    *,
+    keeps_control: bool = False,
+) -> ChatTemplate:
+    """The chat template of the tokenizer at `path`, read once. Arguments and errors are those of `ChatTemplate`."""
+    return ChatTemplate(path, thinking, systems, seed, today, keeps_control=keeps_control)
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer that the model is to learn."""
+    return (
+        message["role"] == "assistant"
+        and message.get("weight") != 0
+        and message.get("train") is not False
+    )
+
+
+def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
+    """The chat template of a tokenizer whose tokenizer_config.json says `described`: of several, the default one.
+
+    Raises DataError where its file cannot be read.
+    """
+    try:
+        return read_text(folder / TEMPLATE, DataError)
+    except FileNotFoundError:
+        found = described.get("chat_template")
+    if isinstance(found, list):  # several, by their names
+        named = (
+            own.get("template")
+            for own in found
+            if isinstance(own, dict) and own.get("name") == "default"
+        )
+        found = next(named, None)
+    return found if isinstance(found, str) else None
+
+
+def message_of(found: object) -> dict[str, Any] | None:
+    """A message of a chat, one of ShareGPT's translated; None for anything else."""
+    if not isinstance(found, dict):
+        return None
+    if found.keys() >= {"from", "value"}:
+        found = {**found, "role": _ROLES.get(str(found["from"])), "content": found["value"]}
+    return found if all(isinstance(found.get(key), str) for key in ("role", "content")) else None

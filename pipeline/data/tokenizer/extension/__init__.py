@@ -1,0 +1,1 @@
+"""An extended vocabulary: new tokens on top of those of an existing tokenizer."""

@@ -1,0 +1,158 @@
+"""New BPE pieces on top of an existing tokenizer: merges are learned from texts as that tokenizer cuts them."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
+
+from pipeline.log import progress_bar
+
+Word = tuple[str, ...]
+"""The pieces of a stretch of text that no merge crosses, as the tokenizer's file spells them; "": never joined."""
+Pair = tuple[str, str]
+
+ROW_BITS = 6
+"""A row is the 64 characters whose UTF-8 differs in the last byte only: a code point without its last 6 bits."""
+_TIMES_AS_FREQUENT = 10
+_ASCII_ROWS = 2
+
+
+def new_rows_of_characters(new: Counter[str], old: Counter[str]) -> list[int]:
+    """The rows that hold letters of the new texts and are foreign to the old ones, of which the characters are counted.
+
+    Never those of ASCII. A row holds letters if most of its characters are letters or marks. Foreign: ten times as
+    frequent in the new texts, where one occurrence too many is assumed in the old ones.
+    """
+    in_new: Counter[int] = Counter()
+    in_old: Counter[int] = Counter()
+    letters: Counter[int] = Counter()
+    for counts, rows in ((new, in_new), (old, in_old)):
+        for character, count in counts.items():
+            rows[ord(character) >> ROW_BITS] += count
+    for character, count in new.items():
+        if unicodedata.category(character)[0] in "LM":
+            letters[ord(character) >> ROW_BITS] += count
+    return sorted(
+        row
+        for row, count in in_new.items()
+        if row >= _ASCII_ROWS
+        and 2 * letters[row] > count
+        and count * (old.total() + 1) >= _TIMES_AS_FREQUENT * (in_old[row] + 1) * new.total()
+    )
+
+
+def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
+    """Matches UTF-8 that holds a character of `rows`, or all but the last byte of one.
+
+    UTF-8 synchronizes itself: in valid text this matches nowhere but at such a character.
+    """
+    beginnings = (chr(row << ROW_BITS).encode()[:-1] for row in rows)
+    return re.compile(b"|".join(map(re.escape, beginnings)) or b"(?!)")
+
+
+def learn_merges(
+    words: Mapping[Word, int], may_join: Callable[[str, str], bool], *, limit: int, min_uses: int
+) -> list[Pair]:
+    """At most `limit` merges in the order in which they apply: each time the most frequent pair that may be joined.
+
+    Ends early where no pair occurs `min_uses` times. A merge whose piece nearly always ends up in a larger one is
+    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a piece that does. No two
+    merges make the same piece.
+
+    Args:
+        words: how often each occurs.
+        may_join: whether two pieces may be joined. New pieces are asked about, too.
+    """
+    sequences, counts = [list(word) for word in words], list(words.values())
+    pairs = _Pairs(may_join)
+    for index, sequence in enumerate(sequences):
+        pairs.count(sequence, counts[index], index)
+    queue = [(-count, pair) for pair, count in pairs.counts.items()]
+    heapq.heapify(queue)
+    learned: dict[str, Pair] = {}
+    with progress_bar("learning merges", limit, " merges") as bar:
+        while queue and len(learned) < limit:
+            negative, pair = heapq.heappop(queue)
+            count = pairs.counts[pair]
+            if count < min_uses or (new := "".join(pair)) in learned:
+                continue
+            if count != -negative:
+                heapq.heappush(queue, (-count, pair))
+                continue
+            raised: set[Pair] = set()
+            for index in pairs.where.pop(pair):
+                joined = _joined(sequences[index], pair, new)
+                if len(joined) < len(sequences[index]):
+                    pairs.count(sequences[index], -counts[index])
+                    raised |= pairs.count(joined, counts[index], index, only_with=new)
+                    sequences[index] = joined
+            for other in sorted(raised):
+                heapq.heappush(queue, (-pairs.counts[other], other))
+            learned[new] = pair
+            bar.update()
+    uses: Counter[str] = Counter()
+    for sequence, count in zip(sequences, counts, strict=True):
+        for piece in sequence:
+            uses[piece] += count
+    return _worthwhile(learned, uses, min_uses)
+
+
+class _Pairs:
+    """How often each pair that may be joined occurs, and in which words it has occurred."""
+
+    def __init__(self, may_join: Callable[[str, str], bool]) -> None:
+        self._ask = may_join
+        self._may_join: dict[Pair, bool] = {}
+        self.counts: dict[Pair, int] = {}
+        self.where: defaultdict[Pair, list[int]] = defaultdict(list)
+
+    def count(
+        self,
+        sequence: Sequence[str],
+        count: int,
+        index: int | None = None,
+        only_with: str | None = None,
+    ) -> set[Pair]:
+        """Adds the pairs of a word; with `index` notes where, if they hold `only_with`. Returns the pairs noted."""
+        noted = set()
+        for pair in pairwise(sequence):
+            allowed = self._may_join.get(pair)
+            if allowed is None:
+                allowed = self._may_join[pair] = self._ask(*pair)
+            if not allowed:
+                continue
+            self.counts[pair] = self.counts.get(pair, 0) + count
+            if index is not None and (only_with is None or only_with in pair) and pair not in noted:
+                self.where[pair].append(index)
+                noted.add(pair)
+        return noted
+
+
+def _joined(sequence: Sequence[str], pair: Pair, new: str) -> list[str]:
+    found: list[str] = []
+    for piece in sequence:
+        # The last one is not itself of this merge: a new piece is longer than its parts.
+        if found and (found[-1], piece) == pair:
+            found[-1] = new
+        else:
+            found.append(piece)
+    return found
+
+
+def _worthwhile(learned: dict[str, Pair], uses: Counter[str], min_uses: int) -> list[Pair]:
+    """The merges that save something, in order. A dropped piece is used as its two parts again."""
+    kept = dict(learned)
+    users: Counter[str] = Counter(part for pair in kept.values() for part in set(pair))
+    # What uses a piece was learned after it, so that one pass from the end sees every user first.
+    for new in reversed(learned):
+        if users[new] == 0 and uses[new] < min_uses:
+            pair = kept.pop(new)
+            for part in pair:
+                uses[part] += uses[new]
+            for part in set(pair):
+                users[part] -= 1
+    return [*kept.values()]

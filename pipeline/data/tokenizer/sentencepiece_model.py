@@ -1,0 +1,245 @@
+"""SentencePiece's own files, BPE and Unigram: reading one, training one, and the same tokenizer as a tokenizer.json.
+
+The library `sentencepiece` defines the ids of its files. `tokenizers` cannot express every detail of it, so whoever
+uses a conversion compares the ids of both on the texts at hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import sentencepiece
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from pipeline.data.tokenizer.extension.bpe import SPACE
+from pipeline.errors import DataError, faults_of_library
+
+SUFFIX = ".model"
+MODEL_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""The names that published folders give SentencePiece's file."""
+ModelType = Literal["bpe", "unigram"]
+_MAX_SENTENCE_BYTES = 16_384  # SentencePiece drops longer ones
+_PIECE_TYPES = sentencepiece_model_pb2.ModelProto.SentencePiece
+_TRAINER = sentencepiece_model_pb2.TrainerSpec
+
+
+@dataclass(frozen=True, eq=False)  # the description has no hash
+class SentencePieceModel:
+    """A model of SentencePiece: its file's `content`, the library's `processor` of it, and its `description`."""
+
+    path: Path
+    content: bytes
+    processor: Any
+    description: Any
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what decides the ids: not the texts and settings that it was trained with."""
+        trainer, normalizer = self.description.trainer_spec, self.description.normalizer_spec
+        pieces = [[piece.piece, piece.score, piece.type] for piece in self.description.pieces]
+        spaces = [
+            normalizer.add_dummy_prefix,
+            normalizer.remove_extra_whitespaces,
+            normalizer.escape_whitespaces,
+            trainer.treat_whitespace_as_suffix,
+        ]
+        charsmap = hashlib.sha256(normalizer.precompiled_charsmap).hexdigest()
+        decisive = [trainer.model_type, trainer.byte_fallback, charsmap, spaces, pieces]
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+
+    @cached_property
+    def reserved_pieces(self) -> list[str]:
+        """The pieces that no text becomes, such as `<s>`: where a text spells one, it is cut as any other text."""
+        reserved = (_PIECE_TYPES.CONTROL, _PIECE_TYPES.UNKNOWN)
+        return [piece.piece for piece in self.description.pieces if piece.type in reserved]
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece; None where there is no such piece."""
+        found = int(self.processor.piece_to_id(piece))
+        return found if self.processor.id_to_piece(found) == piece else None
+
+
+def read_model(path: Path, content: bytes) -> SentencePieceModel:
+    """The model in the file `path`, which holds `content`. Raises DataError where that is none."""
+    what = (
+        f"{path}: expected a model of SentencePiece, which its library cannot read; copy it again, or, "
+        "if it is of another kind, let transformers write a tokenizer.json: "
+        "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    )
+    with faults_of_library(what, DataError):
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        description = sentencepiece_model_pb2.ModelProto.FromString(content)
+    return SentencePieceModel(path, content, processor, description)
+
+
+def train_model(
+    documents: Iterator[str],
+    vocab_size: int,
+    *,
+    model_type: ModelType = "bpe",
+    character_coverage: float = 0.9999,
+) -> bytes:
+    """A tokenizer with byte fallback, like Llama's, learned from these documents: the content of its file.
+
+    Raises DataError where there is too little text, or it is too uniform, for this vocabulary size.
+    """
+    written = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(documents),
+            model_writer=written,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            character_coverage=character_coverage,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=_MAX_SENTENCE_BYTES,
+            num_threads=len(os.sched_getaffinity(0)),
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = (
+            str(error)
+            .strip()
+            .splitlines()[-1]
+            .replace("--character_coverage", "--character-coverage")
+        )
+        raise DataError(f"cannot train {vocab_size} pieces on this text: {reason}") from None
+    return written.getvalue()
+
+
+def _sentences(documents: Iterator[str]) -> Iterator[str]:
+    """Documents line by line: SentencePiece learns from sentences, and would drop a long document."""
+    step = _MAX_SENTENCE_BYTES // 4  # a character has at most four bytes
+    for document in documents:
+        for line in document.split("\n"):
+            yield from (line[at : at + step] for at in range(0, len(line), step))
+
+
+# --- The same tokenizer as a tokenizer.json ---------------------------------------------------------------------------
+
+
+def converted(
+    model: SentencePieceModel, document_start: tuple[int, ...] = ()
+) -> tokenizers.Tokenizer:
+    """The model as `tokenizers` has it; `document_start` are the ids that it puts before a text.
+
+    Raises DataError where the library has nothing alike.
+    """
+    description = model.description
+    trainer, normalizer = description.trainer_spec, description.normalizer_spec
+    if trainer.model_type not in (_TRAINER.BPE, _TRAINER.UNIGRAM):
+        kind = _TRAINER.ModelType.Name(trainer.model_type)
+        raise DataError(
+            f"{model.path}: a {kind} model of SentencePiece; expected BPE or UNIGRAM, take another base"
+        )
+    if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
+        raise DataError(
+            f"{model.path}: writes spaces otherwise than before words as {SPACE}, for which there is no "
+            "tokenizer.json; take another base"
+        )
+    with faults_of_library(f"{model.path}: cannot be converted to a tokenizer.json", DataError):
+        is_bpe = trainer.model_type == _TRAINER.BPE
+        tokenizer = tokenizers.Tokenizer(_bpe(description) if is_bpe else _unigram(description))
+        own = [
+            piece.piece for piece in description.pieces if piece.type == _PIECE_TYPES.USER_DEFINED
+        ]
+        # `Prepend` would put a space behind each of the user's own pieces, too; `Metaspace` only before the text. It
+        # puts none before a text that begins with one.
+        only_first = bool(own) and normalizer.add_dummy_prefix
+        tokenizer.normalizer = _normalizer(
+            normalizer, prepends=normalizer.add_dummy_prefix and not only_first
+        )
+        if only_first:
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+                SPACE, prepend_scheme="first", split=False
+            )
+        tokenizer.decoder = _decoder(strips=normalizer.add_dummy_prefix)
+        special = [
+            tokenizers.AddedToken(piece, normalized=False) for piece in model.reserved_pieces
+        ]
+        tokenizer.add_special_tokens(special)
+        # They may spell spaces, which a text has only after the normalizer; that also changes the piece itself.
+        normalized = not normalizer.add_dummy_prefix
+        tokenizer.add_tokens([tokenizers.AddedToken(piece, normalized=normalized) for piece in own])
+        if document_start:
+            names = [(tokenizer.id_to_token(number), number) for number in document_start]
+            template = [*(name for name, _ in names), "$A"]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=template, special_tokens=names
+            )
+    return tokenizer
+
+
+def _bpe(description: Any) -> models.BPE:  # noqa: ANN401
+    """Merges in the order in which SentencePiece prefers their pieces: whichever two pieces give one are merged."""
+    vocabulary = {piece.piece: number for number, piece in enumerate(description.pieces)}
+    scores = {
+        piece.piece: piece.score
+        for piece in description.pieces
+        if piece.type == _PIECE_TYPES.NORMAL
+    }
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(scores, key=lambda piece: (-scores[piece], vocabulary[piece])):
+        halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        of_piece = [(left, right) for left, right in halves if left in scores and right in scores]
+        merges += sorted(of_piece, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    return models.BPE(
+        vocabulary,
+        merges,
+        unk_token=_unknown(description)[1],
+        fuse_unk=True,
+        byte_fallback=description.trainer_spec.byte_fallback,
+    )
+
+
+def _unigram(description: Any) -> models.Unigram:  # noqa: ANN401
+    pieces = [(piece.piece, piece.score) for piece in description.pieces]
+    unknown, _ = _unknown(description)
+    return models.Unigram(pieces, unknown, byte_fallback=description.trainer_spec.byte_fallback)
+
+
+def _unknown(description: Any) -> tuple[int, str]:  # noqa: ANN401
+    """The id and the spelling of the piece for what has no piece; every model of SentencePiece has one."""
+    return next(
+        (number, piece.piece)
+        for number, piece in enumerate(description.pieces)
+        if piece.type == _PIECE_TYPES.UNKNOWN
+    )
+
+
+def _normalizer(described: Any, *, prepends: bool) -> normalizers.Normalizer:  # noqa: ANN401
+    parts: list[Any] = []
+    if described.precompiled_charsmap:
+        parts.append(normalizers.Precompiled(described.precompiled_charsmap))
+        # `tokenizers` looks up a character at a time; SentencePiece also composes those that follow each other.
+        if "nfkc" in described.name:
+            parts.append(normalizers.NFC())
+    if described.remove_extra_whitespaces:
+        # Not `Strip`, which takes new lines away, too.
+        parts.append(normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), ""))
+        parts.append(normalizers.Replace(tokenizers.Regex(" {2,}"), " "))
+    if prepends:
+        parts.append(normalizers.Prepend(SPACE))
+    parts.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence(parts)
+
+
+def _decoder(*, strips: bool) -> decoders.Decoder:
+    parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if strips:
+        parts.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(parts)

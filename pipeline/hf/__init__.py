@@ -1,0 +1,8 @@
+"""Everything that writes Hugging Face folders, or loads one as users do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Exported = Literal["stock", "scale", "expansion"]
+"""What an exported folder holds. `pipeline.conversion` says what each is."""

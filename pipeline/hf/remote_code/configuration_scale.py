@@ -1,0 +1,112 @@
+"""The configuration of a model widened by SCALE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils.versions import require_version
+
+NEEDED = "5.4.0"
+"""The oldest transformers that runs this code."""
+# transformers imports this file first; an older one would fail at an import of the others.
+require_version(
+    f"transformers>={NEEDED}", "This model's code needs it: pip install -U transformers"
+)
+
+
+class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
+    """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the rest is the base's.
+    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none).
+    The FFN of `expert_layers` is the `mixture` of experts. The first `base_vocab_size` tokens (None: all) are the
+    base's: Route compares their logits alone, as in training.
+    """
+
+    model_type = "scale"
+    # A list: `Trainer.evaluate` and `predict` append to it.
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    # The name by which other libraries look for a cap on the logits.
+    attribute_map = {"final_logit_softcapping": "output_softcap"}  # noqa: RUF012
+
+    vocab_size: int = 512
+    hidden_size: int = 64
+    intermediate_size: int = 172
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 12
+    num_key_value_heads: int = 12
+    head_dim: int = 8
+    max_position_embeddings: int = 512
+    expansion_hidden_size: int = 32
+    expansion_intermediate_size: int = 86
+    expansion_num_attention_heads: int = 4
+    expansion_num_key_value_heads: int = 4
+    l_fp: int = 2
+    collaborative_modules: list[str] | tuple[str, ...] = ()
+    routed: bool = False
+    router_threshold: float = 0.5
+    base_vocab_size: int | None = None
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    norm_statistics: str = "separate"
+    normed_size: int | None = None
+    rest_scale: float = 0.0
+    hidden_act: str = "silu"
+    gated_ffn: bool = True
+    query_key_value_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    parallel_residual: bool = False
+    norm_placement: str = "before"
+    gain_offset: bool = False
+    query_key_norm: str = "none"
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    output_softcap: float | None = None
+    layer_types: list[str] | tuple[()] = ()
+    sliding_window: int | None = None
+    mixture: dict[str, Any] | None = None
+    expert_layers: list[int] | tuple[()] = ()
+    rotary: list[dict[str, Any]] | tuple[()] = ()
+    layer_rotary: list[int | None] | tuple[()] = ()
+    gate_layer: int | None = None
+    gate_features: str = "token"
+    gate_decay: float = 0.8
+    gate_bias: float = 0.0
+    gate_threshold: float = 0.0
+    use_cache: bool = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        # transformers before and after configurations became dataclasses: both take this.
+        for name in ScaleConfig.__annotations__:
+            setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
+        grouped = self.mixture is not None and self.mixture.get("groups", 1) > 1
+        rotary: Any = self.rotary
+        dynamic = isinstance(rotary, dict) or any(one.get("factor") is not None for one in rotary)
+        if grouped or dynamic or kwargs.get("gate_lower") is not None:
+            raise ValueError(
+                "written by an earlier version of this model's code; convert the checkpoint again"
+            )
+        self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        self.layer_rotary = self.layer_rotary or [None] * self.num_hidden_layers
+        super().__init__(**kwargs)
+
+    def is_collaborative(self, layer: int, module: str) -> bool:
+        """Whether `module` of `layer` has expansion_to_base blocks."""
+        return layer >= self.l_fp and module in self.collaborative_modules
+
+    def why_no_single_head(self) -> str | None:
+        """Why the logits are no product of one hidden state and one matrix; None if they are."""
+        if self.routed:
+            return "a Route model compares the logits of two paths"
+        if self.gate_layer is not None and self.base_vocab_size not in (None, self.vocab_size):
+            return "after a token that its gate closes, the new tokens of its vocabulary have no probability"
+        return None
+
+    def why_not_packed(self) -> str | None:
+        """Why the texts of several requests cannot be one row of tokens, as servers batch them; None if they can."""
+        if any(spec["context"] is not None for spec in self.rotary):
+            return "its rotary frequencies change with a text's length"
+        if self.gate_layer is not None and self.gate_features == "token+running_mean":
+            return "its gate reads a running mean, which servers do not cache; fit one with features: token"
+        return None

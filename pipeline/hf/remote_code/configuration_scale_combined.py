@@ -1,0 +1,62 @@
+"""The configuration of one base with several expansions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .configuration_scale import ScaleConfig
+
+NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
+"""What an expansion may be called: its name is that of a folder."""
+
+
+class CombinedConfig(ScaleConfig):
+    """The base's sizes, an expansion of none, and the entries of a ScaleConfig for each of `expansions`.
+
+    `active` are the names of those that may open; None: all.
+    """
+
+    model_type = "scale_combined"
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.expansions: dict[str, dict[str, Any]] = kwargs.pop("expansions", {})
+        self.active: list[str] | None = kwargs.pop("active", None)
+        super().__init__(**kwargs)
+
+    def why_no_single_head(self) -> str | None:
+        """Why the logits are no product of one hidden state and one matrix."""
+        return "a model with several expansions is for inference"
+
+    def names(self) -> list[str]:
+        """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer has.
+
+        Sorted, as a config that was saved again is, so that every piece keeps its id.
+
+        Raises ValueError: a name that is not there, or that names no folder.
+        """
+        if bad := [name for name in self.expansions if not NAME.fullmatch(name)]:
+            raise ValueError(
+                f"expansions: expected names of ASCII letters, digits, - and _, found {bad[0]!r}"
+            )
+        active = (
+            list(self.expansions) if self.active is None else chosen(self.active, self.expansions)
+        )
+        owners = [
+            name
+            for name, own in self.expansions.items()
+            if own["vocab_size"] > own["base_vocab_size"]
+        ]
+        return [name for name in sorted(self.expansions) if name in (*active, *owners)]
+
+
+def chosen(names: Iterable[str], among: Iterable[str]) -> list[str]:
+    """`names` as a list. Raises ValueError where one is not `among` those there are."""
+    listed, there = [names] if isinstance(names, str) else list(names), list(among)
+    for name in listed:
+        if name not in there:
+            raise ValueError(
+                f"active: expected some of {', '.join(there) or 'no expansion'}, found {name}"
+            )
+    return listed

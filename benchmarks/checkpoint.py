@@ -137,7 +137,7 @@ class Saver:
         from pipeline.training.checkpointing import Checkpoints
 
         base = BaseFolder(config.base, read_spec(config.base))
-        base.know_hashes({})
+        base.set_known_hashes({})
         run = describe_run(config, base, engine.model, "none")
         layout = describe_layout(Layout(RANKS), zero_stage, torch.bfloat16)
         self.folder, self.engine = config.folder, engine

@@ -38,8 +38,8 @@ from pipeline.gating.fit_run import BaseStream, fit_on
 from pipeline.gating.windows import FittingText, Windows, as_windows, joined
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
-from pipeline.rehearsal.corpus import SamplingJob, plan_of, sample_corpus
 from pipeline.scale.gate import Gate
+from pipeline.self_generated.corpus import SamplingJob, plan_of, sample_corpus
 
 NEW, OLD = "ko/reviews", "en/gutenberg"
 PAIRS = [
@@ -108,7 +108,7 @@ class Separation:
         self._decoder, self._options = decoder, options
         self._tokenizer = load_tokenizer(options.base)
         self._settings = GateSettings(max_open_fraction=options.max_open_fraction)
-        self._own = own_text(options, self._tokenizer) if options.own_text else None
+        self._own = self_generated(options, self._tokenizer) if options.self_generated else None
 
     def rows(
         self, pair: Sequence[str], kinds: Mapping[str, Kind], layers: Sequence[int]
@@ -233,11 +233,11 @@ def kind_of(file: Path, seed: int) -> Kind:
     return Kind(texts[:half], texts[half : 3 * half // 2], texts[3 * half // 2 :])
 
 
-def own_text(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
+def self_generated(options: argparse.Namespace, tokenizer: Tokenizer) -> FittingText:
     """What the base writes: to fit on, and to set the threshold on."""
     length = options.sequence_length
     with tempfile.TemporaryDirectory() as folder:
-        sampling = Sampling(tokens=options.own_text, seed=options.seed)
+        sampling = Sampling(tokens=options.self_generated, seed=options.seed)
         job = SamplingJob(
             base=options.base, output=Path(folder) / "own", sampling=sampling, max_tokens=length
         )

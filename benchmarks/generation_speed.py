@@ -4,7 +4,7 @@
     python -m benchmarks.generation_speed --hidden-size 1024 --layers 8 --json benchmarks/out/generation.json
 
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's proportions) and by a half
-becomes: a wider Llama, as stock exports are, and the scale format's two streams, without a gate, with one that never
+becomes: a wider Llama, as merged exports are, and the scale format's two streams, without a gate, with one that never
 opens and with one that opens at once; and four expansions by an eighth beside each other, none or one of which opens.
 They take turns in one process, and the fastest turn of each counts, so that load on the machine changes little. The
 scale format's models have the base's own matrices, in one memory: the same product takes up to a fifth longer where the
@@ -102,7 +102,7 @@ def models(
             "layer_rotary": [0] * layers,
             "gate_features": features,
         }
-        made[f"1/{share}, stock"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
+        made[f"1/{share}, merged"] = LlamaForCausalLM(LlamaConfig(**sizes, **wider))
         made[f"1/{share}, scale"] = ScaleForCausalLM(ScaleConfig(**scale))
         made[f"1/{share}, gate shut"] = ScaleForCausalLM(
             ScaleConfig(**scale, gate_layer=layers // 2)
@@ -132,9 +132,8 @@ def models(
         if isinstance(model, ScaleForCausalLM):
             for layer, same in zip(model.layers, of_base.model.layers, strict=True):
                 for name, matrix in MATRICES.items():
-                    setattr(
-                        layer.get_submodule(name).base, "weight", same.get_submodule(matrix).weight
-                    )  # noqa: B010
+                    widened: Any = layer.get_submodule(name)
+                    widened.base.weight = same.get_submodule(matrix).weight
             model.output.base = of_base.lm_head.weight
             model.embedding.base.weight.data[OPENING, 0] = 1e3
     several.share_base()

@@ -76,7 +76,7 @@ def eighth_of(spec: DecoderSpec) -> dict[str, int]:
 
 def adapt_run(
     folder: Path, base: Path, zero: int, sequences: int, tp_size: int = 1, **changes: Any
-) -> RunConfig:  # noqa: ANN401
+) -> RunConfig:
     """A run of Adapt on `text.txt` in `folder`, one sequence a micro-batch; `changes` are of its method."""
     from pipeline.model.from_hf import read_spec  # imports torch, which not every benchmark needs
 

@@ -4,7 +4,7 @@
     python -m benchmarks.sampling_throughput --base path/to/chat/model --chats chats.jsonl --batch-sizes 8 32
 
 All draw from the base's own distribution. `generate` gets the same batches, and each waits for its longest document;
-`sample` calls it in rounds, between which documents that are over leave (pipeline/rehearsal/generation.py). Measured is
+`sample` calls it in rounds, between which documents that are over leave (pipeline/self_generated/generation.py). Measured is
 one process with one thread; `scale-cpt sample` has more. The ways take turns, and the least processor time of each
 counts, so that load on the machine changes little. Tokens are those up to a document's end, without its opening.
 """
@@ -28,7 +28,7 @@ from pipeline import command_line
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.hf.folder import load_hf_model
-from pipeline.rehearsal.generation import BaseWriter
+from pipeline.self_generated.generation import BaseWriter
 
 ALONE = "generate, one at a time"
 ALONE_FEWER = 32
@@ -37,7 +37,7 @@ Ids = npt.NDArray[Any]
 
 
 def opened(base: Path, tokenizer: Tokenizer, documents: int, chats: Path | None) -> list[Ids]:
-    """The openings of so many documents: the start token, or chats of the file in turn, and every tenth time that."""
+    """The prompts of so many documents: the start token, or chats of the file in turn, and every tenth time that."""
     start = np.array((tokenizer.document_start or tokenizer.document_end)[-1:])
     if chats is None:
         return [start] * documents
@@ -52,17 +52,17 @@ def opened(base: Path, tokenizer: Tokenizer, documents: int, chats: Path | None)
 
 @torch.inference_mode()
 def generated(
-    model: Any, tokenizer: Tokenizer, size: int, openings: list[Ids], max_tokens: int, seed: int
-) -> int:  # noqa: ANN401
-    """The tokens that `generate` writes after the openings, `size` at a time."""
+    model: Any, tokenizer: Tokenizer, size: int, prompts: list[Ids], max_tokens: int, seed: int
+) -> int:
+    """The tokens that `generate` writes after the prompts, `size` at a time."""
     torch.manual_seed(seed)
     ends = [tokenizer.document_end[-1], *tokenizer.document_start[:1]]
     settings = GenerationConfig(
         do_sample=True, top_k=0, max_length=max_tokens, eos_token_id=ends, pad_token_id=ends[0]
     )
     tokens = 0
-    for first in range(0, len(openings), size):
-        batch = openings[first : first + size]
+    for first in range(0, len(prompts), size):
+        batch = prompts[first : first + size]
         width = max(map(len, batch))
         given = torch.tensor(
             [[ends[0]] * (width - len(opening)) + opening.tolist() for opening in batch]
@@ -76,12 +76,12 @@ def generated(
     return tokens
 
 
-def sampled(writer: BaseWriter, size: int, openings: list[Ids], max_tokens: int, seed: int) -> int:
+def sampled(writer: BaseWriter, size: int, prompts: list[Ids], max_tokens: int, seed: int) -> int:
     """The same by `scale-cpt sample`."""
     written = writer.write(
-        openings, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed
+        prompts, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed
     )
-    return sum(map(len, written)) - sum(map(len, openings))
+    return sum(map(len, written)) - sum(map(len, prompts))
 
 
 def measure(
@@ -96,11 +96,11 @@ def measure(
     tokenizer, model = load_tokenizer(base), load_hf_model(base)
     model.generation_config = GenerationConfig()
     writer = BaseWriter(base, tokenizer)
-    openings = opened(base, tokenizer, documents, chats)
-    ways = {ALONE: partial(generated, model, tokenizer, 1, openings[::ALONE_FEWER])}
+    prompts = opened(base, tokenizer, documents, chats)
+    ways = {ALONE: partial(generated, model, tokenizer, 1, prompts[::ALONE_FEWER])}
     for size in batch_sizes:
-        ways[f"generate, {size} at a time"] = partial(generated, model, tokenizer, size, openings)
-        ways[f"sample, {size} at a time"] = partial(sampled, writer, size, openings)
+        ways[f"generate, {size} at a time"] = partial(generated, model, tokenizer, size, prompts)
+        ways[f"sample, {size} at a time"] = partial(sampled, writer, size, prompts)
     best = dict.fromkeys(ways, 0.0)
     for turn in range(turns):
         for name, way in ways.items():

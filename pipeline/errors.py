@@ -31,7 +31,7 @@ SLURM_FAULT = 71
 """srun could not start the ranks, or lost them (`sysexits.h`: system error; scripts set SLURM_EXIT_ERROR to it)."""
 FOLDER_TAKEN = 73
 """Another job works in the run folder (`sysexits.h`: cannot create)."""
-PASSING_FAULT = 74
+TRANSIENT_FAULT = 74
 """A transient fault: a full or failing disk, or an allocation that fails the preflight (`sysexits.h`: input/output
 error)."""
 RESUME_LATER = 75
@@ -87,7 +87,7 @@ class DamagedCheckpointError(CheckpointError):
 class CheckpointStorageError(CheckpointError):
     """A checkpoint that cannot be written or read now; its content may be intact."""
 
-    exit_code = PASSING_FAULT
+    exit_code = TRANSIENT_FAULT
 
 
 class OutputError(UserError):
@@ -170,7 +170,7 @@ def exit_code_of(error: BaseException) -> int:
     if _is_of_a_name(error):
         return USER_ERROR
     if isinstance(error, OSError) and error.errno in _PASSING:
-        return PASSING_FAULT
+        return TRANSIENT_FAULT
     return int(getattr(error, "exit_code", INTERNAL_FAULT))
 
 

@@ -29,7 +29,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import (
-    PASSING_FAULT,
+    TRANSIENT_FAULT,
     OutputError,
     UserError,
     exit_code_of,
@@ -138,7 +138,7 @@ def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again"
     except FileNotFoundError:
         raise
     except OSError as fault:
-        if exit_code_of(fault) == PASSING_FAULT:
+        if exit_code_of(fault) == TRANSIENT_FAULT:
             raise OSError(fault.errno, fault.strerror, str(path)) from None
         raise error(f"{path}: cannot be read ({fault.strerror}); {advice}") from None
 

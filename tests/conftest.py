@@ -17,7 +17,7 @@ from pipeline.model.from_hf import open_base
 from tests.bases import STORIES, save_base
 from tests.conversion.exports import Exports, Models
 from tests.disks import SmallDisk
-from tests.slurm.cluster import Cluster, guarded_cluster, why_not
+from tests.slurm.cluster import Cluster, guarded_cluster, unsupported_reason
 
 _NO_SLURM = "no Slurm: "
 _SKIPPED = pytest.StashKey[list[str]]()
@@ -102,7 +102,7 @@ def slurm_cluster() -> Iterator[Cluster]:
 
     Skips where Slurm cannot run; the reason is repeated at the end of the summary.
     """
-    if reason := why_not():
+    if reason := unsupported_reason():
         pytest.skip(f"{_NO_SLURM}{reason}")
     with guarded_cluster() as cluster:
         yield cluster

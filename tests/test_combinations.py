@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from pipeline.checks.inputs import Inputs, check_fits
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import load_config
-from pipeline.conversion.formats import why_not
+from pipeline.conversion.formats import unsupported_reason
 from pipeline.errors import UserError
 from pipeline.model.from_hf import RESIDUAL_KEY, open_base, read_spec
 from pipeline.model.spec import DecoderSpec, StoredResidual
@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"parallel__tp_size": 2},
     "sequence parallel": {"parallel__tp_size": 2, "parallel__sequence_parallel": True},
     "vocabulary": {"vocabulary": {"folder": "pieces"}},
-    "rehearsal": {"data__replay_loss": "kl"},
+    "self_generated": {"data__replay_loss": "kl"},
     "gate": {"gate": {}},
     "fp8": {"base_precision": "fp8"},
     "nf4": {"base_precision": "nf4"},
@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recomputing": {"activation_checkpointing": "all"},
     "asynchronous": {"checkpoints__asynchronous": True},
     "muon": {"schedule__optimizer": "muon"},
-    "upscaled": {"upscaled": "expansion"},
+    "init_expansion": {"init_expansion": "expansion"},
     "widened base": {},
     "mixture of experts": {},
 }
@@ -66,7 +66,7 @@ IN_JOURNEYS: dict[str, tuple[str, Any]] = {
     **{f"ZeRO-{stage}": ("zero", stage) for stage in (1, 2, 3)},
     "sequence parallel": ("sequence_parallel", True),
     "vocabulary": ("vocabulary", True),
-    "rehearsal": ("replay_loss", "kl"),
+    "self_generated": ("replay_loss", "kl"),
     "fp8": ("base_precision", "fp8"),
     "nf4": ("base_precision", "nf4"),
     "norm: base": ("norm", "base"),
@@ -204,5 +204,5 @@ def test_models_leave_in_the_formats_that_the_table_names(row, base):
         plan = plan_expansion(
             scale_settings(settings.variant, norm=settings.norm), spec.widths, spec.num_layers
         )
-    for format, reason in why_not(settings, plan, spec, gated="gate" in row).items():
+    for format, reason in unsupported_reason(settings, plan, spec, gated="gate" in row).items():
         check(EXPORTS[row, format], reason, (row, format))

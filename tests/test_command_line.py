@@ -14,7 +14,7 @@ import pytest
 from pipeline.command_line import run
 from pipeline.errors import (
     INTERNAL_FAULT,
-    PASSING_FAULT,
+    TRANSIENT_FAULT,
     USER_ERROR,
     DataError,
     StudyError,
@@ -24,7 +24,7 @@ from tests.bases import STORIES
 
 CODES = {
     USER_ERROR: ("EROFS", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ENAMETOOLONG", "ELOOP"),
-    PASSING_FAULT: (
+    TRANSIENT_FAULT: (
         "ENOSPC",
         "EDQUOT",
         "EIO",

@@ -17,7 +17,7 @@ from tests.training.runs import write_config
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"upscaled": "folder"}, "upscaled: method fft trains no expansion"),
+        ({"init_expansion": "folder"}, "init_expansion: method fft trains no expansion"),
         (
             {"forgetting": {"max_kl_from_base": 0.1}},
             "forgetting.max_kl_from_base: method fft keeps no base",
@@ -129,7 +129,7 @@ def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path
         "data.replay_fraction=0",
         "method.variant=route",
         "method.expansion.hidden_size=32",
-        "upscaled=null",
+        "init_expansion=null",
         "stability.loss_increase=null",
         "schedule.steps=11",  # the last one holds
     ]
@@ -139,7 +139,7 @@ def test_settings_are_changed_by_their_dotted_keys_and_have_their_types(tmp_path
         2e-4,
         (0.8, 0.9),
     )
-    assert (config.name, config.base, config.compile, config.upscaled) == (
+    assert (config.name, config.base, config.compile, config.init_expansion) == (
         "20",
         Path("no"),
         True,

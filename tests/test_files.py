@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
 
 from pipeline import files
-from pipeline.errors import PASSING_FAULT, DataError, exit_code_of, in_one_line
+from pipeline.errors import TRANSIENT_FAULT, DataError, exit_code_of, in_one_line
 from pipeline.files import (
     FolderKind,
     in_threads,
@@ -192,7 +192,7 @@ def test_the_error_of_a_full_disk_names_what_was_written(small_disk, kind):
                     save_file({"a": torch.zeros(2**20)}, folder / "a.safetensors")
                 else:
                     (folder / "a").write_bytes(bytes(2**21))
-    assert exit_code_of(raised.value) == PASSING_FAULT
+    assert exit_code_of(raised.value) == TRANSIENT_FAULT
     said = in_one_line(raised.value)
     assert f"no space left on the disk of {path} (" in said and "of its 0.00105 GB are free" in said
     assert not path.exists()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from huggingface_hub.utils import filter_repo_objects
 
-from pipeline.checks.door import begin, faults_of
+from pipeline.checks.checklist import begin, faults_of
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
 from pipeline.data.sources.hub_datasets import dataset_files, downloaded_files

@@ -27,9 +27,9 @@ from pipeline.expansion_folder import EXPANSION, write_expansion
 from pipeline.files import check_replaceable
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
-from pipeline.rehearsal.corpus import plan_of, sample_corpus
 from pipeline.scale.gate import Gate
 from pipeline.scale.gate_folder import GATE, write_gate
+from pipeline.self_generated.corpus import plan_of, sample_corpus
 from pipeline.studies.random_base import make_random_base
 from pipeline.studies.study import RandomBase
 from studies.biographies.make_texts import write_corpora
@@ -39,7 +39,7 @@ from tests.data.helpers import contents, documents, job, stories, write_jsonl
 from tests.distributed import run_ranks
 from tests.gating.test_gate import RECORD
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import job as sampling_job
+from tests.self_generated.helpers import job as sampling_job
 from tests.widened import scale_settings
 
 Writer = Callable[[Path], object]
@@ -113,10 +113,10 @@ def writers(tmp_path_factory) -> Iterator[dict[str, Writer]]:
         described = sampling_job(path, tokens=60)
         sample_corpus(described, plan_of(described), workers)
 
-    with local_workers(1, preload="pipeline.rehearsal.corpus") as workers:
+    with local_workers(1, preload="pipeline.self_generated.corpus") as workers:
         yield {
             "export": lambda path: convert(
-                _into(exported, path, "stock"), probe_maker({"own": [str(texts)]})
+                _into(exported, path, "merged"), probe_maker({"own": [str(texts)]})
             ),
             "trained expansion": lambda path: convert(
                 _into(exported, path, "expansion"), probe_maker({})

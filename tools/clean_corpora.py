@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> None:
         return
     with stage_of(config, "clean", alone=True):
         if not all(cleaned_folder(config.data, name).is_dir() for name in names):
-            from pipeline.checks.door import begin  # loads torch
+            from pipeline.checks.checklist import begin  # loads torch
 
             for files in named_inputs(config.data):
                 named_files(files)

@@ -1,16 +1,16 @@
 r"""Converts a checkpoint to a Hugging Face folder, and checks that it is the model that trained.
 
     scale-cpt convert configs/demo.yaml
-    scale-cpt convert configs/demo.yaml --format stock --without-gate --output exported
+    scale-cpt convert configs/demo.yaml --format merged --without-gate --output exported
     scale-cpt convert --checkpoint runs/demo/checkpoints/step_00000200 --base examples/data/models/stories260K \
-        --output exported --format stock --dtype bf16
+        --output exported --format merged --dtype bf16
 
-With a run: the run's newest checkpoint, into <folder>/hf or --output. Formats: `stock` loads anywhere with no code
-of ours; `scale` carries its code (trust_remote_code=True); `expansion` holds only what SCALE added; `auto` is stock
+With a run: the run's newest checkpoint, into <folder>/hf or --output. Formats: `merged` loads anywhere with no code
+of ours; `scale` carries its code (trust_remote_code=True); `expansion` holds only what SCALE added; `auto` is merged
 where possible. A run whose configuration has a section `gate` is converted with its gate, into the format `scale`, or
 --without-gate.
 
-A wider stock model in fp32 is stored for serving, with the added channels too small for other tools to train. With
+A wider merged model in fp32 is stored for serving, with the added channels too small for other tools to train. With
 `--for training` they can, and it differs a little more from the model that trained.
 
 Nothing leaves this machine: to publish the folder, `hf upload organisation/model FOLDER --exclude conversion.json`.
@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest="purpose",
         choices=get_args(Purpose),
         default="serving",
-        help="of a wider stock model in fp32: whether other tools are to train it (default: serving)",
+        help="of a wider merged model in fp32: whether other tools are to train it (default: serving)",
     )
     parser.add_argument(
         "--text",

@@ -102,13 +102,13 @@ def _row(key: str, field: FieldInfo, summary: str = "") -> str:
     return f"| `{key}` | {_type(field.annotation)} | {shown} | {meaning} |\n"
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:  # noqa: ANN401
+def _sections(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [inner for part in get_args(annotation) for inner in _sections(part)]
 
 
-def _type(annotation: Any) -> str:  # noqa: ANN401
+def _type(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(parts[0])

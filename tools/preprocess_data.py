@@ -62,7 +62,7 @@ def _of_run(config: RunConfig) -> list[Job]:
                 raise DataError(
                     f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first"
                 )
-        from pipeline.checks.door import begin  # loads torch
+        from pipeline.checks.checklist import begin  # loads torch
 
         # cpt_korean.sh knows how many ranks will train on the tokens.
         begin(

@@ -3,7 +3,7 @@
     scale-cpt sample configs/….yaml
     scale-cpt sample --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048
 
-With a run's configuration, every corpus of role rehearsal that it names is made; without one, give the base and the
+With a run's configuration, every corpus of role self_generated that it names is made; without one, give the base and the
 settings, which are those of `data.corpora.<name>.sample` in docs/configuration.md.
 """
 
@@ -22,7 +22,7 @@ from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import begin_run, stage_of
 
 if TYPE_CHECKING:
-    from pipeline.rehearsal.corpus import SamplingJob
+    from pipeline.self_generated.corpus import SamplingJob
 
 _logger = log.get_logger(__name__)
 
@@ -34,7 +34,12 @@ def main(options: argparse.Namespace) -> None:
     sampling = _sampling_of(options) if config is None else None
     _logger.info("sampling text that the base writes itself: loading the libraries, then the base")
     from pipeline.data.tokenize.workers import local_workers
-    from pipeline.rehearsal.corpus import default_workers, plan_of, sample_corpus, sampling_jobs
+    from pipeline.self_generated.corpus import (
+        default_workers,
+        plan_of,
+        sample_corpus,
+        sampling_jobs,
+    )
 
     with stage_of(config, "sample"):
         if config is not None:
@@ -46,7 +51,7 @@ def main(options: argparse.Namespace) -> None:
         if config is not None:
             begin_run(config)
         count = options.workers or default_workers(jobs[0].base)
-        with local_workers(count, preload="pipeline.rehearsal.corpus") as workers:
+        with local_workers(count, preload="pipeline.self_generated.corpus") as workers:
             for job, plan in zip(jobs, plans, strict=True):
                 manifest = sample_corpus(job, plan, workers, options.share)
                 print(
@@ -63,7 +68,7 @@ def _sampling_of(options: argparse.Namespace) -> Sampling:
 
 
 def _given(options: argparse.Namespace, sampling: Sampling) -> SamplingJob:
-    from pipeline.rehearsal.corpus import SamplingJob
+    from pipeline.self_generated.corpus import SamplingJob
 
     return SamplingJob(
         options.base,
@@ -102,14 +107,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=positive, help="of a document, its opening included")
     add("--temperature", type=float, default=1.0, help="default: 1, the base's own distribution")
     add(
-        "--openings",
+        "--prompts",
         nargs="+",
         default=[],
         metavar="FILE",
         help="documents whose beginnings the base continues",
     )
     add(
-        "--opening-tokens",
+        "--prompt-tokens",
         type=positive,
         help="the beginning of each that is used (default: all of it)",
     )

@@ -2,7 +2,7 @@
 
     scale-cpt upscale configs/demo.yaml
 
-Reads the run's `base`, `method` and `seed`; writes `<folder>/upscaled`. Skips an expansion that exists and is intact.
+Reads the run's `base`, `method` and `seed`; writes `<folder>/initial_expansion`. Skips an expansion that exists and is intact.
 Before that, the base's logits on a probe text are compared with those of transformers, in fp32: of all its layers, or
 of the first that fit into 8 GiB.
 """
@@ -35,7 +35,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _upscale(config: RunConfig) -> None:
-    output = config.upscaled_folder
+    output = config.initial_expansion_folder
     if not isinstance(config.method, ScaleMethod):
         logger.info("method %s widens nothing: nothing to upscale", config.method.name)
         return
@@ -69,7 +69,7 @@ def _seems_made_for(config: RunConfig) -> bool:
 
     That takes no time and no torch. Only if it does not hold are all weights hashed, as training does in any case.
     """
-    manifest = config.upscaled_folder / MANIFEST
+    manifest = config.initial_expansion_folder / MANIFEST
     try:
         found = read_object(manifest, CheckpointError)
         newest = max(file.stat().st_mtime for file in config.base.iterdir())

@@ -194,7 +194,7 @@ def main() -> int:
             print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
         rows += [{"part": part, **row._asdict()} for row in found]
         seconds[part] = round(time.monotonic() - started, 1)
-        values = {"about": about, "rehearsal": arguments.cpu, "rows": rows, "seconds": seconds}
+        values = {"about": about, "self_generated": arguments.cpu, "rows": rows, "seconds": seconds}
         write_json(setting.folder / "results.json", values)
     passed, failed = (sum(row["passed"] is outcome for row in rows) for outcome in (True, False))
     done = f"{len(seconds)} parts {'rehearsed' if arguments.cpu else 'run'}"

@@ -33,7 +33,7 @@ _PATIENCE_S = {"cuda": 60.0, "cpu": 300.0}
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
-def _two(setting: Setting, target: Callable[..., None], *arguments: Any) -> list[BaseProcess]:  # noqa: ANN401
+def _two(setting: Setting, target: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
     """Starts `target(rank, *arguments)` as two processes."""
     # A server that has imported all forks quickly, but on a GPU it must not have asked for the device.
     context = get_context("spawn") if setting.on_gpu else get_context("forkserver")

@@ -88,7 +88,7 @@ def run(
     return done.stderr
 
 
-def write_config(setting: Setting, name: str, **changes: Any) -> Path:  # noqa: ANN401  # sections of YAML
+def write_config(setting: Setting, name: str, **changes: Any) -> Path:  # sections of YAML
     """Writes the configuration of a small run; `changes` replace whole sections. An earlier such run is removed."""
     shutil.rmtree(setting.folder / name, ignore_errors=True)
     heldout = {"ko": [KOREAN.format("heldout.")], "en": [ENGLISH.format("heldout.")]}
@@ -129,7 +129,7 @@ def prepare(config: RunConfig) -> None:
         for job in corpus_jobs(config.data, config.base):
             preprocess(job, workers)
     assert isinstance(config.method, ScaleMethod)
-    upscale(config.method, open_base(config.base), config.upscaled_folder, config.seed)
+    upscale(config.method, open_base(config.base), config.initial_expansion_folder, config.seed)
 
 
 def train(path: Path, setting: Setting) -> str:
@@ -318,7 +318,7 @@ def check_demo(setting: Setting) -> Iterator[Row]:
     if not setting.on_gpu:
         values["schedule"] |= {"steps": 2}
         values["validation"] |= {"max_sequences": 2}
-        values["data"]["corpora"]["own_text"]["sample"] = {"tokens": 4000}
+        values["data"]["corpora"]["self_generated"]["sample"] = {"tokens": 4000}
         values["gate"] = {"tokens": 1000, "max_open_fraction": 0.1}
         for kind, name in (("korean", KOREAN), ("english", ENGLISH)):
             values["data"]["corpora"][kind]["input"] = [name.format("heldout.")]

@@ -27,7 +27,7 @@ from benchmarks.results import BASES, STORIES, Row, adapt_run
 from benchmarks.scale.growth import in_own_process, opened, report
 from pipeline import methods
 from pipeline.checks import allocation
-from pipeline.checks.door import begin
+from pipeline.checks.checklist import begin
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.tokenize.corpora import corpus_jobs
@@ -66,7 +66,7 @@ def make_run(folder: Path) -> RunConfig:
     upscale(
         ScaleMethod.model_validate(config.method),
         open_base(config.base),
-        config.upscaled_folder,
+        config.initial_expansion_folder,
         config.seed,
     )
     return config
@@ -80,7 +80,7 @@ def start(config: RunConfig, ranks: int) -> Row:
     row, store, open_weights = Row(), internals.HashStore(), vars(base_folder)["safe_open"]
     values, together = [object()] * ranks, threading.Barrier(ranks)
 
-    def count_and_open(file: Path, **named: str) -> Any:  # noqa: ANN401
+    def count_and_open(file: Path, **named: str) -> Any:
         opened[file.name] += 1  # Python does not know that it is opened
         return open_weights(file, **named)
 

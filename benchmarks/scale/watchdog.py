@@ -36,7 +36,7 @@ _REPORT = RankReport(
 )
 
 
-def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:  # noqa: ANN401
+def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
     """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one is gone."""
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])

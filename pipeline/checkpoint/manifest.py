@@ -41,7 +41,7 @@ SAME_OVER_A_RUN = (
     "tokenizer_fingerprint",
     "data",
 )
-_CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"openings"}}
+_CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"prompts"}}
 PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
 
@@ -314,5 +314,5 @@ def _with_files(corpus: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a corpus without its source, and with names for its files: without these it is not valid."""
     files: dict[str, Any] = {"input": ["-"]}
     if sample := corpus.get("sample"):
-        files = {"sample": {**sample, "openings": ["-"]}}
+        files = {"sample": {**sample, "prompts": ["-"]}}
     return {name: value for name, value in corpus.items() if name != "source"} | files

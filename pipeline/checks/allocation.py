@@ -248,7 +248,7 @@ def _hashes(inputs: Inputs) -> dict[str, str]:
     config, weights = inputs.config, inputs.base.files
     small = [config.base / "config.json", tokenizer_file(config.tokenizer)]
     if isinstance(config.method, ScaleMethod):
-        small.append(config.upscaled_folder / EXPANSION_MANIFEST)
+        small.append(config.initial_expansion_folder / EXPANSION_MANIFEST)
     for name in config.data.corpora:
         small += [folder(config.data, name) / MANIFEST for folder in (train_folder, heldout_folder)]
     seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}

@@ -88,7 +88,7 @@ class Inputs:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
 
-    def get(self, name: str) -> Any:  # noqa: ANN401
+    def get(self, name: str) -> Any:
         """One of the properties; None where it cannot be opened."""
         try:
             return getattr(self, name)

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from pipeline.checks.door import faults_of
+from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import HF_FOLDER
-from pipeline.conversion.formats import describe_formats, why_not
+from pipeline.conversion.formats import describe_formats, unsupported_reason
 from pipeline.data.corpus.token_corpus import MANIFEST as CORPUS_MANIFEST
 from pipeline.data.corpus.token_corpus import load_manifest
 from pipeline.data.tokenize.corpora import (
@@ -96,7 +96,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     if spec is not None:
         scale = config.method if isinstance(config.method, ScaleMethod) else None
         expansion = plan_expansion(scale, spec.widths, spec.num_layers) if scale else None
-        refused = why_not(config.method, expansion, spec, gated=config.gate is not None)
+        refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
     return Plan(rows, list(_to_make(config)), [str(fault) for fault in faults])
 
@@ -152,9 +152,9 @@ def _disk_space(estimator: Estimator, faults: list[UserError]) -> Iterator[tuple
             0, checkpoints_bytes(config, parameters) - held_bytes(config.checkpoint_folder)
         )
     }
-    if isinstance(config.method, ScaleMethod) and config.upscaled is None:
+    if isinstance(config.method, ScaleMethod) and config.init_expansion is None:
         known["expansion"] = max(
-            0, parameters.expansion * _UPSCALED_BYTES - held_bytes(config.upscaled_folder)
+            0, parameters.expansion * _UPSCALED_BYTES - held_bytes(config.initial_expansion_folder)
         )
     # In the base's type, which is that of training on GPUs.
     known["export"] = max(0, parameters.total * itemsize - held_bytes(folder / HF_FOLDER))
@@ -287,8 +287,11 @@ def _to_make(config: RunConfig) -> Iterator[str]:
         yield f"{config.data.folder}: the token corpora (scale-cpt tokenize)"
     if any(corpus.sample is not None for corpus in unfinished):
         yield f"{config.data.folder}: the text that the base writes (scale-cpt sample)"
-    if isinstance(config.method, ScaleMethod) and not (config.upscaled_folder / MANIFEST).exists():
-        yield f"{config.upscaled_folder}: the initial expansion (scale-cpt upscale)"
+    if (
+        isinstance(config.method, ScaleMethod)
+        and not (config.initial_expansion_folder / MANIFEST).exists()
+    ):
+        yield f"{config.initial_expansion_folder}: the initial expansion (scale-cpt upscale)"
 
 
 def dry_run(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,12 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-from pipeline.cleaning.text import mended, whole_text, without_boilerplate_lines, without_personal
+from pipeline.cleaning.text import (
+    whole_text,
+    with_fixed_encoding,
+    without_boilerplate_lines,
+    without_personal,
+)
 from pipeline.data.sources.readers import text_records
 from pipeline.data.sources.records import Keys, Rejected
 from pipeline.data.sources.streams import open_stream, text_length
@@ -104,9 +109,9 @@ class Formatter(BaseFormatter):
         return formatted
 
 
-def mend() -> Formatter:
+def fix_encoding() -> Formatter:
     """Mends text that was decoded with a wrong encoding, UTF-8 or CP949; then NFC."""
-    return Formatter(mended)
+    return Formatter(with_fixed_encoding)
 
 
 def without_boilerplate() -> Formatter:

@@ -2,7 +2,7 @@
 
 Tasks follow from the input and the settings alone, never from the workers: so does every byte that is written.
 
-    filter              mends, filters and replaces; MinHash signatures
+    filter              fixes encodings, filters and replaces; MinHash signatures
     reference, index    signatures of corpora cleaned before and of held-out files
     buckets, cluster    finds copies and near-copies
     words               indexes words in a row of benchmarks and held-out files
@@ -42,9 +42,9 @@ from pipeline.cleaning.blocks import (
     Signatures,
     Words,
     benchmark_lines,
+    fix_encoding,
     in_language,
     index_words,
-    mend,
     without_boilerplate,
     without_personal_data,
 )
@@ -197,14 +197,14 @@ def stages_of(job: CleaningJob) -> list[Stage]:
         )
 
     def others(name: str, of: list[tuple[Unit, Keys]], block: object, file: str) -> Stage:
-        return Stage(name, min(len(of), _MOST_TASKS), [Records(of), mend(), block], [file])
+        return Stage(name, min(len(of), _MOST_TASKS), [Records(of), fix_encoding(), block], [file])
 
     def dropped(steps: Sequence[str]) -> list[str]:
         return [f"output/{DROPPED}/{name}/{{rank:05d}}.*" for name in steps]
 
     first = [
         *step("records", Records, units=units),
-        *step("mend", mend),
+        *step("fix_encoding", fix_encoding),
         *dropping(
             "language",
             LambdaFilter,

@@ -1,4 +1,4 @@
-"""What cleaning does to a text: mends wrong decoding, removes boilerplate, and replaces personal data."""
+"""What cleaning does to a text: fixes wrong decoding, removes boilerplate, and replaces personal data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LATIN_1_RUN = re.compile("[\x80-\xff]+")
 _WANSUNG_PAIR = re.compile("[\xb0-\xc8][\xa1-\xfe]")
 _LEAST_SYLLABLES = 2
 _LEAST_WANSUNG = 0.8
-_mended_by_ftfy: Callable[[str], str] = FTFYFormatter(normalization="NFC").format
+_fixed_by_ftfy: Callable[[str], str] = FTFYFormatter(normalization="NFC").format
 
 
-def mended(text: str) -> str:
+def with_fixed_encoding(text: str) -> str:
     """A text that was decoded as Latin-1 as it was meant, UTF-8 or CP949; without control characters, in NFC."""
     found = _from_cp949(text)
-    return _mended_by_ftfy(text if found is None else found)
+    return _fixed_by_ftfy(text if found is None else found)
 
 
 def _from_cp949(text: str) -> str | None:

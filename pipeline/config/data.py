@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from pipeline.config.reading import Fraction, PositiveFloat, PositiveInt, Section, Texts
 
-Role = Literal["new", "replay", "rehearsal"]
+Role = Literal["new", "replay", "self_generated"]
 CleaningStep = Literal[
-    "mend",
+    "fix_encoding",
     "language",
     "boilerplate",
     "repetition",
@@ -29,7 +29,7 @@ CHAT_DATE = date(2025, 1, 1)
 
 
 class Sampling(Section):
-    """Text that the base writes itself, for a corpus of role rehearsal (scale-cpt sample)."""
+    """Text that the base writes itself, for a corpus of role self_generated (scale-cpt sample)."""
 
     tokens: PositiveInt
     """how many are written, at least"""
@@ -37,15 +37,15 @@ class Sampling(Section):
     """1: the base's own distribution, without top-k or top-p"""
     max_tokens: PositiveInt | None = None
     """of a document, its opening included; default: sequence_length"""
-    openings: Texts = []
+    prompts: Texts = []
     """files of documents whose beginnings the base continues, in the formats of input; default: only the token before a
     document"""
-    opening_tokens: PositiveInt | None = None
+    prompt_tokens: PositiveInt | None = None
     """the beginning of an opening that is used; default: all of it, as for questions"""
     chat_template: bool = False
-    """the openings are a user's messages, framed by the tokenizer's chat template"""
+    """the prompts are a user's messages, framed by the tokenizer's chat template"""
     thinking: bool | None = None
-    """of openings that are chats: whether the base thinks before it answers, the template's `enable_thinking`; default:
+    """of prompts that are chats: whether the base thinks before it answers, the template's `enable_thinking`; default:
     as the template has it"""
     system_prompts: Texts = []
     """a system's message is drawn of these for each chat that has none; default: none is added"""
@@ -54,11 +54,11 @@ class Sampling(Section):
 
     @model_validator(mode="after")
     def _a_chat_has_messages(self) -> Sampling:
-        if self.chat_template and not self.openings:
-            raise ValueError("chat_template frames messages; name files of them as openings")
-        if self.chat_template and self.opening_tokens is not None:
+        if self.chat_template and not self.prompts:
+            raise ValueError("chat_template frames messages; name files of them as prompts")
+        if self.chat_template and self.prompt_tokens is not None:
             raise ValueError(
-                "give chat_template or opening_tokens, not both: a message is used as a whole"
+                "give chat_template or prompt_tokens, not both: a message is used as a whole"
             )
         return self
 
@@ -106,7 +106,7 @@ class Corpus(Section):
     clean: Cleaning | None = None
     """what scale-cpt clean does with input before it is tokenized; default: nothing"""
     sample: Sampling | None = None
-    """instead of input, for role rehearsal: what the base is to write"""
+    """instead of input, for role self_generated: what the base is to write"""
     heldout_input: Texts = []
     """separate files for the held-out part; at least one corpus of a run has such a part"""
     heldout_fraction: Fraction = 0.0
@@ -117,7 +117,7 @@ class Corpus(Section):
     """that of a prompt before the text, which is read but never predicted: loss on answers only"""
     messages_key: str | None = None
     """or that of a chat in JSON, a list of {role, content} or {from, value}: framed by the tokenizer's chat template,
-    with the loss on the assistant's messages only. With role rehearsal the openings are such chats: the base writes
+    with the loss on the assistant's messages only. With role self_generated the prompts are such chats: the base writes
     each answer itself"""
     document: Literal["line", "file"] = "line"
     """of .txt files: what is one document, up to 32 MiB"""
@@ -148,24 +148,24 @@ class Corpus(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Corpus:
-        if self.role != "rehearsal":
+        if self.role != "self_generated":
             if self.sample is not None:
-                raise ValueError(f"sample belongs to role rehearsal, not to role {self.role}")
+                raise ValueError(f"sample belongs to role self_generated, not to role {self.role}")
             if not self.input:
                 raise ValueError("input: name at least one file")
         elif self.sample is None or self.input or self.heldout_input or self.heldout_fraction:
             raise ValueError(
-                "role rehearsal: give sample, and neither input nor a held-out part; the base writes it"
+                "role self_generated: give sample, and neither input nor a held-out part; the base writes it"
             )
         elif self.prompt_key is not None:
             raise ValueError(
-                "prompt_key does not apply to role rehearsal; name the field of the openings as text_key"
+                "prompt_key does not apply to role self_generated; name the field of the prompts as text_key"
             )
         elif self.messages_key is not None and (
-            not self.sample.openings or self.sample.opening_tokens is not None
+            not self.sample.prompts or self.sample.prompt_tokens is not None
         ):
             raise ValueError(
-                "messages_key: chats are used whole; name files of them as openings, without opening_tokens"
+                "messages_key: chats are used whole; name files of them as prompts, without prompt_tokens"
             )
         if self.clean is not None and (self.prompt_key or self.messages_key or self.sample):
             raise ValueError("clean is for documents, without prompt_key, messages_key and sample")
@@ -197,9 +197,9 @@ class Data(Section):
     """share of the samples drawn from the corpora of role replay"""
     replay_loss: Literal["nll", "kl"] = "nll"
     """on these samples: the next token's negative log likelihood, or KL(base || model) as in rehearsal"""
-    rehearsal_fraction: Fraction = 0.0625
-    """share of the samples drawn from the corpora of role rehearsal, if there are any"""
-    rehearsal_coefficient: PositiveFloat = 1.0
+    self_generated_fraction: Fraction = 0.0625
+    """share of the samples drawn from the corpora of role self_generated, if there are any"""
+    self_generated_coefficient: PositiveFloat = 1.0
     """factor of KL(base || model) in the loss"""
     temperature: Annotated[float, Field(ge=1)] | None = None
     """among the corpora of a role, also weigh each by tokens^(1 / temperature): 1 in proportion to their sizes, 3.3
@@ -218,7 +218,7 @@ class Data(Section):
             raise ValueError("replay_fraction is above 0 but no corpus has the role replay")
         if sum(self.fractions.values()) >= 1:
             raise ValueError(
-                "replay_fraction and rehearsal_fraction leave no sample of the role new"
+                "replay_fraction and self_generated_fraction leave no sample of the role new"
             )
         return self
 
@@ -228,14 +228,16 @@ class Data(Section):
         roles = {corpus.role for corpus in self.corpora.values()}
         wanted: dict[Role, float] = {
             "replay": self.replay_fraction,
-            "rehearsal": self.rehearsal_fraction,
+            "self_generated": self.self_generated_fraction,
         }
         return {role: fraction for role, fraction in wanted.items() if role in roles}
 
     @property
     def kl_roles(self) -> frozenset[Role]:
         """The roles whose samples train by KL(base || model)."""
-        return frozenset({"rehearsal", "replay"} if self.replay_loss == "kl" else {"rehearsal"})
+        return frozenset(
+            {"self_generated", "replay"} if self.replay_loss == "kl" else {"self_generated"}
+        )
 
     @property
     def kl_fraction(self) -> float:

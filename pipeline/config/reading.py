@@ -23,6 +23,17 @@ Texts = Annotated[
 """A list, or one text in its place."""
 
 
+# What earlier versions called settings, and values of settings: an old file gets the new name in its error.
+RENAMED_KEYS = {
+    "upscaled": "init_expansion",
+    "openings": "prompts",
+    "opening_tokens": "prompt_tokens",
+    "rehearsal_fraction": "self_generated_fraction",
+    "rehearsal_coefficient": "self_generated_coefficient",
+}
+RENAMED_VALUES = {"rehearsal": "self_generated", "mend": "fix_encoding", "stock": "merged"}
+
+
 class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 
@@ -64,7 +75,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def parse_yaml(text: str, fault: str) -> Any:  # noqa: ANN401
+def parse_yaml(text: str, fault: str) -> Any:
     """The value that `text` is in YAML; raises ConfigError, which begins with `fault`, for what is no YAML."""
     try:
         return yaml.load(text, _UniqueKeys)  # a SafeLoader
@@ -90,7 +101,7 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
         ) from None
 
 
-def with_defaults(annotation: Any, value: Any) -> Any:  # noqa: ANN401
+def with_defaults(annotation: Any, value: Any) -> Any:
     """`value`, recorded as JSON, with the defaults of settings that did not exist at the time."""
     kind = TypeAdapter[Any](annotation)
     try:
@@ -117,7 +128,10 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
     if fault["type"] == "extra_forbidden":
-        key, schema = str(fault["loc"][-1]), kind.model_json_schema()
+        key = str(fault["loc"][-1])
+        if key in RENAMED_KEYS:
+            return f"is called {RENAMED_KEYS[key]} now"
+        schema = kind.model_json_schema()
         known = {
             name
             for section in (schema, *schema.get("$defs", {}).values())
@@ -128,6 +142,8 @@ def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
         )  # it may be one of another section
     if fault["type"] == "missing":
         return "missing"
+    if fault["type"] == "literal_error" and fault["input"] in RENAMED_VALUES:
+        return f"{fault['input']!r} is called {RENAMED_VALUES[fault['input']]!r} now"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if isinstance(fault.get("input"), (str, int, float, bool)):
         message += f" (found {fault['input']!r:.120})"

@@ -34,7 +34,7 @@ class GateSettings(Section):
     """the stream before this layer is read; default: the last place where it is exactly the base's, after the last
     layer for preserve and route, before l_fp for adapt"""
     negatives: list[CorpusName] = []
-    """corpora of text that is not new; default: those of role rehearsal, or else those of role replay"""
+    """corpora of text that is not new; default: those of role self_generated, or else those of role replay"""
     tokens: PositiveInt = 100_000
     """of new text and of text that is not, each: so many to fit the gate, and as many others to set its threshold"""
     splices: bool = False
@@ -223,8 +223,8 @@ class RunConfig(Section):
     """of the frozen linear maps: in the type that the deepspeed file sets, or stored in 8 or 4 bits (docs/method.md)"""
     vocabulary: VocabularySettings | None = None
     """a tokenizer with more pieces than the base's; default: the base's own"""
-    upscaled: Path | None = None
-    """an expansion to train on, exported by another run; default: a new one, in <folder>/upscaled"""
+    init_expansion: Path | None = None
+    """an expansion to train on, exported by another run; default: a new one, in <folder>/initial_expansion"""
     method: Method
     """what trains"""
     data: Data
@@ -282,10 +282,12 @@ class RunConfig(Section):
             )
         for name in self.gate.negatives:
             if name not in self.data.corpora or self.data.corpora[name].role == "new":
-                raise ValueError(f"gate.negatives: {name} is no corpus of role rehearsal or replay")
+                raise ValueError(
+                    f"gate.negatives: {name} is no corpus of role self_generated or replay"
+                )
         if not self.gate_negatives:
             raise ValueError(
-                "gate: needs text that is not new; add a corpus of role rehearsal or replay"
+                "gate: needs text that is not new; add a corpus of role self_generated or replay"
             )
         return self
 
@@ -297,8 +299,8 @@ class RunConfig(Section):
             if own.heldout_input or own.heldout_fraction
         }
         method, limits = self.method, self.forgetting
-        if self.upscaled is not None and not isinstance(method, ScaleMethod):
-            raise ValueError(f"upscaled: method {method.name} trains no expansion; remove it")
+        if self.init_expansion is not None and not isinstance(method, ScaleMethod):
+            raise ValueError(f"init_expansion: method {method.name} trains no expansion; remove it")
         if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
@@ -313,11 +315,11 @@ class RunConfig(Section):
     @property
     def gate_negatives(self) -> list[str]:
         """The corpora of text that is not new, from which a gate learns."""
-        by_role: dict[Role, list[str]] = {"new": [], "replay": [], "rehearsal": []}
+        by_role: dict[Role, list[str]] = {"new": [], "replay": [], "self_generated": []}
         for name, corpus in self.data.corpora.items():
             by_role[corpus.role].append(name)
         named = [] if self.gate is None else self.gate.negatives
-        return named or by_role["rehearsal"] or by_role["replay"]
+        return named or by_role["self_generated"] or by_role["replay"]
 
     @property
     def tokenizer(self) -> Path:
@@ -330,9 +332,9 @@ class RunConfig(Section):
         return self.folder / CHECKPOINTS
 
     @property
-    def upscaled_folder(self) -> Path:
+    def initial_expansion_folder(self) -> Path:
         """Where the initial expansion lies."""
-        return self.upscaled or self.folder / "upscaled"
+        return self.init_expansion or self.folder / "initial_expansion"
 
 
 def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:

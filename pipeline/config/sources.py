@@ -67,7 +67,7 @@ def _moved(values: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             found |= {key: inner} if (inner := _moved(value, old, new)) else {}
-        elif key in ("folder", "upscaled") and value and Path(str(value)).is_relative_to(old):
+        elif key in ("folder", "init_expansion") and value and Path(str(value)).is_relative_to(old):
             found[key] = str(new / Path(str(value)).relative_to(old))
     return found
 

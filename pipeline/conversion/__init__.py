@@ -12,4 +12,4 @@ from pipeline.hf import Exported
 Format = Literal["auto", Exported]
 Precision = Literal["fp32", "bf16", "fp16"]
 Purpose = Literal["serving", "training"]
-"""What a stock export of a widened model is for: other tools cannot train one that is stored for serving in fp32."""
+"""What a merged export of a widened model is for: other tools cannot train one that is stored for serving in fp32."""

@@ -64,7 +64,7 @@ class Conversion:
 
     `dtype` None is the base's own type; `gate` the folder of its gate, if any. `vocabulary` is the folder of an
     extended vocabulary, by default where it was in training. `overwrite`: whatever is at `output` may be replaced.
-    `purpose` says at what scale a stock export stores added channels.
+    `purpose` says at what scale a merged export stores added channels.
     """
 
     checkpoint: Path
@@ -216,9 +216,9 @@ def _write_export(
         )
     dtype = conversion.dtype or model.base.dtype
     export = choose_export(model, conversion.format, dtype, conversion.purpose)
-    if conversion.purpose == "training" and export.format != "stock":
+    if conversion.purpose == "training" and export.format != "merged":
         _logger.info(
-            "--for training is about stock folders: one in the format %s is alike for both",
+            "--for training is about merged folders: one in the format %s is alike for both",
             export.format,
         )
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))

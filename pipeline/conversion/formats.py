@@ -1,4 +1,4 @@
-"""What each `--format` writes. `stock` has a module of its own."""
+"""What each `--format` writes. `merged` has a module of its own."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 from pipeline.config.method import Method
 from pipeline.conversion import Format, Purpose
-from pipeline.conversion.stock import stock_export
+from pipeline.conversion.merged import merged_export
 from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
 from pipeline.hf.folder import Export, PlannedTensor, base_config, code_files, dtype_name
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.spec import DecoderSpec
-from pipeline.model.stock_model import why_not_stock
 from pipeline.scale.gate import DECAY, NUMBERS
 from pipeline.scale.plan import ExpansionPlan
 
 
-def why_not(
+def unsupported_reason(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
 ) -> dict[Exported, str | None]:
     """Why a model cannot leave in each format; None where it can."""
     unwidened = f"method {settings.name} widens nothing" if plan is None else None
     return {
-        "stock": why_not_stock(plan, spec, gated=gated),
+        "merged": merged_unsupported_reason(plan, spec, gated=gated),
         "scale": unwidened,
         "expansion": unwidened,
     }
@@ -47,20 +47,22 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
 def choose_export(
     model: TrainedModel, format: Format, dtype: torch.dtype, purpose: Purpose = "serving"
 ) -> Export:
-    """The folder's contents; `auto` is `stock` if that can express the model, else `scale`.
+    """The folder's contents; `auto` is `merged` if that can express the model, else `scale`.
 
     Raises ConversionError: `format` cannot express the model, or it holds no whole model.
     """
-    if check_format(model, format) == "stock":
-        return stock_export(model, dtype, purpose)
+    if check_format(model, format) == "merged":
+        return merged_export(model, dtype, purpose)
     return scale_export(model, dtype)
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
     """The format in which the model leaves, if `format` is asked for. Raises ConversionError if it cannot leave so."""
-    reasons = why_not(model.settings, model.plan, model.stored.spec, gated=model.gate is not None)
+    reasons = unsupported_reason(
+        model.settings, model.plan, model.stored.spec, gated=model.gate is not None
+    )
     if format == "auto":
-        return "stock" if reasons["stock"] is None else "scale"
+        return "merged" if reasons["merged"] is None else "scale"
     if reasons[format] is not None:
         raise ConversionError(
             f"{model.checkpoint}: cannot leave as --format {format}, but as {describe_formats(reasons)}"

@@ -195,7 +195,7 @@ def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[
                     what,
                     *(
                         ["text that the base wrote", "as the base"]
-                        if role == "rehearsal"
+                        if role == "self_generated"
                         else stated
                     ),
                 )

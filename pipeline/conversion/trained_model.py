@@ -47,7 +47,7 @@ class TrainedModel:
             the base, in one matrix, so that this is a model with a larger vocabulary and an output that is not tied.
         stored: the decoder on the meta device as it was trained, and as the checkpoint holds it.
         gate: the gate that was fitted for it, if it is to have one.
-        stored_scale: the scale of added channels in a stock export, if the norms are to count them as there.
+        stored_scale: the scale of added channels in a merged export, if the norms are to count them as there.
     """
 
     checkpoint: Path

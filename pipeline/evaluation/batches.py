@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 
-def frequency_context(config: Any) -> int | None:  # noqa: ANN401  # of any class
+def frequency_context(config: Any) -> int | None:  # of any class
     """The longest text, in tokens, before a model's rotary frequencies change (longrope); None: they never do.
 
     transformers chooses the frequencies of a whole batch by its longest text, padding included.

@@ -109,7 +109,7 @@ def load_tasks(
     return Tasks(names, loaded, limit)
 
 
-def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> list[Result]:  # noqa: ANN401
+def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> list[Result]:
     """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies."""
     from lm_eval.evaluator import evaluate
 
@@ -157,7 +157,7 @@ def benchmark_model(
     prefix: Prefix = "document",
     chat_template: bool = False,
     trust_remote_code: bool = False,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """lm-eval's own model of the Hugging Face folder, on a GPU if there is one.
 
     Every prompt follows `prefix`, as documents do in training; or with `chat_template` it is a user's message, framed
@@ -225,7 +225,7 @@ def _score_by_length(
     score: Callable[..., Scores],
     context: int,
     requests: Sequence[Request],
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Scores:
     """lm-eval's scores, of texts with other rotary frequencies, those beyond `context`, in batches of their own."""
     results: dict[int, tuple[float, bool]] = {}
@@ -261,7 +261,7 @@ def _score_as_possible(
     spelling: Mapping[int, Sequence[int]],
     longest: int,
     requests: Sequence[Request],
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Scores:
     """lm-eval's scores of a model that reads at most `longest` tokens.
 

@@ -174,7 +174,7 @@ def _said(answer: str) -> str:
 @torch.inference_mode()
 def _answers(
     model: Any, prompts: Sequence[list[int]], ends: list[int], new: int
-) -> list[list[int]]:  # noqa: ANN401
+) -> list[list[int]]:
     """The likeliest continuations of at most `new` tokens, with what follows their ends."""
     width = max(map(len, prompts))
     tokens = torch.tensor(

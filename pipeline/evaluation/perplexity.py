@@ -198,7 +198,7 @@ def _encode(
 
 
 def _total_nll(
-    model: Any,  # noqa: ANN401
+    model: Any,
     sequences: Sequence[_Sequence],
     context: int,
     spelling: Mapping[int, Sequence[int]],
@@ -227,7 +227,7 @@ def _total_nll(
 
 
 @torch.no_grad()
-def _token_nll(model: Any, cut: Sequence[tuple[Tensor, int]], name: str) -> list[Tensor]:  # noqa: ANN401
+def _token_nll(model: Any, cut: Sequence[tuple[Tensor, int]], name: str) -> list[Tensor]:
     """The nll of the last so many tokens of each window, in fp64, however they are batched."""
     batch_tokens = min(_BATCH_TOKENS, _BATCH_LOGITS // model.config.vocab_size)
     longest_first = sorted(range(len(cut)), key=lambda place: -len(cut[place][0]))  # little padding

@@ -113,7 +113,7 @@ def read_fitting_text(
             wanted = ceil(ceil(settings.tokens * corpora[name].weight / weights) / length)
             count = min(wanted, len(packed) // 2)
             order = Permutation(len(packed), mix(config.seed, *name.encode()))
-            is_own = corpora[name].role == "rehearsal"
+            is_own = corpora[name].role == "self_generated"
             samples = [packed[order[index]] for index in range(2 * count)]
             halves = (
                 as_windows(half, is_new=is_new, is_own=is_own)

@@ -84,14 +84,14 @@ class Phases:
         self.state = PhaseState(self.state.step, phase, time.monotonic(), self.state.entered + 1)
         self._marks.append((phase, self._now()))
 
-    def _now(self) -> Any:  # noqa: ANN401  # a float, or a CUDA event
+    def _now(self) -> Any:  # a float, or a CUDA event
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds_between(self, begin: Any, end: Any) -> float:  # noqa: ANN401
+    def _seconds_between(self, begin: Any, end: Any) -> float:
         if self._device.type != "cuda":
             return float(end - begin)
         end.synchronize()  # the last one, recorded just now; the others have passed

@@ -41,7 +41,7 @@ def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingM
 
 
 def training_method(config: RunConfig) -> TrainingMethod:
-    return method_for(config.method, config.upscaled_folder, config.seed)
+    return method_for(config.method, config.initial_expansion_folder, config.seed)
 
 
 def build_model(
@@ -64,7 +64,7 @@ def build_model(
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing
     )
-    model.output.kl_coefficient = config.data.rehearsal_coefficient
+    model.output.kl_coefficient = config.data.self_generated_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()
     if config.base_precision != "bf16":

@@ -97,7 +97,7 @@ def check_named_expansion(folder: Path | None) -> None:
     """
     if folder is not None and not (folder / MANIFEST).exists():
         raise ConfigError(
-            f"upscaled: {folder}: holds no expansion; convert the run to train on with --format expansion --output "
+            f"init_expansion: {folder}: holds no expansion; convert the run to train on with --format expansion --output "
             f"{folder}, or remove the setting to begin with a new expansion"
         )
 
@@ -107,13 +107,13 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
 
     Raises UserError if it is damaged, of another base or other settings, or missing where a run is to continue from it.
     """
-    check_named_expansion(config.upscaled)
+    check_named_expansion(config.init_expansion)
     if (
         not isinstance(config.method, ScaleMethod)
-        or not (config.upscaled_folder / MANIFEST).exists()
+        or not (config.initial_expansion_folder / MANIFEST).exists()
     ):
         return None
-    expansion = open_expansion(config.upscaled_folder)
+    expansion = open_expansion(config.initial_expansion_folder)
     _check_origin(expansion, base, config.method, config.seed)
     if base.new_rows is not None or config.vocabulary is None:
         _check_new_rows(expansion, base.new_rows)

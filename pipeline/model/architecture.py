@@ -42,7 +42,7 @@ def changed_entry(
     return next(_changes("", dict(recorded), dict(found)), None)
 
 
-def _changes(name: str, recorded: Any, found: Any) -> Iterator[str]:  # noqa: ANN401  # JSON
+def _changes(name: str, recorded: Any, found: Any) -> Iterator[str]:  # JSON
     if isinstance(recorded, dict) and isinstance(found, dict):
         for key, value in recorded.items():
             yield from _changes(f"{name}.{key}" if name else key, value, found.get(key))
@@ -53,7 +53,7 @@ def _changes(name: str, recorded: Any, found: Any) -> Iterator[str]:  # noqa: AN
         yield f"{name} (expected {recorded!r:.80}, found {found!r:.80})"
 
 
-def _is_same(recorded: Any, found: Any) -> bool:  # noqa: ANN401  # JSON
+def _is_same(recorded: Any, found: Any) -> bool:  # JSON
     if isinstance(recorded, float) and isinstance(found, (int, float)):
         return math.isclose(recorded, found, rel_tol=_ROUNDING)
     return bool(recorded == found)

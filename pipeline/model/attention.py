@@ -237,7 +237,7 @@ def _scaled_dot_product(
     return heads.transpose(1, 2)
 
 
-def _block_mask(ids: Tensor, window: int | None = None) -> Any:  # noqa: ANN401
+def _block_mask(ids: Tensor, window: int | None = None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -257,5 +257,5 @@ def _soft_capping(cap: float) -> Callable[..., Tensor]:
 
 
 @cache
-def _compiled(function: Any) -> Any:  # noqa: ANN401
+def _compiled(function: Any) -> Any:
     return torch.compile(function)

@@ -65,7 +65,7 @@ class BaseFolder:
             zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True)
         )
 
-    def know_hashes(self, hashes: Mapping[str, str]) -> None:
+    def set_known_hashes(self, hashes: Mapping[str, str]) -> None:
         """Takes the hashes from ranks that read a share of the files each."""
         vars(self)["hashes"] = dict(sorted(hashes.items()))
 

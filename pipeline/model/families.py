@@ -83,7 +83,7 @@ class Family:
         unsupported: the config's entries that must be null or false.
         derives_head_dim: whether transformers or a server takes the size of a head to be hidden_size / heads.
         shared_experts: the config's entry with the width of an expert that every token takes, in widths of one expert.
-        why_not_stock: why a widened model is not expressible as an ordinary one; None if it is.
+        merged_unsupported_reason: why a widened model is not expressible as an ordinary one; None if it is.
     """
 
     model_type: str
@@ -96,7 +96,7 @@ class Family:
     unsupported: tuple[str, ...] = ()
     derives_head_dim: bool = False
     shared_experts: str | None = None
-    why_not_stock: str | None = None
+    merged_unsupported_reason: str | None = None
 
     def layer_entries(self, spec: DecoderSpec) -> dict[str, Any]:
         """The config's entries that list layers, for a spec with more layers than the folder."""
@@ -193,7 +193,7 @@ def _gpt_neox(config: Config) -> dict[str, Any]:
     }
 
 
-def _mixture(config: Config, experts: int, intermediate_size: int, **features: Any) -> MixtureSpec:  # noqa: ANN401
+def _mixture(config: Config, experts: int, intermediate_size: int, **features: Any) -> MixtureSpec:
     normalised = bool(getattr(config, "norm_topk_prob", True))
     if not features.get("sigmoid"):  # a bias balances those, and transformers has no loss for them
         features |= {"balance_coefficient": config.router_aux_loss_coef}
@@ -363,8 +363,8 @@ FAMILIES = {
             ],
         ),
         Family("phi3", _PHI3_NAMES, fused=_PHI3_FUSED, derives_head_dim=True),
-        Family("olmo2", _POST_NORM_NAMES, _olmo, why_not_stock=_WHOLE_HEADS),
-        Family("olmo3", _POST_NORM_NAMES, _olmo, why_not_stock=_WHOLE_HEADS),
+        Family("olmo2", _POST_NORM_NAMES, _olmo, merged_unsupported_reason=_WHOLE_HEADS),
+        Family("olmo3", _POST_NORM_NAMES, _olmo, merged_unsupported_reason=_WHOLE_HEADS),
         Family(
             "exaone4",
             _POST_NORM_NAMES,
@@ -376,7 +376,7 @@ FAMILIES = {
             _GEMMA_NAMES,
             _gemma2,
             unsupported=("use_bidirectional_attention",),
-            why_not_stock=_GEMMA,
+            merged_unsupported_reason=_GEMMA,
         ),
         Family(
             "gemma3_text",
@@ -386,14 +386,14 @@ FAMILIES = {
                 "use_bidirectional_attention",
                 "attn_logit_softcapping",
             ),  # transformers does not apply it
-            why_not_stock=_GEMMA,
+            merged_unsupported_reason=_GEMMA,
         ),
         Family(
             "qwen2_moe",
             _QWEN2_MOE_NAMES,
             _qwen2_moe,
             dense=_dense_layers_of_qwen,
-            why_not_stock="a sigmoid of its own weights the shared expert",
+            merged_unsupported_reason="a sigmoid of its own weights the shared expert",
         ),
         Family(
             "glm4_moe",
@@ -419,17 +419,21 @@ FAMILIES = {
             lambda config: {
                 "mixture": _mixture(config, config.num_local_experts, config.intermediate_size)
             },
-            why_not_stock=_NO_SHARED_EXPERT,
+            merged_unsupported_reason=_NO_SHARED_EXPERT,
         ),
         Family(
-            "olmoe", _MIXTURE_NAMES, _olmoe, unsupported=("clip_qkv",), why_not_stock=_WHOLE_HEADS
+            "olmoe",
+            _MIXTURE_NAMES,
+            _olmoe,
+            unsupported=("clip_qkv",),
+            merged_unsupported_reason=_WHOLE_HEADS,
         ),
         Family(
             "qwen3_moe",
             _MIXTURE_NAMES,
             _qwen3_moe,
             dense=_dense_layers_of_qwen,
-            why_not_stock=_NO_SHARED_EXPERT,
+            merged_unsupported_reason=_NO_SHARED_EXPERT,
         ),
         Family(
             "gpt_neox",
@@ -439,7 +443,7 @@ FAMILIES = {
                 "attention.query_key_value": ("attention.query", "attention.key", "attention.value")
             },
             fused_by_head=True,
-            why_not_stock="its LayerNorm takes one mean over the residual stream, and its head size follows from it",
+            merged_unsupported_reason="its LayerNorm takes one mean over the residual stream, and its head size follows from it",
         ),
     )
 }

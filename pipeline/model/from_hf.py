@@ -82,8 +82,8 @@ def _check_type(values: Mapping[str, Any]) -> None:
     if model_type == "scale":
         raise BaseModelError(
             "model_type 'scale': a widened model in its own format cannot be a base; to train it further, convert its "
-            "checkpoint with --format expansion and name that folder in `upscaled`; to widen it again, train it with "
-            "norm: base, variant preserve or adapt, and convert it with --format stock"
+            "checkpoint with --format expansion and name that folder in `init_expansion`; to widen it again, train it with "
+            "norm: base, variant preserve or adapt, and convert it with --format merged"
         )
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
         raise BaseModelError(f"model_type {model_type!r:.80} is not among {', '.join(FAMILIES)}")
@@ -218,13 +218,13 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
     return RotarySpec(frequencies, factor, context, tuple(longer.tolist()))
 
 
-def model_type_of(values: Mapping[str, Any]) -> Any:  # noqa: ANN401  # whatever config.json holds
+def model_type_of(values: Mapping[str, Any]) -> Any:  # whatever config.json holds
     """The `model_type` as AutoConfig understands it: a mistral with `layer_types` is a ministral."""
     model_type = values.get("model_type")
     return "ministral" if model_type == "mistral" and "layer_types" in values else model_type
 
 
-def loading_options(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:  # noqa: ANN401
+def loading_options(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     """How `from_pretrained` is to load a folder with this config.json and some entries changed: as any user would.
 
     For some types transformers refuses heads that do not divide hidden_size although head_dim says their size, and then

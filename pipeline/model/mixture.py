@@ -223,13 +223,13 @@ class _Moved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:
         ctx.save_for_backward(tokens, places)
         ctx.spread = spread
         return _moved(x, tokens, places, spread)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         tokens, places = ctx.saved_tensors
         return _moved(gradient, tokens, places, not ctx.spread), None, None, None
 

@@ -293,7 +293,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         projection: OutputProjection,
         targets: Tensor,
         reference: Tensor | None,
@@ -357,7 +357,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total, nll, kl, preserved, is_greedy_choice
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (getattr(ctx.gradients, kind.name) for kind in fields(_Gradients))
         scaled = (None if gradient is None else gradient * scale for gradient in gradients)
         return (None, None, None, None, *scaled)

@@ -178,7 +178,7 @@ def scale_in(dtype: torch.dtype, *, for_training: bool = False) -> float:
 
 @dataclass(frozen=True)
 class StoredResidual:
-    """How a stock export of a widened model (`conversion.stock`) stores its residual stream.
+    """How a merged export of a widened model (`conversion.merged`) stores its residual stream.
 
     The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`, a power of two, so
     that an ordinary RMSNorm hardly counts them; a norm after attention or FFN keeps their scale. AdamW cannot train

@@ -118,7 +118,7 @@ def _exchange(
 class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         tp: TensorParallel,
         there: _Exchange,
         back: _Exchange,
@@ -133,7 +133,7 @@ class _Exchanged(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[3:]
         sent = [gradient for gradient, needed in zip(gradients, needs, strict=True) if needed]
         received = iter(ctx.back(sent, ctx.tp))
@@ -142,12 +142,12 @@ class _Exchanged(torch.autograd.Function):
 
 class _SumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # A copy: autograd may hand the same tensor to another branch of the graph.
         summed = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=ctx.group)
@@ -156,9 +156,9 @@ class _SumGradient(torch.autograd.Function):
 
 class _CountedOnce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:
         return tensor.view_as(tensor) if counts else torch.zeros_like(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

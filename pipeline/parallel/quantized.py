@@ -260,7 +260,7 @@ def frozen_product(
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x: Tensor,
         stored: Tensor,
         bias: Tensor | None,
@@ -279,7 +279,7 @@ class _FrozenProduct(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         stored, ends = ctx.saved_tensors
         weights = ctx.quantization.decode(stored, gradient.dtype)
         if ends is None:

@@ -191,7 +191,7 @@ def zero_partition_of(parameter: Tensor) -> ZeroPartition | None:
 
 
 @dataclass(frozen=True)
-class MasterPiece:
+class OptimizerShard:
     """The run of a parameter's flattened shard, from element `first` on, that this rank's optimizer updates.
 
     `flat` holds the fp32 weights of many parameters in a row, this piece's from `start` on; so does each moment.

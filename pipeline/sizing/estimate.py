@@ -26,8 +26,8 @@ from pipeline.methods import build_model, training_method
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import read_spec
+from pipeline.model.merged_model import describe_serving, merged_unsupported_reason
 from pipeline.model.spec import DecoderSpec
-from pipeline.model.stock_model import describe_serving, why_not_stock
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
@@ -357,8 +357,8 @@ def _model_lines(estimator: Estimator) -> Iterator[str]:
     )
     if isinstance(config.method, ScaleMethod):
         plan = plan_expansion(config.method, spec.widths, spec.num_layers)
-        if why_not_stock(plan, spec, gated=False) is None:
-            yield f"serving     a stock export: {describe_serving(plan.expansion, spec)}"
+        if merged_unsupported_reason(plan, spec, gated=False) is None:
+            yield f"serving     a merged export: {describe_serving(plan.expansion, spec)}"
 
 
 def _table_lines(estimates: Sequence[Estimate], cluster: Cluster) -> Iterator[str]:

@@ -19,8 +19,8 @@ from pipeline.errors import LayoutError
 from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
 from pipeline.model.from_hf import open_base
+from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec
-from pipeline.model.stock_model import stock_widths
 from pipeline.scale.plan import Widths
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
@@ -102,14 +102,18 @@ def propose(
     }
     if not tokenizer.document_start:  # nothing to begin a text with
         own |= {
-            "openings": [*known.inputs],
-            "opening_tokens": min(16, length // 4),
+            "prompts": [*known.inputs],
+            "prompt_tokens": min(16, length // 4),
         }  # a copy, or YAML writes an anchor
     key, old_key = ({} if name == "text" else {"text_key": name} for name in (text_key, of_old))
     corpora = {
         "new": {**_corpus(learned, length), **key},
         "old": {**_corpus(known, length), "role": "replay", **old_key},
-        "own_text": {"role": "rehearsal", "sample": own, **old_key},  # its openings are old texts
+        "self_generated": {
+            "role": "self_generated",
+            "sample": own,
+            **old_key,
+        },  # its prompts are old texts
     }
     values: dict[str, Any] = {
         "name": name,
@@ -123,7 +127,7 @@ def propose(
         "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
     if gated:
-        values["data"]["rehearsal_fraction"], values["gate"] = 0.0, {}
+        values["data"]["self_generated_fraction"], values["gate"] = 0.0, {}
     if vocabulary is not None:
         values["vocabulary"] = {"folder": str(vocabulary)}
     config, values = _fitted(values, cluster)
@@ -140,7 +144,7 @@ def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
     intermediate_size = _MULTIPLE_OF * max(1, round(share * base.intermediate_size / _MULTIPLE_OF))
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
     heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
-    whole = asdict(stock_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
+    whole = asdict(merged_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
     added = {
         name: whole[name] - width
         for name, width in asdict(base).items()

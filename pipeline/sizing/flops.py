@@ -27,18 +27,18 @@ _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 
 def _attention_flops(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
-) -> int:  # noqa: ANN401
+) -> int:
     return int(sdpa_flop_count(query, key, value))
 
 
-def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:  # noqa: ANN401
+def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     """Two products for each of the forward pass; what a fused kernel computes again does not count."""
     return 2 * _attention_flops(*shapes)
 
 
 def _varlen_flops(
     query: Sequence[int], _: Sequence[int], value: Sequence[int], *rest: Any, **__: Any
-) -> int:  # noqa: ANN401
+) -> int:
     """Rows laid end to end, [B·S, H, K]: a token has S keys, rest[2], or those of its window, the only list."""
     tokens, heads, head_dim = query
     earlier, _later = next(given for given in rest if isinstance(given, list))
@@ -50,7 +50,7 @@ def _varlen_flops(
     )
 
 
-def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:  # noqa: ANN401
+def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     query, key, value, _out, _log_sums, *rest = shapes
     return 2 * _varlen_flops(query, key, value, *rest)
 
@@ -77,7 +77,7 @@ class _FlopCount(KnownSizes):
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         result = super().__torch_dispatch__(operation, types, args, kwargs)
         formula = _COUNTED.get(operation.overloadpacket)
         if formula is not None:

@@ -212,7 +212,7 @@ class KnownSizes(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         kwargs = kwargs or {}
         key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         sizes = _sizes_of_results.get(key)
@@ -227,7 +227,7 @@ class KnownSizes(TorchDispatchMode):
         return result
 
 
-def _key(value: Any) -> object:  # noqa: ANN401
+def _key(value: Any) -> object:
     """What the sizes of a result depend on. The type belongs to it, because 1 and 1.0 are equal."""
     if isinstance(value, Tensor):
         return value.device, *_sizes(value)
@@ -240,7 +240,7 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is_new_meta_tensor(result: Any, given: Any) -> bool:  # noqa: ANN401
+def _is_new_meta_tensor(result: Any, given: Any) -> bool:
     """Whether `result` is one tensor with a storage of its own, as large as its elements."""
     if not isinstance(result, Tensor) or not result.is_meta:
         return False
@@ -267,7 +267,7 @@ class LiveMemory(KnownSizes):
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         result = super().__torch_dispatch__(operation, types, args, kwargs)
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -297,13 +297,13 @@ class RecordingGroup(dist.ProcessGroup):
         super().__init__(0, size)  # type: ignore[call-arg]  # the stub only has another constructor
         self._payload_bytes = payload_bytes
 
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:  # type: ignore[override]
         self._record("all-reduce", *tensors)
 
-    def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> None:  # type: ignore[override]
         self._record("all-gather", output)
 
-    def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401
+    def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]
         self._record("reduce-scatter", given)
 
     def _record(self, collective: str, *tensors: Tensor) -> None:

@@ -74,7 +74,7 @@ class TrainingBatches:
         self.schedule = config.schedule
         self.document_mask = config.data.document_mask
         self.kl_roles = config.data.kl_roles
-        self.rehearses = config.data.kl_fraction > 0
+        self.uses_kl = config.data.kl_fraction > 0
         self.dp_rank, self.dp_size = layout.dp_rank(rank), layout.dp_size
         self.device = device
         self._per_step = accumulation_steps(config.schedule, self.dp_size)
@@ -115,7 +115,7 @@ class TrainingBatches:
             self._planned = step, self._plan(step)
         own, fullest = (part[place] for part in self._planned[1])
         batch = collate([self.samples[index] for index in own], self.document_mask)
-        if self.rehearses:
+        if self.uses_kl:
             batch = batch._replace(
                 kl_rows=self._kl_rows(own), reference_rows=self._kl_rows(fullest)
             )
@@ -132,7 +132,7 @@ class TrainingBatches:
             self.schedule.micro_batch_size,
         )
         first = step * batch_size
-        if not self.rehearses:
+        if not self.uses_kl:
             sizes = {
                 "global_batch_size": batch_size,
                 "micro_batch_size": micro_batch_size,

@@ -24,7 +24,7 @@ from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
-    MasterPiece,
+    OptimizerShard,
     ZeroPartition,
     named_trained_parameters,
     zero_partition_of,
@@ -113,46 +113,46 @@ def attach_zero_partitions(model: nn.Module) -> None:
 @torch.no_grad()
 def optimizer_state(
     engine: Any, model: nn.Module
-) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:  # noqa: ANN401
+) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:
     """What this rank's optimizer holds: `first`, `values` (views) and `adam_step` of a `RankState`; no collective."""
     first, values, adam_step = {}, {}, torch.tensor(0.0)
-    for name, piece in _master_pieces(model, engine.optimizer):
-        slots, moments = _slots(engine, name, piece)
-        first[name], adam_step = piece.first, slots["step"].clone()
-        values[f"{name}/fp32"] = piece.within(piece.flat)
-        values |= {f"{name}/{moment}": piece.within(slots[moment]) for moment in moments}
+    for name, shard in _optimizer_shards(model, engine.optimizer):
+        slots, moments = _slots(engine, name, shard)
+        first[name], adam_step = shard.first, slots["step"].clone()
+        values[f"{name}/fp32"] = shard.within(shard.flat)
+        values |= {f"{name}/{moment}": shard.within(slots[moment]) for moment in moments}
     return first, values, adam_step
 
 
 @torch.no_grad()
-def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorParallel) -> None:  # noqa: ANN401
+def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorParallel) -> None:
     """Sets the fp32 weights, moments and step count of this rank's optimizer; no collective. `publish` follows."""
-    for name, piece in _master_pieces(model, engine.optimizer):
-        slots, moments = _slots(engine, name, piece)
-        slots["step"] = reader.adam_step.clone().to(piece.flat.device)
-        span = (piece.first, piece.first + piece.length)
-        piece.within(piece.flat).copy_(reader.read_span(name, "fp32", tp.rank, tp.size, span))
+    for name, shard in _optimizer_shards(model, engine.optimizer):
+        slots, moments = _slots(engine, name, shard)
+        slots["step"] = reader.adam_step.clone().to(shard.flat.device)
+        span = (shard.first, shard.first + shard.length)
+        shard.within(shard.flat).copy_(reader.read_span(name, "fp32", tp.rank, tp.size, span))
         for moment in moments:
-            piece.within(slots[moment]).copy_(
+            shard.within(slots[moment]).copy_(
                 reader.read_span(name, moment, tp.rank, tp.size, span)
             )
 
 
 def _slots(
-    engine: Any, name: str, piece: MasterPiece
-) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:  # noqa: ANN401
-    """What the optimizer holds for `piece.flat`, as it makes it itself if it has made no step yet, and its moments."""
+    engine: Any, name: str, shard: OptimizerShard
+) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:
+    """What the optimizer holds for `shard.flat`, as it makes it itself if it has made no step yet, and its moments."""
     optimizer = engine.optimizer.optimizer
-    slots: dict[str, Tensor] = optimizer.state[piece.flat]
-    moments = moments_of(optimizer, name, piece.parameter)
+    slots: dict[str, Tensor] = optimizer.state[shard.flat]
+    moments = moments_of(optimizer, name, shard.parameter)
     if not slots:
-        slots["step"] = torch.zeros((), device=piece.flat.device)
-        slots |= {moment: torch.zeros_like(piece.flat, requires_grad=False) for moment in moments}
+        slots["step"] = torch.zeros((), device=shard.flat.device)
+        slots |= {moment: torch.zeros_like(shard.flat, requires_grad=False) for moment in moments}
     return slots, moments
 
 
 @torch.no_grad()
-def publish(engine: Any, model: nn.Module, step: int) -> None:  # noqa: ANN401
+def publish(engine: Any, model: nn.Module, step: int) -> None:
     """Copies the restored weights into the model and sets the engine's step count; every rank must call it."""
     engine.global_steps = step
     optimizer = engine.optimizer
@@ -161,26 +161,26 @@ def publish(engine: Any, model: nn.Module, step: int) -> None:  # noqa: ANN401
         return
     # Every rank keeps small parameters whole; the epilogue gathers them again from the partitions set here.
     optimizer.checkpoint_event_prologue()
-    for _, piece in _master_pieces(model, optimizer):
-        partition = zero_partition_of(piece.parameter)
+    for _, shard in _optimizer_shards(model, optimizer):
+        partition = zero_partition_of(shard.parameter)
         assert partition is not None
-        partition.values[: piece.length].copy_(piece.within(piece.flat))
+        partition.values[: shard.length].copy_(shard.within(shard.flat))
     optimizer.checkpoint_event_epilogue()
 
 
-def _master_pieces(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, MasterPiece]]:  # noqa: ANN401
+def _optimizer_shards(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, OptimizerShard]]:
     """What this rank's optimizer holds of each trained parameter, by name."""
     for name, parameter in named_trained_parameters(model):
-        piece = (
-            _piece_of_zero3(parameter, optimizer)
+        shard = (
+            _shard_of_zero3(parameter, optimizer)
             if _is_zero3(optimizer)
-            else _piece(parameter, optimizer)
+            else _shard(parameter, optimizer)
         )
-        if piece is not None and piece.length > 0:
-            yield name, piece
+        if shard is not None and shard.length > 0:
+            yield name, shard
 
 
-def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:  # noqa: ANN401
+def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:
     """Tells Muon, if that is the optimizer, what this rank holds of its matrices; every rank in one order."""
     optimizer, muon = engine.optimizer, engine.optimizer.optimizer
     if not isinstance(muon, Muon):
@@ -189,33 +189,33 @@ def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:  
         weight for name, weight in named_trained_parameters(model) if is_layer_matrix(name, weight)
     ]
     if _is_zero3(optimizer):
-        muon.attach([_piece_of_zero3(weight, optimizer) for weight in matrices], groups)
+        muon.attach([_shard_of_zero3(weight, optimizer) for weight in matrices], groups)
         return
     (flat,) = muon.param_groups[0]["params"]  # Muon's group comes first
     muon.attach(
-        [_piece(weight, optimizer) or MasterPiece(weight, flat, 0, 0, 0) for weight in matrices],
+        [_shard(weight, optimizer) or OptimizerShard(weight, flat, 0, 0, 0) for weight in matrices],
         groups,
     )
 
 
-def _is_zero3(optimizer: Any) -> bool:  # noqa: ANN401
+def _is_zero3(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def _piece_of_zero3(parameter: nn.Parameter, optimizer: Any) -> MasterPiece:  # noqa: ANN401
-    """ZeRO-3 cuts every parameter into equal pieces, the last of which are padded."""
+def _shard_of_zero3(parameter: nn.Parameter, optimizer: Any) -> OptimizerShard:
+    """ZeRO-3 cuts every parameter into equal shards, the last of which are padded."""
     group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     flat = optimizer.fp32_partitioned_groups_flat[group]
     partition = zero_partition_of(parameter)
     assert partition is not None
-    return MasterPiece(parameter, flat, start, partition.first, partition.length)
+    return OptimizerShard(parameter, flat, start, partition.first, partition.length)
 
 
-def _piece(parameter: nn.Parameter, optimizer: Any) -> MasterPiece | None:  # noqa: ANN401
+def _shard(parameter: nn.Parameter, optimizer: Any) -> OptimizerShard | None:
     """ZeRO-1 and 2 concatenate the parameters of a group and cut the result: a rank may hold none of a parameter."""
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None
     (flat,) = optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
     in_flat, in_shard = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return MasterPiece(parameter, flat, in_flat.start, in_shard.start, in_flat.numel)
+    return OptimizerShard(parameter, flat, in_flat.start, in_shard.start, in_flat.numel)

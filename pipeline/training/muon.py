@@ -19,7 +19,7 @@ from pipeline.checkpoint.rank_files import Kind
 from pipeline.config.schedule import Schedule
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
-    MasterPiece,
+    OptimizerShard,
     full_shape_of,
     local_shape,
     merge,
@@ -77,12 +77,12 @@ def moments_of(
 class Muon(torch.optim.AdamW):
     """AdamW, but for the groups marked `muon`. Every rank must call `step`, after `attach`."""
 
-    def attach(self, pieces: Iterable[MasterPiece], groups: ProcessGroups) -> None:
+    def attach(self, shards: Iterable[OptimizerShard], groups: ProcessGroups) -> None:
         """Tells what this rank holds of each of Muon's matrices, perhaps nothing, in the same order on every rank."""
-        self._pieces, self._ranks = list(pieces), groups
+        self._shards, self._ranks = list(shards), groups
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # noqa: ANN401
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Updates the parameters of the groups as they are now: ZeRO sets them one after the other."""
         groups = self.param_groups
         for group in groups:
@@ -106,35 +106,35 @@ class Muon(torch.optim.AdamW):
         momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
         update = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
         flat.mul_(1 - group["lr"] * group["weight_decay"])
-        for piece in self._pieces:
-            if piece.flat is flat:
-                self._update_matrix(piece, update, group["lr"])
+        for shard in self._shards:
+            if shard.flat is flat:
+                self._update_matrix(shard, update, group["lr"])
 
-    def _update_matrix(self, piece: MasterPiece, update: Tensor, learning_rate: float) -> None:
-        whole = self._put_together(piece, update)
-        if not piece.length:
+    def _update_matrix(self, shard: OptimizerShard, update: Tensor, learning_rate: float) -> None:
+        whole = self._put_together(shard, update)
+        if not shard.length:
             return
         rate = learning_rate * _RMS * math.sqrt(max(whole.shape[-2:]))
         tp = self._ranks.tensor_parallel
         own = split(
-            orthogonalised(whole), partition_of(piece.parameter), tp.rank, tp.size
+            orthogonalised(whole), partition_of(shard.parameter), tp.rank, tp.size
         ).flatten()
-        piece.within(piece.flat).add_(own[piece.first : piece.first + piece.length], alpha=-rate)
+        shard.within(shard.flat).add_(own[shard.first : shard.first + shard.length], alpha=-rate)
 
-    def _put_together(self, piece: MasterPiece, update: Tensor) -> Tensor:
+    def _put_together(self, shard: OptimizerShard, update: Tensor) -> Tensor:
         """The whole matrix of which the ranks hold parts in `update`; all ranks must call it."""
-        shape, partition = full_shape_of(piece.parameter), partition_of(piece.parameter)
+        shape, partition = full_shape_of(shard.parameter), partition_of(shard.parameter)
         tp = self._ranks.tensor_parallel
         local = local_shape(shape, partition, tp.size)
-        shard = update.new_zeros(math.prod(local))
-        shard[piece.first : piece.first + piece.length] = piece.within(update)
+        flat = update.new_zeros(math.prod(local))
+        flat[shard.first : shard.first + shard.length] = shard.within(update)
         if self._ranks.layout.dp_size > 1:  # exact: the others add zeros
-            dist.all_reduce(shard, group=self._ranks.get_data_parallel_group())
+            dist.all_reduce(flat, group=self._ranks.get_data_parallel_group())
         if tp.size == 1 or partition.dim is None:
-            return shard.view(local)
-        shards = shard.new_empty(tp.size, *local)
-        dist.all_gather_into_tensor(shards.flatten(), shard, group=tp.group)
-        return merge(shards.unbind(), partition, shape[partition.dim])
+            return flat.view(local)
+        parts = flat.new_empty(tp.size, *local)
+        dist.all_gather_into_tensor(parts.flatten(), flat, group=tp.group)
+        return merge(parts.unbind(), partition, shape[partition.dim])
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

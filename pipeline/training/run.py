@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.checks.door import begin
+from pipeline.checks.checklist import begin
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
 from pipeline.errors import (

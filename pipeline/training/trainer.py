@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline import log
 from pipeline.checkpoint.folder import remove_unfinished
 from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, describe_run
-from pipeline.checks.door import check_allocation
+from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import Inputs
 from pipeline.config.schedule import learning_rate
 from pipeline.data.dataset.packing import IGNORED
@@ -194,7 +194,7 @@ class Trainer:
             self.position = self.position.changed(recent=recent)
         figures |= {"learning_rate": rate, "gradient_norm": totals.gradient_norm}
         if totals.kl_per_token is not None:
-            figures["kl_rehearsal"] = totals.kl_per_token
+            figures["kl_self_generated"] = totals.kl_per_token
         if self.engine.routed:
             figures["preserved_fraction"] = totals.preserved_fraction
         if recomputed:
@@ -268,7 +268,7 @@ def hash_base(inputs: Inputs) -> None:
             expansion.check_files(own_share)
         return {file.name: file_hash(file) for file in base.files[own_share]}
 
-    base.know_hashes(
+    base.set_known_hashes(
         {
             name: digest
             for part in all_gathered(run_on_all_ranks(read))

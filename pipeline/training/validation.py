@@ -141,7 +141,7 @@ def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> 
         )
         if isinstance(config.method, ScaleMethod):
             source, remedy = (
-                config.upscaled_folder,
+                config.initial_expansion_folder,
                 "remove the folder and make it again with scale-cpt upscale",
             )
         if engine.tensor_parallel.size > 2 and probe.tokens.is_cuda:

@@ -25,7 +25,7 @@ _ATTENTION = "scale_vllm"
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, None]:  # noqa: ANN401
+) -> tuple[Tensor, None]:
     """query [1, H, N, K], key and value [1, H_kv, N, K] of all requests' new tokens -> [1, N, H, K]."""
     flat = (heads[0].transpose(0, 1).flatten(1) for heads in (query, key, value))
     return module.served(*flat).view(1, -1, query.shape[1], query.shape[3]), None
@@ -34,7 +34,7 @@ def attend(
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)
 
 
-def why_not(config: ScaleConfig, ranks: int, quantized: bool) -> str | None:
+def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str | None:
     """Why a model cannot be served so; None if it can."""
     if ranks > 1:
         return "it runs on one rank: leave --tensor-parallel-size and --pipeline-parallel-size out"
@@ -51,7 +51,7 @@ class ScaleForVllm(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config: ScaleConfig = vllm_config.model_config.hf_config
-        reason = why_not(
+        reason = unsupported_reason(
             config, vllm_config.parallel_config.world_size, vllm_config.quant_config is not None
         )
         if reason is not None:
@@ -82,9 +82,9 @@ class ScaleForVllm(nn.Module):
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        intermediate_tensors: Any = None,  # noqa: ANN401
+        intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
-        **_: Any,  # noqa: ANN401
+        **_: Any,
     ) -> Tensor:
         """The hidden states [N, paths (D + U)] of all requests' new tokens [N]."""
         embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds

@@ -8,7 +8,7 @@ The same arguments give the same bytes:
     OUTPUT/copies.jsonl                 those of them that repeat words, which a model learns first
     OUTPUT/english.jsonl                others about English words, whose last message is the reference
     OUTPUT/korean.jsonl                 chats about Korean words: copy, reverse, choose
-    OUTPUT/openings.jsonl               the training chats about English words, for the base to answer itself
+    OUTPUT/prompts.jsonl               the training chats about English words, for the base to answer itself
     OUTPUT/tokenizer/                   trained on the texts of --data, with a chat template
 
 Words are the most frequent ones of the books and film reviews in the folder --data. One training chat in twenty is
@@ -208,7 +208,7 @@ def write_texts(
         _write(folder / "english.jsonl", unseen([*TASKS], english))
         _write(folder / "korean.jsonl", unseen(KOREAN_TASKS, korean))
         _write(
-            folder / "openings.jsonl",
+            folder / "prompts.jsonl",
             (record for record in train if not _HANGUL.search(str(record))),
         )
         (folder / "tokenizer").mkdir()

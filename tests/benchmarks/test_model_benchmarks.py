@@ -11,7 +11,7 @@ from benchmarks import checkpoint, gate_separation, generation_speed, sampling_t
 from benchmarks.gate_separation import NEW, OLD
 from tests.bases import STORIES
 from tests.benchmarks.calls import rows_of
-from tests.rehearsal.helpers import copied_stories
+from tests.self_generated.helpers import copied_stories
 from tests.texts import DATA
 
 pytestmark = pytest.mark.full
@@ -64,7 +64,7 @@ def test_every_model_generates(tmp_path, monkeypatch, capsys):
     sizes += ["--gate-features", "token+running_mean", "--batch", 2]
     rows = {row["model"]: row for row in rows_of(generation_speed, tmp_path, monkeypatch, *sizes)}
     states = ["one open", "gate shut", "gate open"]
-    names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("stock", "scale", *states)]
+    names = [f"1/{share}, {kind}" for share in (8, 2) for kind in ("merged", "scale", *states)]
     several = [f"4 x 1/8, {state}" for state in states]
     assert list(rows) == ["base", *several, *names] and rows["base"]["ratio_to_base"] == 1
     assert all(

@@ -19,7 +19,7 @@ from pipeline.config.data import Data
 from pipeline.config.method import Lora
 from pipeline.errors import CheckpointError
 
-SAMPLED = {"role": "rehearsal", "sample": {"tokens": 100}}
+SAMPLED = {"role": "self_generated", "sample": {"tokens": 100}}
 DATA = {"folder": "t", "sequence_length": 8, "corpora": {"ko": {"input": ["a"]}, "own": SAMPLED}}
 LAYOUT = LayoutRecord(world_size=1, tp_size=1, dp_size=1, zero_stage=1, dtype="float32")
 

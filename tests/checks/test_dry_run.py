@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.manifest import LayoutRecord, Manifest, Position, describe_run
-from pipeline.checks.door import begin
+from pipeline.checks.checklist import begin
 from pipeline.checks.plan import dry_run, make_plan
 from pipeline.config.run import load_config
 from pipeline.data.tokenizer.load import load_tokenizer
@@ -66,7 +66,7 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
     [
         ({"schedule__global_batch_size": 16}, "another global_batch_size (expected 8, found 16)"),
         ({"data__sequence_length": 16}, "another data.sequence_length (expected 32, found 16)"),
-        ({"method__expansion__hidden_size": 24}, "upscaled: made with another method"),
+        ({"method__expansion__hidden_size": 24}, "init_expansion: made with another method"),
         (
             {"method__router_threshold": 0.25},
             "another method.router_threshold (expected 0.5, found 0.25)",
@@ -82,7 +82,7 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
         ),
         ({"data__corpora__korean__text_key": "body"}, "another text key"),
         ({"method__l_fp": 99}, "l_fp"),
-        ({"upscaled": "none"}, "upscaled: none: holds no expansion"),
+        ({"init_expansion": "none"}, "init_expansion: none: holds no expansion"),
         (
             {
                 "data__corpora": {"korean": {"input": [str(REVIEWS_HELDOUT)]}},
@@ -128,12 +128,12 @@ def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeyp
 @pytest.mark.parametrize(
     ("changes", "export", "gate"),
     [
-        ({}, "scale, expansion; not stock: method.norm separate", False),
-        ({"method__norm": "base"}, "stock, scale, expansion", False),
-        ({"method__norm": "base", "gate": {}}, "not stock: a gate decides for each token", True),
+        ({}, "scale, expansion; not merged: method.norm separate", False),
+        ({"method__norm": "base"}, "merged, scale, expansion", False),
+        ({"method__norm": "base", "gate": {}}, "not merged: a gate decides for each token", True),
         (
             {"method": {"name": "lora", "rank": 2}},
-            "stock; not scale: method lora widens nothing",
+            "merged; not scale: method lora widens nothing",
             False,
         ),
     ],

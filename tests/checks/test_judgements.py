@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.checks.allocation import Room, host_memory, judge_memory
+from pipeline.checks.checklist import refuse_faults
 from pipeline.checks.devices import (
     Fault,
     Finding,
@@ -18,7 +19,6 @@ from pipeline.checks.devices import (
     judge_products,
     measure_product,
 )
-from pipeline.checks.door import refuse_faults
 from pipeline.errors import PreflightError
 from pipeline.files import SAMPLE_BYTES, sampled_hash
 from pipeline.parallel.topology import Layout

@@ -15,7 +15,7 @@ from pipeline.sizing.cluster import Cluster
 from tests.distributed import run_ranks
 from tests.files import read_jsonl
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import copied_stories
+from tests.self_generated.helpers import copied_stories
 from tests.training.runs import make_run, train, write_config
 
 pytestmark = pytest.mark.full
@@ -68,7 +68,9 @@ def test_the_disk_space_counts_what_every_stage_writes(tokens, tmp_path):
     found = {kind: 1e9 * float(gb) for kind, gb in re.findall(r"(\w+) ([\d.e-]+)(?:,|$)", text)}
     assert found.keys() == {"tokens", "expansion", "checkpoints", "export"}
     assert found["tokens"] == pytest.approx(held_bytes(tokens), rel=0.15)
-    assert found["expansion"] == pytest.approx(held_bytes(tmp_path / "made" / "upscaled"), rel=0.1)
+    assert found["expansion"] == pytest.approx(
+        held_bytes(tmp_path / "made" / "initial_expansion"), rel=0.1
+    )
     assert found["export"] > 2 * 260_000 and numbers(needed, "disk space")[
         0
     ] * 1e9 == pytest.approx(sum(found.values()), rel=0.02)

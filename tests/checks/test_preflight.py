@@ -17,10 +17,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from pipeline.checks import allocation
-from pipeline.checks.door import check_allocation
+from pipeline.checks.checklist import check_allocation
 from pipeline.checks.inputs import Inputs
 from pipeline.config.run import load_config
-from pipeline.errors import PASSING_FAULT, USER_ERROR, UserError
+from pipeline.errors import TRANSIENT_FAULT, USER_ERROR, UserError
 from pipeline.parallel.topology import ProcessGroups
 from tests.bases import STORIES
 from tests.distributed import run_ranks
@@ -36,8 +36,8 @@ def on_rank(
     os.environ["SLURMD_NODENAME"] = f"n{rank // 2 + 1}"
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("pipeline.checks.door").addHandler(handler)
-    logging.getLogger("pipeline.checks.door").setLevel(logging.INFO)
+    logging.getLogger("pipeline.checks.checklist").addHandler(handler)
+    logging.getLogger("pipeline.checks.checklist").setLevel(logging.INFO)
     prepare(*arguments)
     config = load_config(config_path)
     inputs = Inputs(config, dist.get_world_size())
@@ -124,7 +124,7 @@ def flip_a_bit() -> None:
 
 
 def test_a_rank_with_a_wrong_product_is_named_with_its_node(tmp_path):
-    message = refusal(configured(tmp_path), 3, flip_a_bit, exit_code=PASSING_FAULT)
+    message = refusal(configured(tmp_path), 3, flip_a_bit, exit_code=TRANSIENT_FAULT)
     assert "rank 2 on n2: a matrix product has 1 wrong elements of 262144" in message
     assert message.endswith("--exclude=n2")
 

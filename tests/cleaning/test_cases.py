@@ -11,7 +11,7 @@ import zstandard
 
 from pipeline.cleaning.clean import clean, examples
 from pipeline.cleaning.stages import CleaningJob
-from pipeline.cleaning.text import mended, without_boilerplate_lines, without_personal
+from pipeline.cleaning.text import with_fixed_encoding, without_boilerplate_lines, without_personal
 from pipeline.config.data import Corpus
 from pipeline.data.tokenize.corpora import source_of
 from pipeline.data.tokenize.units import input_files
@@ -113,8 +113,8 @@ def test_personal_data_and_what_only_looks_like_it(text: str, expected: str | No
         ("이 문장은 한글이다".encode("cp949").decode("latin-1"), "이 문장은 한글이다"),
     ],
 )
-def test_text_that_was_decoded_wrongly_is_mended_as_is_likelier(text: str, expected: str):
-    assert mended(text) == expected
+def test_text_that_was_decoded_wrongly_is_fixed_as_is_likelier(text: str, expected: str):
+    assert with_fixed_encoding(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.widened import balance_router, some_tokens
 _BOTH = {"collaborative_modules": "both"}
 METHODS: dict[str, dict[str, Any]] = {
     "scale": scale("route", **_BOTH),
-    "stock": scale("adapt", **_BOTH, norm="base"),
+    "merged": scale("adapt", **_BOTH, norm="base"),
     "fft": FFT,
     "freeze": {"name": "freeze", "frozen_layers": 2},
     "lora": {"name": "lora", "rank": 4, "alpha": 6},
@@ -40,7 +40,7 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "adapt norm base": scale("adapt", norm="base"),
     "route stories": scale("route", l_fp=2, router_threshold=0.9),
     "adapt stories": scale("adapt", **_BOTH, l_fp=2),
-    "whole heads": METHODS["stock"]
+    "whole heads": METHODS["merged"]
     | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},
     # Adapters on a part of GPT-NeoX's fused query, key and value.
     "lora query": METHODS["lora"] | {"target_modules": ["query"]},
@@ -116,7 +116,7 @@ def pairs(names: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]
     return [
         (name, method)
         for name, method in found
-        if method != "stock" or not name.startswith(NOT_STOCK)
+        if method != "merged" or not name.startswith(NOT_STOCK)
     ]
 
 

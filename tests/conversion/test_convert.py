@@ -49,7 +49,7 @@ def conversion(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "written"), [("adapt separate", "scale"), ("adapt norm base", "stock")]
+    ("method", "written"), [("adapt separate", "scale"), ("adapt norm base", "merged")]
 )
 def test_a_published_folder_is_verified_on_both_languages(method, written, models, conversion):
     assert convert(
@@ -59,7 +59,7 @@ def test_a_published_folder_is_verified_on_both_languages(method, written, model
     assert set(report["texts"]) == {"english", "korean"}
     assert report["max_abs"] <= max(1e-4, 4 * report["rounding"]["max_abs"]) < 1e-2
     assert report["kl"] < 1e-6 and report["top1_agreement"] > 0.999
-    assert written == "stock" or report["max_abs"] < 1e-5
+    assert written == "merged" or report["max_abs"] < 1e-5
     for text in report["texts"].values():
         assert text["tokens"] == 1024
         assert text["exported_perplexity"] == pytest.approx(text["training_perplexity"], rel=1e-4)
@@ -218,7 +218,7 @@ def test_the_folder_says_which_transformers_it_needs(published, monkeypatch):
 
 def test_the_command_line(models, tmp_path):
     checkpoint = models("stories260K", "adapt norm base").checkpoint
-    named = ["--checkpoint", checkpoint, "--base", STORIES, "--format", "stock", "--dtype", "bf16"]
+    named = ["--checkpoint", checkpoint, "--base", STORIES, "--format", "merged", "--dtype", "bf16"]
     named += ["--for", "training"]
     done = scale_cpt("convert", *named, "--output", tmp_path / "out", "--text", *TEXTS["english"])
     assert done.returncode == 0 and re.search(VERIFIED, done.stderr), done.stderr

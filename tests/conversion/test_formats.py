@@ -30,7 +30,7 @@ from tests.widened import some_tokens, unwidened
 # LayerNorm and biases.
 KINDS = ["llama tied", "smollm3", "phi3", "exaone4", "gemma3", "neox"]
 PAIRS = [*pairs(KINDS, METHODS), ("phi3", "whole heads")]
-FAMILIES = pairs([name for name in CONFIGS if "eight" not in name], ("scale", "stock", "fft"))
+FAMILIES = pairs([name for name in CONFIGS if "eight" not in name], ("scale", "merged", "fft"))
 FAMILIES += [("qwen3_moe dense layer", method) for method in ("fft", "freeze", "lora", "llama_pro")]
 FAMILIES += [("glm4_moe", "lora"), ("exaone_moe", "llama_pro"), ("qwen2_moe windows", "freeze")]
 FAMILIES = [pair for pair in FAMILIES if pair not in PAIRS]
@@ -85,7 +85,7 @@ def test_llama_pro_is_exported_as_a_deeper_base(models, tmp_path):
         assert torch.equal(loaded.state_dict()[".".join(parts)], tensor), key
 
 
-@pytest.mark.parametrize("format", ["scale", "stock"])
+@pytest.mark.parametrize("format", ["scale", "merged"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(format, dtype, models, tmp_path):
     model = models("llama tied", format)
@@ -107,9 +107,9 @@ def test_a_stock_export_is_fine_tuned_by_other_tools(
     dtype, purpose, rate, trains, models, tmp_path
 ):
     """AdamW moves a weight by the learning rate, however small it is: channels times 2^-12 make the loss explode."""
-    export = choose_export(models("stories260K", "stock"), "stock", dtype, purpose)
+    export = choose_export(models("stories260K", "merged"), "merged", dtype, purpose)
     (tmp_path / "hf").mkdir()
-    write_hf_folder(tmp_path / "hf", export, models("stories260K", "stock").base.path)
+    write_hf_folder(tmp_path / "hf", export, models("stories260K", "merged").base.path)
     model = load_hf_model(tmp_path / "hf", torch.float32)
     optimizer, tokens, losses = (
         torch.optim.AdamW(model.parameters(), lr=rate),
@@ -131,7 +131,8 @@ def test_a_stock_export_is_fine_tuned_by_other_tools(
 def test_what_a_format_cannot_express_is_refused_with_the_reason(models):
     """Every reason is in tests/test_combinations.py."""
     with pytest.raises(
-        ConversionError, match=r"cannot leave as --format scale, but as stock; .*fft widens nothing"
+        ConversionError,
+        match=r"cannot leave as --format scale, but as merged; .*fft widens nothing",
     ):
         choose_export(models("llama tied", "fft"), "scale", torch.float32)
     assert (
@@ -141,11 +142,11 @@ def test_what_a_format_cannot_express_is_refused_with_the_reason(models):
 
 
 def test_many_files_are_one_model(models, tmp_path, monkeypatch):
-    model, many = models("llama tied", "stock"), tmp_path / "many"
-    single = exported(model, "stock", tmp_path / "single")
+    model, many = models("llama tied", "merged"), tmp_path / "many"
+    single = exported(model, "merged", tmp_path / "single")
     many.mkdir()
     monkeypatch.setattr(hf_folder, "FILE_BYTES", 2000)
-    write_hf_folder(many, choose_export(model, "stock", torch.float32), model.base.path)
+    write_hf_folder(many, choose_export(model, "merged", torch.float32), model.base.path)
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     expected, found = load_hf_model(single).state_dict(), load_hf_model(many).state_dict()

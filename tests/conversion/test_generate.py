@@ -27,9 +27,9 @@ PLAIN = {
 }
 GATED = {
     "gated preserve": ("llama", "preserve", GATE),
-    "gated adapt": ("llama tied", "stock", GATE),
+    "gated adapt": ("llama tied", "merged", GATE),
     "gated neox": ("neox", "scale", GATE),
-    "gated adapt, token": ("llama tied", "stock", {"features": "token"}),
+    "gated adapt, token": ("llama tied", "merged", {"features": "token"}),
     "gated neox, token": ("neox", "scale", {"features": "token"}),
     "gated mixture, token": ("qwen3_moe dense layer", "adapt", {"features": "token"}),
 }

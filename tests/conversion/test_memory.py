@@ -20,7 +20,7 @@ pytestmark = pytest.mark.full
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
-FORMATS = ["scale", "stock"]
+FORMATS = ["scale", "merged"]
 EXPANSION = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1}
 
 # Anonymous memory is what the machine must have; pages of mapped files can be dropped at any time.

@@ -24,10 +24,10 @@ from pipeline.model.from_hf import open_base
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save_many, scale
 from tests.distributed import run_ranks
-from tests.rehearsal.helpers import copied_stories
+from tests.self_generated.helpers import copied_stories
 from tests.widened import some_tokens
 
-METHODS = {"stock": scale("preserve", norm="base"), "scale": scale("adapt")}
+METHODS = {"merged": scale("preserve", norm="base"), "scale": scale("adapt")}
 CARD = """---
 license: other
 license_name: stories
@@ -84,7 +84,7 @@ def test_the_card_says_what_it_is_and_what_was_measured(format, exports):
         "tags": [
             "continual-pretraining",
             "scale-cpt",
-            {"stock": "preserve", "scale": "adapt"}[format],
+            {"merged": "preserve", "scale": "adapt"}[format],
         ],
     }
     assert "| new | new text | e9t/nsmc | cc0-1.0 |" in text
@@ -227,5 +227,5 @@ def test_what_libraries_save_again_is_the_same_model(format, exports, tmp_path, 
     expected = model(tokens).logits
     model.save_pretrained("again")
     assert torch.equal(load("again").eval()(tokens).logits, expected)
-    if format == "stock":  # what a second round of widening reads
+    if format == "merged":  # what a second round of widening reads
         assert open_base(Path("again")).spec == open_base(exports[format]).spec

@@ -71,9 +71,9 @@ def test_what_version_4_reads_is_not_its_default(tmp_path):
     )
 
 
-@pytest.mark.parametrize("method", ["stock", "fft"])
+@pytest.mark.parametrize("method", ["merged", "fft"])
 def test_a_merged_folder_has_both_and_the_version(method, models, tmp_path):
-    folder = exported(models("smollm3", method), "stock", tmp_path / "hf")
+    folder = exported(models("smollm3", method), "merged", tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     theta = CONFIGS["smollm3"].rope_parameters["rope_theta"]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta != THETA

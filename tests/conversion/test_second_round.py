@@ -42,7 +42,7 @@ def train_and_export(run: Path, tokens: Path, **changes) -> RunConfig:
     path = make_run(run, tokens, **changes)
     assert run_ranks(train, 2, path) == [0, 0]
     config = load_config(path)
-    for output, format in (("hf", "stock"), ("expansion", "expansion")):
+    for output, format in (("hf", "merged"), ("expansion", "expansion")):
         convert(
             replace(latest_conversion(config), format=format, output=run / output), probe_maker({})
         )
@@ -92,7 +92,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
         tokens,
         base=str(exported),
         schedule__steps=12,
-        upscaled=str(tmp_path / "upscaled"),
+        init_expansion=str(tmp_path / "initial_expansion"),
         **WIDE,
     )
     assert run_ranks(train, 1, longer) == [0]
@@ -104,7 +104,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     )
 
     convert(
-        Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "stock"), probe_maker({})
+        Conversion(newest_checkpoint(second), exported, tmp_path / "hf", "merged"), probe_maker({})
     )
     twice = exported_logits(tmp_path / "hf", probe)
     assert_near(twice, training_decoder(final_model(second)).logits(probe), PARITY)
@@ -154,7 +154,7 @@ def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
 
 def test_a_compiled_run_of_either_kind_resumes(first, tokens, tmp_path):
     kinds = {
-        "upscaled": {"zero": 1, "upscaled": str(first.folder / "expansion")},
+        "init_expansion": {"zero": 1, "init_expansion": str(first.folder / "expansion")},
         "widened": {"zero": 2, "base": str(first.folder / "hf"), "schedule__optimizer": "muon"},
     }
     settings = {
@@ -165,7 +165,7 @@ def test_a_compiled_run_of_either_kind_resumes(first, tokens, tmp_path):
     for kind, own in kinds.items():
         names, make = (
             ("plain", "compiled", "stopped"),
-            write_config if kind == "upscaled" else make_run,
+            write_config if kind == "init_expansion" else make_run,
         )
         plain, compiled, stopped = (
             make(tmp_path / kind / name, tokens, compile=name != "plain", **settings, **own)
@@ -179,7 +179,7 @@ def test_a_compiled_run_of_either_kind_resumes(first, tokens, tmp_path):
 
 
 def test_base_and_expansion_joined_are_the_exported_model(first):
-    joined = initial_model(first.model_copy(update={"upscaled": first.folder / "expansion"}))
+    joined = initial_model(first.model_copy(update={"init_expansion": first.folder / "expansion"}))
     probe = some_tokens(joined.spec, 2, 48)
     assert torch.equal(joined.logits(probe), training_decoder(final_model(first)).logits(probe))
     assert_near(joined.logits(probe), exported_logits(first.folder / "hf", probe), PARITY)
@@ -188,7 +188,7 @@ def test_base_and_expansion_joined_are_the_exported_model(first):
 def test_an_expansion_trains_on_from_its_trained_values(first, tokens, tmp_path):
     expansion = first.folder / "expansion"
     path = write_config(
-        tmp_path, tokens, seed=5, schedule__steps=1, upscaled=str(expansion), **WIDE
+        tmp_path, tokens, seed=5, schedule__steps=1, init_expansion=str(expansion), **WIDE
     )
     assert run_ranks(train, 1, path) == [0]
     assert losses(tmp_path)[0] < 0.9 * losses(first.folder)[0]
@@ -201,10 +201,10 @@ def test_an_expansion_trains_on_from_its_trained_values(first, tokens, tmp_path)
 # Every method once, and each type with every kind of export: merged, fused, and of blocks.
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 METHODS = {
-    "fft": (FFT, "stock", [FP32]),
-    "lora": ({"name": "lora", "rank": 4, "alpha": 8.0}, "stock", [FP32, FP16]),
-    "llama_pro": ({"name": "llama_pro", "added_layers": 5}, "stock", [BF16]),
-    "preserve": (scale("preserve", norm="base"), "stock", [FP32, BF16]),
+    "fft": (FFT, "merged", [FP32]),
+    "lora": ({"name": "lora", "rank": 4, "alpha": 8.0}, "merged", [FP32, FP16]),
+    "llama_pro": ({"name": "llama_pro", "added_layers": 5}, "merged", [BF16]),
+    "preserve": (scale("preserve", norm="base"), "merged", [FP32, BF16]),
     "route": (scale("route", collaborative_modules="both", norm="base"), "scale", [FP16]),
     "separate": (scale("adapt"), "scale", [BF16]),
 }
@@ -231,7 +231,7 @@ def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, t
     model, format = on_top(name), METHODS[name][1]
     asked = Conversion(model.checkpoint, model.base.path, tmp_path / "hf", format, dtype)
     assert convert(asked, probe_maker({}))
-    if format == "stock":
+    if format == "merged":
         again = open_base(tmp_path / "hf")
         assert again.spec.residual.scale == (2.0**-12 if dtype == FP32 else 2.0**-6)
         rows = again.read("layers.0.ffn.down.base.weight")[64:80].float()
@@ -239,6 +239,6 @@ def test_every_method_trains_on_top_and_is_exported_again(name, dtype, on_top, t
     elif format == "scale":
         with pytest.raises(
             BaseModelError,
-            match=r"--format expansion .* `upscaled`; .* norm: base, .* --format stock",
+            match=r"--format expansion .* `init_expansion`; .* norm: base, .* --format merged",
         ):
             open_base(tmp_path / "hf")

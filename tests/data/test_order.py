@@ -106,9 +106,9 @@ def test_roles_and_weights_divide_the_draws():
     """Of a role that has no fraction nothing is drawn; a tiny weight still is."""
     shares = {
         "a": Share(3, None), "b": Share(1, None), "tiny": Share(1e-9, None), "c": Share(2, None, "replay"),
-        "d": Share(2, None, "replay"), "own": Share(7.0, None, "rehearsal"),
+        "d": Share(2, None, "replay"), "own": Share(7.0, None, "self_generated"),
     }  # fmt: skip
-    drawn = Blend(shares, {"replay": 1 / 16, "rehearsal": 1 / 16}).drawn_before(BLOCK)
+    drawn = Blend(shares, {"replay": 1 / 16, "self_generated": 1 / 16}).drawn_before(BLOCK)
     expected = {"a": 21 / 32, "b": 7 / 32, "tiny": 0, "c": 1 / 32, "d": 1 / 32, "own": 1 / 16}
     assert {name: count / BLOCK for name, count in drawn.items()} == pytest.approx(
         expected, abs=2 / BLOCK

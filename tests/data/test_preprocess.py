@@ -24,7 +24,7 @@ from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.load import Encoded, GigatokenEncoder
-from pipeline.errors import PASSING_FAULT, DataError
+from pipeline.errors import TRANSIENT_FAULT, DataError
 from pipeline.files import file_hash, held_bytes
 from tests.data.helpers import (
     PROJECT,
@@ -390,7 +390,7 @@ def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[.
     disk = small_disk(mib=1)
     output = disk.path / "corpus"
     done = scale_cpt("tokenize", *ARGUMENTS, "--output", output, "--workers", "2")
-    assert done.returncode == PASSING_FAULT
+    assert done.returncode == TRANSIENT_FAULT
     named = re.search(
         r"error: no space left on the disk of (\S+) \((\S+) of its (\S+) GB are free\)", done.stderr
     )

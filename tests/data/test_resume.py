@@ -220,7 +220,7 @@ def test_by_command_line_tokenizing_survives_a_kill_and_damage(tmp_path: Path):
 
 
 def test_by_command_line_sampling_survives_a_kill_and_damage(tmp_path: Path):
-    openings = write_jsonl(
+    prompts = write_jsonl(
         tmp_path / "o.jsonl", [f"Once upon a time {text}" for text in documents(40)]
     )
     settings = (
@@ -228,13 +228,13 @@ def test_by_command_line_sampling_survives_a_kill_and_damage(tmp_path: Path):
         "6000",
         "--max-tokens",
         "40",
-        "--openings",
-        openings,
-        "--opening-tokens",
+        "--prompts",
+        prompts,
+        "--prompt-tokens",
         "6",
     )
     command = ("sample", "--base", STORIES260K, *settings, "--batch-size", "4", "--workers", "1")
-    killed_damaged_and_continued(tmp_path, *command, state_files=("openings.bin", "openings.idx"))
+    killed_damaged_and_continued(tmp_path, *command, state_files=("prompts.bin", "prompts.idx"))
 
 
 def killed_damaged_and_continued(

@@ -16,7 +16,7 @@ from pipeline.evaluation.perplexity import _token_nll, score_folder
 from pipeline.hf.folder import load_hf_model
 from tests.bases import CONFIGS
 from tests.files import change_json
-from tests.rehearsal.helpers import copied_stories, random_base
+from tests.self_generated.helpers import copied_stories, random_base
 from tests.texts import chat, write_chats
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens

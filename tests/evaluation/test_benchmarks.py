@@ -24,7 +24,7 @@ from pipeline.evaluation.benchmarks import (
 from tests.bases import STORIES
 from tests.evaluation.task_files import ARC, BLIMP, COPA, write_task_files
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import copied_stories
+from tests.self_generated.helpers import copied_stories
 
 pytestmark = pytest.mark.full
 

@@ -29,7 +29,7 @@ from tests.bases import STORIES
 from tests.data.helpers import stories_tokenizer
 from tests.files import change_json
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import copied_stories
+from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT as KOREAN
 from tests.texts import STORIES_HELDOUT as ENGLISH
 from tests.widened import unwidened

@@ -21,7 +21,7 @@ from tests.faults import trials
 from tests.faults.random_kills import kill_at_random, kill_jobs_at_random
 from tests.faults.runs import LASTING, Laboratory
 from tests.faults.trials import LIMITED, Result, damage_the_newest, poison_a_batch, stop_and_resume
-from tests.slurm.cluster import guarded_cluster, why_not
+from tests.slurm.cluster import guarded_cluster, unsupported_reason
 
 FAULTS: dict[str, Callable[..., Result]] = {
     "requeue": partial(
@@ -69,7 +69,7 @@ def main() -> int:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"))
     arguments = parser.parse_args()
-    if reason := why_not():
+    if reason := unsupported_reason():
         print(f"error: no Slurm: {reason}", file=sys.stderr)
         return 1
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -146,7 +146,7 @@ class Laboratory:
         folder = self.folder / f"run-{self._runs}"
         settings: dict[str, Any] = {
             **SHAPES[shape],
-            "upscaled": str(self.folder / "upscaled"),
+            "init_expansion": str(self.folder / "initial_expansion"),
             "validation": {"every_steps": 20, "max_sequences": 5},
             "checkpoints": {"every_steps": SAVE_EVERY},
         }

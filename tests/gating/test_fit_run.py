@@ -247,7 +247,10 @@ def test_a_gate_of_another_checkpoint_is_not_exported(fitted, tmp_path, caplog):
     ("changes", "message"),
     [
         ({"gate": {"layer": 4}}, r"gate\.layer: 4 is above method\.l_fp 3"),
-        ({"gate": {"negatives": ["korean"]}}, "korean is no corpus of role rehearsal or replay"),
+        (
+            {"gate": {"negatives": ["korean"]}},
+            "korean is no corpus of role self_generated or replay",
+        ),
         ({"gate": {"negatives": ["latin"]}}, "latin is no corpus"),
     ],
 )
@@ -266,7 +269,7 @@ def test_what_only_the_model_and_the_text_refuse(runs):
 def test_text_that_the_base_wrote_is_taken_before_text_that_is_replayed(runs):
     data = yaml.safe_load(runs["adapt"].read_text())["data"]
     assert with_changes(runs["adapt"]).gate_negatives == ["english"]
-    own = {"role": "rehearsal", "sample": {"tokens": 1000}}
+    own = {"role": "self_generated", "sample": {"tokens": 1000}}
     with_own = {**data, "corpora": {**data["corpora"], "own": own}}
     assert with_changes(runs["adapt"], data=with_own).gate_negatives == ["own"]
     only_new = {**data, "corpora": {"korean": data["corpora"]["korean"]}, "replay_fraction": 0}

@@ -137,9 +137,9 @@ def test_a_gate_leaves_in_the_scale_format_alone_and_in_fp32(models, tmp_path):
     decoder = training_decoder(model)
     gate = random_gate(decoder, some_tokens(decoder.spec, 4, 24))
     gated = replace(model, gate=gate)
-    assert choose_export(model, "auto", torch.float32).format == "stock"
+    assert choose_export(model, "auto", torch.float32).format == "merged"
     with pytest.raises(ConversionError, match="--without-gate"):
-        choose_export(gated, "stock", torch.float32)
+        choose_export(gated, "merged", torch.float32)
 
     folder = exported(gated, "auto", tmp_path / "hf", torch.bfloat16)
     loaded, stored = load_hf_model(folder), load_file(folder / "model.safetensors")

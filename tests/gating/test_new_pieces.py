@@ -97,8 +97,10 @@ def run(tmp_path_factory) -> Path:
 @torch.no_grad()
 def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     first = load_config(run)
-    stock = replace(latest_conversion(first), gate=None, format="stock", output=tmp_path / "first")
-    assert convert(stock, probe_maker(*run_sources(first)))
+    merged = replace(
+        latest_conversion(first), gate=None, format="merged", output=tmp_path / "first"
+    )
+    assert convert(merged, probe_maker(*run_sources(first)))
     second = load_config(
         train_extended(tmp_path, tmp_path / "first", 40, slice(20, 40), schedule__steps=3)
     )

@@ -75,7 +75,7 @@ def is_trained(method, name):
     ],
 )
 def test_a_method_starts_at_the_base_and_changes_only_what_trains(base, tmp_path, method, name):
-    model = start(base(name), method, tmp_path / "upscaled")
+    model = start(base(name), method, tmp_path / "initial_expansion")
     tokens = some_tokens(model.spec, 2, 24)
     expected = unwidened(base(name)).logits(tokens)
     assert torch.equal(model.logits(tokens), expected)

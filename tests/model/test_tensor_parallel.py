@@ -55,7 +55,7 @@ class Case:
     activation_checkpointing: str = "none"
     sequence_parallel: bool = False
     documents: bool = False
-    rehearses: bool = False
+    uses_kl: bool = False
     new_rows: bool = False
     precision: QuantizedPrecision | None = None
 
@@ -84,7 +84,7 @@ class Case:
             settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
             model = started(base, settings, tp, self.precision)
             shake(model, 0.05)
-            if self.rehearses and not model.keeps_base:
+            if self.uses_kl and not model.keeps_base:
                 model.add_reference()
                 load_base(model.reference, base, tp)
                 load_new_rows(model.reference, base, tp, None)
@@ -130,7 +130,7 @@ def outcome(model: Decoder, case: Case) -> Outcome:
         batch_with_new_tokens(model) if case.new_rows else some_batch(model.spec, 2, 24)
     )
     positions, documents = two_documents(tokens) if case.documents else (None, None)
-    losses = model(tokens, targets, positions, documents, int(case.rehearses), int(case.rehearses))
+    losses = model(tokens, targets, positions, documents, int(case.uses_kl), int(case.uses_kl))
     losses.total.backward()
     parameters = dict(named_trained_parameters(model))
     gradients = trained_gradients(model)
@@ -168,12 +168,12 @@ EVERY_METHOD = [
     for method in ("preserve", "adapt", "route", "fft")
 ]
 REHEARSING = [
-    Case("llama", "preserve", rehearses=True, sequence_parallel=True),
-    Case("neox", "adapt", BOTH, rehearses=True, documents=True),
-    Case("llama tied", "route", BOTH, rehearses=True),
-    Case("llama", "adapt", BOTH, "all", rehearses=True, sequence_parallel=True, documents=True),
-    Case("llama tied", "fft", rehearses=True, sequence_parallel=True),
-    Case("neox", "lora", {"rank": 4}, rehearses=True),
+    Case("llama", "preserve", uses_kl=True, sequence_parallel=True),
+    Case("neox", "adapt", BOTH, uses_kl=True, documents=True),
+    Case("llama tied", "route", BOTH, uses_kl=True),
+    Case("llama", "adapt", BOTH, "all", uses_kl=True, sequence_parallel=True, documents=True),
+    Case("llama tied", "fft", uses_kl=True, sequence_parallel=True),
+    Case("neox", "lora", {"rank": 4}, uses_kl=True),
 ]
 FEATURED = [
     Case("qwen3", "route", BOTH),
@@ -181,14 +181,14 @@ FEATURED = [
     Case("phi3", "lora", {"rank": 4}),
     Case("mistral window", "adapt", BOTH, documents=True),
     Case("ministral", "route", BOTH, documents=True),
-    Case("gemma2", "adapt", BOTH, rehearses=True, sequence_parallel=True),
+    Case("gemma2", "adapt", BOTH, uses_kl=True, sequence_parallel=True),
     Case("exaone4", "adapt", {**BOTH, **ONE_KV_HEAD}, sequence_parallel=True, documents=True),
     Case("gemma3", "route", BOTH, "all", sequence_parallel=True),
     Case("mixtral", "route", BOTH, documents=True),
-    Case("qwen3_moe dense layer", "adapt", BOTH, "all", rehearses=True, sequence_parallel=True),
+    Case("qwen3_moe dense layer", "adapt", BOTH, "all", uses_kl=True, sequence_parallel=True),
 ]
 EXTENDED = [
-    Case("llama", method, {"rank": 2} if method == "lora" else {}, rehearses=True, new_rows=True)
+    Case("llama", method, {"rank": 2} if method == "lora" else {}, uses_kl=True, new_rows=True)
     for method in ("preserve", "route", "fft", "lora")
 ]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
@@ -210,14 +210,14 @@ CASES = {
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True),
         Case("neox", "llama_pro", {"added_layers": 1}, sequence_parallel=True),
         Case("llama", "freeze", {"frozen_layers": 1}, sequence_parallel=True),
-        Case("llama biases", "adapt", BOTH, "all", rehearses=True, precision="fp8"),
+        Case("llama biases", "adapt", BOTH, "all", uses_kl=True, precision="fp8"),
         Case("llama eight heads, wide", "route", BOTH, sequence_parallel=True, precision="nf4"),
         Case("llama eight heads, wide", "lora", {"rank": 4}, precision="nf4"),
         Case("glm4_moe normed heads", "adapt", BOTH, sequence_parallel=True),
         Case("qwen2_moe", "route", BOTH, "all"),
         Case("exaone_moe", "lora", {"rank": 4}),
         Case("qwen3_moe", "lora", {"rank": 4}),
-        Case("qwen2_moe", "fft", sequence_parallel=True, rehearses=True),
+        Case("qwen2_moe", "fft", sequence_parallel=True, uses_kl=True),
         Case("qwen3_moe", "adapt", BOTH, "all", precision="fp8"),
     ],
     4: [
@@ -271,7 +271,7 @@ def test_ranks_compute_what_one_process_computes(base, outcomes, tp_size, case):
         assert torch.equal(rank.greedy, rank.places[whole.greedy])
         assert_near(rank.loss, whole.loss, bound, "loss")
         assert_near(rank.nll, whole.nll, bound, "nll")
-        if case.rehearses:
+        if case.uses_kl:
             # A difference of log probabilities, which are rounded however small it is.
             assert whole.kl.any()
             assert_near(rank.kl, whole.kl, bound, "kl", scale=whole.nll)

@@ -13,7 +13,7 @@ import pytest
 import wandb
 from mlflow import MlflowClient
 
-from pipeline.checks.door import check_trackers
+from pipeline.checks.checklist import check_trackers
 from pipeline.config.reading import flattened
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import MissingPackageError

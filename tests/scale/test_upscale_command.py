@@ -24,7 +24,7 @@ def test_the_first_run_writes_and_the_second_skips(tmp_path):
     code, output = upscale(write_config(tmp_path / "run", tmp_path))
     assert code == 0, output
     assert "wrote the initial expansion to" in output.splitlines()[-1]
-    manifest = tmp_path / "run" / "upscaled" / MANIFEST
+    manifest = tmp_path / "run" / "initial_expansion" / MANIFEST
     assert "embedding.expansion.weight" in open_expansion(manifest.parent).names
     written = manifest.stat().st_mtime_ns
     code, output = upscale(write_config(tmp_path / "run", tmp_path))
@@ -68,7 +68,9 @@ def test_another_base_is_refused_also_once_training_has_begun(tmp_path, how):
 
 
 def test_a_missing_expansion_to_continue_from_is_refused(tmp_path):
-    code, output = upscale(write_config(tmp_path, tmp_path, upscaled=str(tmp_path / "elsewhere")))
+    code, output = upscale(
+        write_config(tmp_path, tmp_path, init_expansion=str(tmp_path / "elsewhere"))
+    )
     assert code == 2
     assert (
         "elsewhere: holds no expansion; convert the run to train on with --format expansion"

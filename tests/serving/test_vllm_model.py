@@ -131,12 +131,12 @@ def test_in_sixteen_bits_the_gate_decides_as_the_export_does(vllm_model, models,
 
 def test_what_vllm_would_get_wrong_is_refused(vllm_model):
     config = vllm_model.ScaleConfig()
-    assert vllm_model.why_not(config, 1, False) is None
-    assert "one rank" in vllm_model.why_not(config, 2, False)
-    assert "--quantization" in vllm_model.why_not(config, 1, True)
+    assert vllm_model.unsupported_reason(config, 1, False) is None
+    assert "one rank" in vllm_model.unsupported_reason(config, 2, False)
+    assert "--quantization" in vllm_model.unsupported_reason(config, 1, True)
     config.gate_layer, config.gate_features = 1, "token+running_mean"
-    assert "running mean" in vllm_model.why_not(config, 1, False)
+    assert "running mean" in vllm_model.unsupported_reason(config, 1, False)
     config.gate_layer, config.rotary = None, [{"context": 64}]
-    assert "frequencies" in vllm_model.why_not(config, 1, False)
+    assert "frequencies" in vllm_model.unsupported_reason(config, 1, False)
     config.rotary, config.mixture = [], {"experts": 4}
-    assert "mixture of experts" in vllm_model.why_not(config, 1, False)
+    assert "mixture of experts" in vllm_model.unsupported_reason(config, 1, False)

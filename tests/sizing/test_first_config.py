@@ -17,14 +17,14 @@ from pipeline.config.run import load_config, parse_config
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
 from pipeline.model.from_hf import open_base, read_spec
-from pipeline.model.stock_model import stock_widths
+from pipeline.model.merged_model import merged_widths
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.first_config import _method, measure, propose
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.programs import scale_cpt
-from tests.rehearsal.helpers import copied_stories
+from tests.self_generated.helpers import copied_stories
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 pytestmark = pytest.mark.full
@@ -57,11 +57,11 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
         plan_expansion(config.method, spec.widths, spec.num_layers).expansion,
         asdict(spec.widths),
     )
-    assert asdict(stock_widths(own, spec)) == {
+    assert asdict(merged_widths(own, spec)) == {
         name: whole[name] + added for name, added in asdict(own).items()
     }
     assert config.deepspeed.name == ("zero1_fp32.json" if cluster.on_cpu else "zero1.json")
-    assert config.gate is not None and data.fractions == {"replay": 0, "rehearsal": 0}
+    assert config.gate is not None and data.fractions == {"replay": 0, "self_generated": 0}
     assert 1e-3 < schedule.learning_rate < 1e-2
     assert "hidden 64 by 25%, FFN 172 by 23%, attention heads 8 by 25%" in text
     # 0.8 MB of Korean that this tokenizer cuts into bytes, read four times.
@@ -83,7 +83,7 @@ def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch)
     base = copied_stories(tmp_path / "base", **changes)
     cluster = Cluster(1, on_cpu=True)
     config, text = propose("first", base, NEW, OLD, cluster)
-    assert "&id" not in text and config.data.corpora["own_text"].sample.openings == OLD
+    assert "&id" not in text and config.data.corpora["self_generated"].sample.prompts == OLD
     monkeypatch.chdir(tmp_path)
     assert make_plan(config, cluster).faults == []
 
@@ -118,8 +118,8 @@ def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, add
 
 def test_without_a_gate_the_base_is_rehearsed_and_the_model_may_leave_as_an_ordinary_one():
     config, _ = propose("plain", STORIES, NEW, OLD, Cluster(1, on_cpu=True), gated=False)
-    assert config.gate is None and config.data.fractions["rehearsal"] > 0
-    assert dict(make_plan(config, Cluster(1, on_cpu=True)).rows)["export"].startswith("stock")
+    assert config.gate is None and config.data.fractions["self_generated"] > 0
+    assert dict(make_plan(config, Cluster(1, on_cpu=True)).rows)["export"].startswith("merged")
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.zst", "x.parquet"])

@@ -91,7 +91,7 @@ class JobEnd(NamedTuple):
     restarts: int
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Why a cluster cannot start on this machine; None if it can."""
     if os.geteuid() != 0:
         return "slurmd needs root: run the tests as root, in a container for example"
@@ -325,7 +325,7 @@ def _slurm_conf(folder: Path, controller_port: int, *node_ports: int) -> str:
 
 def main() -> int:
     """Starts a cluster, prints how to use it, and keeps it until stdin ends."""
-    if reason := why_not():
+    if reason := unsupported_reason():
         print(f"no cluster: {reason}", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -24,7 +24,7 @@ def short_demo(folder: Path) -> Path:
     run = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     run.update(name="short", folder=str(folder / "run"))
     run["data"]["folder"] = str(folder / "tokens")
-    del run["data"]["corpora"]["own_text"], run["gate"]
+    del run["data"]["corpora"]["self_generated"], run["gate"]
     for name, corpus in run["data"]["corpora"].items():
         for key, count in (("input", 40), ("heldout_input", 6)):
             if key in corpus:
@@ -48,7 +48,7 @@ def written(folder: Path) -> dict[str, int]:
     """Every file of the stages that may be skipped, with the time it was written."""
     rooms = [
         folder / "tokens",
-        *(folder / "run" / room for room in ("upscaled", "checkpoints", "hf")),
+        *(folder / "run" / room for room in ("initial_expansion", "checkpoints", "hf")),
     ]
     return {
         str(path): path.stat().st_mtime_ns

@@ -56,8 +56,8 @@ def right_answer(task: str, asked: list[str]) -> str:
 
 
 def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
-    train, english, korean, openings = (
-        read_jsonl(texts / f"{name}.jsonl") for name in ("train", "english", "korean", "openings")
+    train, english, korean, prompts = (
+        read_jsonl(texts / f"{name}.jsonl") for name in ("train", "english", "korean", "prompts")
     )
     assert [len(one) for one in (train, english, korean)] == [140, 14, 14]
     for record in (*train, *english, *korean):
@@ -75,7 +75,7 @@ def test_answers_follow_from_what_was_asked_and_held_out_chats_are_new(texts):
     } == {*KOREAN_TASKS}
     is_korean = [bool(re.search("[가-힣]", str(record))) for record in train]
     assert 0 < sum(is_korean) < 20
-    assert openings == [
+    assert prompts == [
         record for record, korean in zip(train, is_korean, strict=True) if not korean
     ]
     assert all(re.search("[가-힣]", str(record)) for record in korean)
@@ -109,7 +109,10 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "settings": small
         | {
             "data": {
-                "corpora": {name: {"sample": {"tokens": 600}} for name in ("own_chats", "own_text")}
+                "corpora": {
+                    name: {"sample": {"tokens": 600}}
+                    for name in ("self_generated_chats", "self_generated")
+                }
             }
         },
         "methods": {name: None for name in load_study(quick, texts).methods if name not in kept},

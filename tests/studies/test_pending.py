@@ -58,7 +58,7 @@ def test_corpora_are_made_once_before_the_compared_runs(opened, tmp_path, tokens
     def samples(values):
         values["settings"]["data"]["folder"] = str(folder)
         values["settings"]["data"]["corpora"]["own"] = {
-            "role": "rehearsal",
+            "role": "self_generated",
             "sample": {"tokens": 50},
         }
 

@@ -103,7 +103,7 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
     path = write_config(run, tokens, **changes)
     config = load_config(path)
     if isinstance(config.method, ScaleMethod):
-        upscale(config.method, open_base(config.base), config.upscaled_folder, config.seed)
+        upscale(config.method, open_base(config.base), config.initial_expansion_folder, config.seed)
     return path
 
 
@@ -219,7 +219,7 @@ def ended(trainer: Any) -> Any:
 def prepared(config: Path) -> Any:
     """The trainer of a run, which is about to start or to resume."""
     start_deepspeed()
-    from pipeline.checks.door import begin
+    from pipeline.checks.checklist import begin
     from pipeline.health.liveness import Phases
     from pipeline.observers import make_observers
     from pipeline.training.trainer import Trainer

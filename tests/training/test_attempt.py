@@ -77,7 +77,11 @@ def test_a_killed_rank_is_named_and_the_next_attempt_resumes(tokens, tmp_path):
     steps = attempt.end.step or 0
     again = started(
         make_run(
-            tmp_path, tokens, zero=1, schedule__steps=steps + 3, upscaled=str(tmp_path / "upscaled")
+            tmp_path,
+            tokens,
+            zero=1,
+            schedule__steps=steps + 3,
+            init_expansion=str(tmp_path / "initial_expansion"),
         ),
         "7.1",
     )

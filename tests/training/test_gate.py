@@ -30,10 +30,10 @@ SABOTAGED = {
 @pytest.mark.parametrize(("zero", "world_size"), [(3, 2), (1, 1)])
 def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, world_size):
     damaged = make_run(tmp_path / "damaged", tokens, zero=zero)
-    tamper(tmp_path / "damaged" / "upscaled", TAMPERED[zero])
+    tamper(tmp_path / "damaged" / "initial_expansion", TAMPERED[zero])
     consistent = make_run(tmp_path / "consistent", tokens, zero=zero)
-    tamper(tmp_path / "consistent" / "upscaled", TAMPERED[zero])
-    accept(tmp_path / "consistent" / "upscaled")
+    tamper(tmp_path / "consistent" / "initial_expansion", TAMPERED[zero])
+    accept(tmp_path / "consistent" / "initial_expansion")
     jobs = [partial(train, damaged), partial(train, consistent)]
     for name, (method, *_) in SABOTAGED.items():
         jobs.append(
@@ -47,7 +47,9 @@ def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, w
         first[0].startswith("CheckpointError: ")
         and "safetensors: damaged or missing (another SHA-256" in first[0]
     )
-    assert first[1].startswith(f"PreservationError: {tmp_path}/consistent/upscaled: at step 0 ")
+    assert first[1].startswith(
+        f"PreservationError: {tmp_path}/consistent/init_expansion: at step 0 "
+    )
     for refusal in first[2:]:
         assert refusal.startswith("PreservationError: ") and "stories260K: at step 0 " in refusal
     assert all("expected 0.0" in refusal for refusal in first[1:])

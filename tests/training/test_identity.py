@@ -136,7 +136,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes_and_says_what_was_not_compar
     values = json.loads(manifest.read_text())
     del values["run"]["corpora"], values["run"]["base"]["architecture"]
     write_json(manifest, values)
-    expansion = tmp_path / "old" / "run" / "upscaled" / "manifest.json"
+    expansion = tmp_path / "old" / "run" / "initial_expansion" / "manifest.json"
     values = json.loads(expansion.read_text())
     del values["base_architecture"]
     write_json(expansion, values)

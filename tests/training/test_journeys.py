@@ -28,7 +28,7 @@ import yaml
 
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
-from pipeline.checks.door import begin
+from pipeline.checks.checklist import begin
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
@@ -204,7 +204,7 @@ def test_it_resumes_to_the_bit(run: Trained, journey: Journey):
         line["perplexity/korean"] for line in undisturbed if "perplexity/korean" in line
     ]
     assert perplexities[-1] < perplexities[0]
-    assert (journey.replay_loss == "kl") == any("kl_rehearsal" in line for line in undisturbed)
+    assert (journey.replay_loss == "kl") == any("kl_self_generated" in line for line in undisturbed)
 
 
 @rows(JOURNEYS)
@@ -218,7 +218,8 @@ def test_at_another_layout_it_trains_the_same(run: Trained, journey: Journey):
         ), key
     # A divergence is what is left of log probabilities of size ten, however small it is.
     divergences = [
-        [line.get("kl_rehearsal", 0.0) for line in metrics(path)] for path in (folder, reference)
+        [line.get("kl_self_generated", 0.0) for line in metrics(path)]
+        for path in (folder, reference)
     ]
     assert divergences[0] == pytest.approx(divergences[1], rel=ROUNDING, abs=10 * ROUNDING)
     drifts = [
@@ -372,7 +373,9 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
     values = yaml.safe_load((run.moved / "run.yaml").read_text())
     path = tmp_path / "run.yaml"
     path.write_text(
-        yaml.safe_dump(values | {"folder": str(tmp_path), "upscaled": str(tmp_path / "expansion")})
+        yaml.safe_dump(
+            values | {"folder": str(tmp_path), "init_expansion": str(tmp_path / "expansion")}
+        )
     )
     config = load_config(path)
     assert (

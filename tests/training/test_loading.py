@@ -106,7 +106,7 @@ def devices(config):
     """The devices of a model that was made, and loaded, for a device whose memory is not the host's."""
     start_deepspeed()
     from pipeline import methods
-    from pipeline.checks.door import begin
+    from pipeline.checks.checklist import begin
     from pipeline.parallel.topology import ProcessGroups
     from pipeline.training.engine import build_model
 

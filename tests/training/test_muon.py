@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.checks.door import begin
+from pipeline.checks.checklist import begin
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.model.decoder import is_layer_matrix

@@ -67,7 +67,7 @@ def test_a_finished_run_is_unchanged_and_may_train_longer(tokens, tmp_path):
         zero=1,
         name="longer.yaml",
         schedule__steps=3,
-        upscaled=f"{tmp_path}/upscaled",
+        init_expansion=f"{tmp_path}/initial_expansion",
     )
     state, attempt = partial(_written, tmp_path), partial(partial, _attempt)
     jobs = [attempt("1", config), state, attempt("2", config), state, attempt("3", longer)]

@@ -95,7 +95,7 @@ class SamplingRecord(BaseModel):
     tokens: int
     temperature: float
     max_tokens: int
-    opening_tokens: int | None
+    prompt_tokens: int | None
     chat_template: bool
     seed: int
     batch_size: int
@@ -104,7 +104,7 @@ class SamplingRecord(BaseModel):
 
 
 class Description(BaseModel):
-    """What a corpus is made of, but for its inputs. In one that a base model wrote (`sampling`), these are openings."""
+    """What a corpus is made of, but for its inputs. In one that a base model wrote (`sampling`), these are prompts."""
 
     tokenizer: TokenizerRecord
     text_key: str
@@ -126,7 +126,7 @@ class Description(BaseModel):
 
 
 class Counts(BaseModel):
-    """`characters` and `bytes` (UTF-8) are of the accepted text, openings included.
+    """`characters` and `bytes` (UTF-8) are of the accepted text, prompts included.
 
     In a corpus with prompts, `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
     `special_tokens_spelled`: how often a text spells a special token. `unknown_tokens` and `lost_characters` are what

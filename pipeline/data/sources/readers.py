@@ -407,7 +407,7 @@ class _Row(NamedTuple):
     lines: int
 
 
-def _rows(reader: Any) -> Iterator[_Row]:  # noqa: ANN401  # csv names no type of its reader
+def _rows(reader: Any) -> Iterator[_Row]:  # csv names no type of its reader
     """The rows of a table."""
     before = 0
     while True:
@@ -489,7 +489,7 @@ def arrow_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Rec
             first += batch.num_rows
 
 
-def _batch_records(batch: Any, first: int, keys: Keys) -> Iterator[Record]:  # noqa: ANN401
+def _batch_records(batch: Any, first: int, keys: Keys) -> Iterator[Record]:
     """The records of some rows, the first of which is number `first`."""
     columns = [_values(_column(batch, key)) for key in keys.all]
     for row, values in enumerate(zip(*columns, strict=True), first):
@@ -506,7 +506,7 @@ def _faults(path: Path, kind: str) -> AbstractContextManager[None]:
     )
 
 
-def _parquet(path: Path, keys: Keys) -> Any:  # noqa: ANN401  # pyarrow has no type hints
+def _parquet(path: Path, keys: Keys) -> Any:  # pyarrow has no type hints
     file = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
     _check_columns(path, file.schema_arrow, keys)
     return file
@@ -526,7 +526,7 @@ def _arrow_batches(path: Path, keys: Keys) -> Iterator[Any]:
     yield from stream
 
 
-def _check_columns(path: Path, schema: Any, keys: Keys) -> None:  # noqa: ANN401
+def _check_columns(path: Path, schema: Any, keys: Keys) -> None:
     """Raises DataError where a table lacks a column of `keys`, or has several, or one without text."""
     for key in keys.all:
         if schema.names.count(key) > 1:
@@ -541,7 +541,7 @@ def _check_columns(path: Path, schema: Any, keys: Keys) -> None:  # noqa: ANN401
             )
 
 
-def _type_at(schema: Any, key: str) -> Any:  # noqa: ANN401
+def _type_at(schema: Any, key: str) -> Any:
     """The type of a column, or of what a path of names such as `meta.body` leads to; None where there is none."""
     if key in schema.names:
         return schema.field(key).type
@@ -557,7 +557,7 @@ def _type_at(schema: Any, key: str) -> Any:  # noqa: ANN401
     return found
 
 
-def _column(batch: Any, key: str) -> Any:  # noqa: ANN401
+def _column(batch: Any, key: str) -> Any:
     """The column of a batch that a key, or a path of names, leads to."""
     if key in batch.schema.names:
         return batch.column(key)

@@ -147,14 +147,14 @@ def is_tokenized(data: Data) -> bool:
 
 
 def named_inputs(data: Data) -> Iterator[Sequence[str]]:
-    """The files and patterns that each part of each corpus is made from; of text that the base writes, its openings.
+    """The files and patterns that each part of each corpus is made from; of text that the base writes, its prompts.
 
     Of text that is cleaned, also the benchmarks that it is compared with.
     """
     for corpus in data.corpora.values():
-        openings = corpus.sample.openings if corpus.sample is not None else []
+        prompts = corpus.sample.prompts if corpus.sample is not None else []
         benchmarks = corpus.clean.benchmarks if corpus.clean is not None else []
-        yield from filter(None, (corpus.input, corpus.heldout_input, openings, benchmarks))
+        yield from filter(None, (corpus.input, corpus.heldout_input, prompts, benchmarks))
 
 
 def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:

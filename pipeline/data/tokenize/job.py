@@ -69,7 +69,7 @@ from pipeline.data.tokenizer.load import (
     load_tokenizer,
 )
 from pipeline.data.tokenizer.spelling import cached_speller
-from pipeline.errors import PASSING_FAULT, DataError, in_one_line, is_full_disk
+from pipeline.errors import TRANSIENT_FAULT, DataError, in_one_line, is_full_disk
 from pipeline.files import file_hash, held_bytes, published_file, sampled_hash
 
 _BATCH_BYTES = 2 * 2**20
@@ -187,7 +187,7 @@ def preprocess(
                 0, corpus_bytes(job) - held_bytes(job.output) - held_bytes(heldout_of(job.output))
             )
             advice = f"this corpus needs about {needed / 1e9:.3g} GB more, and {advice}"
-        raise DataError(f"{in_one_line(fault)}; {advice}", PASSING_FAULT) from None
+        raise DataError(f"{in_one_line(fault)}; {advice}", TRANSIENT_FAULT) from None
 
 
 def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:

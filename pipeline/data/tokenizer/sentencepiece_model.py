@@ -184,7 +184,7 @@ def converted(
     return tokenizer
 
 
-def _bpe(description: Any) -> models.BPE:  # noqa: ANN401
+def _bpe(description: Any) -> models.BPE:
     """Merges in the order in which SentencePiece prefers their pieces: whichever two pieces give one are merged."""
     vocabulary = {piece.piece: number for number, piece in enumerate(description.pieces)}
     scores = {
@@ -206,13 +206,13 @@ def _bpe(description: Any) -> models.BPE:  # noqa: ANN401
     )
 
 
-def _unigram(description: Any) -> models.Unigram:  # noqa: ANN401
+def _unigram(description: Any) -> models.Unigram:
     pieces = [(piece.piece, piece.score) for piece in description.pieces]
     unknown, _ = _unknown(description)
     return models.Unigram(pieces, unknown, byte_fallback=description.trainer_spec.byte_fallback)
 
 
-def _unknown(description: Any) -> tuple[int, str]:  # noqa: ANN401
+def _unknown(description: Any) -> tuple[int, str]:
     """The id and the spelling of the piece for what has no piece; every model of SentencePiece has one."""
     return next(
         (number, piece.piece)
@@ -221,7 +221,7 @@ def _unknown(description: Any) -> tuple[int, str]:  # noqa: ANN401
     )
 
 
-def _normalizer(described: Any, *, prepends: bool) -> normalizers.Normalizer:  # noqa: ANN401
+def _normalizer(described: Any, *, prepends: bool) -> normalizers.Normalizer:
     parts: list[Any] = []
     if described.precompiled_charsmap:
         parts.append(normalizers.Precompiled(described.precompiled_charsmap))

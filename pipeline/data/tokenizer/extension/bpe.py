@@ -163,7 +163,7 @@ def read_pieces(file: Path) -> Pieces:
     return Pieces(described, library, byte_level, strings, bytes_of)
 
 
-def _kinds_in(part: Any) -> set[str]:  # noqa: ANN401
+def _kinds_in(part: Any) -> set[str]:
     """The types of a pre-tokenizer or normalizer and of those that it is a sequence of."""
     if not isinstance(part, dict):
         return set()

@@ -1,4 +1,4 @@
-"""Openings: the ids with which documents begin before the base writes on, chosen by the seed."""
+"""Prompts: the ids with which documents begin before the base writes on, chosen by the seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _logger = log.get_logger(__name__)
 _Ids = npt.NDArray[Any]
 
 
-def write_openings(
+def write_prompts(
     prefix: Path,
     sampling: Sampling,
     keys: Keys,
@@ -41,10 +41,10 @@ def write_openings(
     base: Path,
     longest: int,
 ) -> dict[ShardFile, FileContent]:
-    """Writes the openings' ids as the shard `prefix`, as many as `sampling.tokens` can need, equally many of each file.
+    """Writes the prompts' ids as the shard `prefix`, as many as `sampling.tokens` can need, equally many of each file.
 
     Of chats an opening is what precedes an answer, one for each message of the assistant, with all earlier turns.
-    Other openings are a user's messages, framed by `template`, if one is given. Those of more than `longest` ids are
+    Other prompts are a user's messages, framed by `template`, if one is given. Those of more than `longest` ids are
     left out. Returns what the shard's files hold.
 
     Raises DataError where the files hold no opening that can be used, or the tokenizer has no chat template.
@@ -61,11 +61,11 @@ def write_openings(
             return tokenizer.reference.encode(
                 [template.opened([{"role": "user", "content": text}])]
             ).ids
-        limit = sampling.opening_tokens
+        limit = sampling.prompt_tokens
         beginning = text if limit is None else text[: limit * _CHARACTERS_PER_TOKEN]
         return np.concatenate([tokenizer.before_document, ids_of(tokenizer, beginning)[:limit]])
 
-    files = input_files(sampling.openings)
+    files = input_files(sampling.prompts)
     too_long = 0
     with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for number, file in enumerate(files, start=1):
@@ -77,19 +77,19 @@ def write_openings(
                 writer.add(ids, np.array([len(ids)]))
                 if writer.tokens >= sampling.tokens * number / len(files):
                     break
-    where = ", ".join(sampling.openings)
+    where = ", ".join(sampling.prompts)
     if writer.documents == 0:
         raise DataError(
             f"{where}: no opening can be used ({too_long} are longer than {longest} tokens); name other files or "
-            f"another key than {keys.text!r}, raise max_tokens, or set opening_tokens"
+            f"another key than {keys.text!r}, raise max_tokens, or set prompt_tokens"
         )
     if too_long:
-        _logger.warning("%s: left out %d openings of more than %d tokens", where, too_long, longest)
+        _logger.warning("%s: left out %d prompts of more than %d tokens", where, too_long, longest)
     return writer.files
 
 
-def chosen_openings(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:
-    """The openings number `first`, `first + stride`, … in random passes over all in the shard `prefix`, without end."""
+def chosen_prompts(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:
+    """The prompts number `first`, `first + stride`, … in random passes over all in the shard `prefix`, without end."""
     shard = Shard(prefix)
     number = first
     while True:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.model.from_hf import read_spec
-from pipeline.model.stock_model import describe_serving, padded_widths
+from pipeline.model.merged_model import describe_serving, padded_widths
 from pipeline.scale.plan import Widths
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.manifest import PATHS
-from pipeline.checks.door import begin
+from pipeline.checks.checklist import begin
 from pipeline.checks.inputs import Inputs
 from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
@@ -32,7 +32,7 @@ from tests.training.runs import write_config
 
 def rehearsing(folder: Path, tokens: Path, **sample: Any) -> Path:
     """The configuration of a run with a rehearsal corpus `own`."""
-    own = {"role": "rehearsal", "sample": {"tokens": 300, **sample}}
+    own = {"role": "self_generated", "sample": {"tokens": 300, **sample}}
     return write_config(folder, tokens, data__corpora__own=own)
 
 
@@ -108,11 +108,11 @@ def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path
         ),
         (
             ("--max-tokens", "16", "--no-thinking"),
-            "thinking and system_prompts are of openings that are chats",
+            "thinking and system_prompts are of prompts that are chats",
         ),
         (
             ("--max-tokens", "16", "--chat-template"),
-            "chat_template frames messages; name files of them as openings",
+            "chat_template frames messages; name files of them as prompts",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
         begin(
             load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2, "tokenize"
         )
-    config = load_config(rehearsing(tmp_path, tmp_path / "tokens", openings=["none.jsonl"]))
+    config = load_config(rehearsing(tmp_path, tmp_path / "tokens", prompts=["none.jsonl"]))
     plan = make_plan(config, Cluster(gpus=2, gpus_per_node=2))
     assert [fault for fault in plan.faults if "none.jsonl: no such file" in fault]
 
@@ -146,8 +146,8 @@ def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
 
 
 def test_a_checkpoint_does_not_record_where_openings_lie(tmp_path: Path):
-    config = load_config(rehearsing(tmp_path / "run", tmp_path / "tokens", openings=["o.jsonl"]))
+    config = load_config(rehearsing(tmp_path / "run", tmp_path / "tokens", prompts=["o.jsonl"]))
     assert (
-        "openings"
+        "prompts"
         not in config.data.model_dump(mode="json", exclude=PATHS)["corpora"]["own"]["sample"]
     )

@@ -17,11 +17,13 @@ _GGUF_BLOCK = 256
 _MOST_RANKS = 8
 
 
-def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool) -> str | None:
+def merged_unsupported_reason(
+    plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
+) -> str | None:
     """Why a model of that plan on a base of that architecture is not expressible as an ordinary one; None if it is."""
     if plan is None:
         return None
-    if reason := family_of(spec).why_not_stock:
+    if reason := family_of(spec).merged_unsupported_reason:
         return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
@@ -32,7 +34,7 @@ def why_not_stock(plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool)
     return None
 
 
-def stock_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: int = 1) -> Widths:
+def merged_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: int = 1) -> Widths:
     """The widths of the ordinary model that a base of the architecture `spec` becomes with `added` widths."""
     base, more = asdict(spec.widths), asdict(added)
     sums = Widths(**{name: base[name] + more[name] for name in base})
@@ -43,15 +45,18 @@ def stock_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: in
 
 def describe_serving(added: Widths, spec: DecoderSpec) -> str:
     """How servers can split the ordinary model, and the added widths next above that need no padding."""
-    whole = stock_widths(added, spec)
-    ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if stock_widths(added, spec, tp) == whole]
+    whole = merged_widths(added, spec)
+    ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if merged_widths(added, spec, tp) == whole]
     rows = (
         "whole"
-        if stock_widths(added, spec, row_multiple=_GGUF_BLOCK) == whole
+        if merged_widths(added, spec, row_multiple=_GGUF_BLOCK) == whole
         else "in a larger format"
     )
     text = f"split by tp {', '.join(map(str, ranks))}; GGUF's K-quants: {rows}"
-    fitting, base = asdict(stock_widths(added, spec, _MOST_RANKS, _GGUF_BLOCK)), asdict(spec.widths)
+    fitting, base = (
+        asdict(merged_widths(added, spec, _MOST_RANKS, _GGUF_BLOCK)),
+        asdict(spec.widths),
+    )
     if fitting == asdict(whole):
         return text
     more = ", ".join(

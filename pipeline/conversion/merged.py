@@ -1,4 +1,4 @@
-"""`--format stock`: a model of the base's own class, which any server loads with no code of ours.
+"""`--format merged`: a model of the base's own class, which any server loads with no code of ours.
 
 Without an expansion it has the base's tensors: full fine-tuning and Freeze change their values, LLaMA Pro adds layers,
 LoRA's adapters are merged. With one, it is an ordinary wider model: the four blocks of a linear map fuse into one
@@ -40,8 +40,8 @@ from pipeline.hf.folder import Export, PlannedTensor, base_config, dtype_name
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import FusedPart, HfTensor, family_of, fuse, hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base
+from pipeline.model.merged_model import merged_widths
 from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_in
-from pipeline.model.stock_model import stock_widths
 from pipeline.scale.plan import ExpansionPlan
 
 _HEADS_NORMS = ("attention.query_norm", "attention.key_norm")
@@ -54,12 +54,12 @@ _BLOCK_POSITIONS = {
 }
 
 
-def stock_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
+def merged_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
     """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the base's family allows."""
     scale = scale_in(dtype, for_training=purpose == "training")
     if model.plan is None:
         return _unwidened_export(model, dtype, scale)
-    spec, wider = model.spec, stock_widths(model.plan.expansion, model.spec)
+    spec, wider = model.spec, merged_widths(model.plan.expansion, model.spec)
     mixture, entries = _wider_mixture(spec, model.plan)
     normed = spec.widths.hidden_size / wider.hidden_size
     new = StoredResidual(spec.widths.hidden_size, scale, spec.norm_placement == "after")
@@ -103,7 +103,7 @@ def stock_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "se
         (name, PlannedTensor(name, tuple(parameter.shape), partial(fused, name, parameter.shape)))
         for name, parameter in ordinary.named_parameters()
     ]
-    return Export("stock", config, _stored(model, tensors), dtype)
+    return Export("merged", config, _stored(model, tensors), dtype)
 
 
 def _wider_mixture(
@@ -216,7 +216,7 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
     tensors = [
         (name, PlannedTensor(name, model.shapes[name], partial(values, name))) for name in names
     ]
-    return Export("stock", config, _stored(model, tensors), dtype)
+    return Export("merged", config, _stored(model, tensors), dtype)
 
 
 def _kept(residual: StoredResidual | None, scale: float) -> StoredResidual | None:

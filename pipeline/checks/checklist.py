@@ -32,13 +32,13 @@ from pipeline.checks.devices import (
 from pipeline.checks.inputs import Inputs, Stage
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
-from pipeline.conversion.formats import why_not
+from pipeline.conversion.formats import unsupported_reason
 from pipeline.data.tokenize import job as preprocess
 from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
 from pipeline.data.tokenize.queue import finished
 from pipeline.data.tokenize.units import input_files, is_here
 from pipeline.errors import (
-    PASSING_FAULT,
+    TRANSIENT_FAULT,
     ConfigError,
     MissingPackageError,
     PreflightError,
@@ -51,9 +51,9 @@ from pipeline.methods.scale import check_named_expansion, made_expansion
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.parallel.ranks import all_gathered, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
-from pipeline.rehearsal.corpus import check_sampling, plan_of, sampling_jobs
 from pipeline.run_folder.lock import check_folder
 from pipeline.scale.plan import plan_expansion
+from pipeline.self_generated.corpus import check_sampling, plan_of, sampling_jobs
 
 _MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
 _logger = log.get_logger(__name__)
@@ -122,17 +122,17 @@ def _exported_tokenizer(run: Inputs) -> None:
     scale = config.method if isinstance(config.method, ScaleMethod) else None
     spec = run.fitting_spec
     expansion = plan_expansion(scale, spec.widths, spec.num_layers) if scale else None
-    refused = why_not(config.method, expansion, spec, gated=config.gate is not None)
-    # `auto` takes stock where it can.
+    refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+    # `auto` takes merged where it can.
     model_type = ScaleConfig.model_type
-    if refused["stock"] is None and config.base.is_dir():
+    if refused["merged"] is None and config.base.is_dir():
         model_type = str(base_config(config.base)["model_type"])
     check_future_export(config.tokenizer, run.tokenizer, model_type, run.compared_texts)
 
 
 def _expansion(run: Inputs) -> None:
     if isinstance(run.config.method, ScaleMethod):
-        check_named_expansion(run.config.upscaled)
+        check_named_expansion(run.config.init_expansion)
     made_expansion(run.config, run.base)  # hashes the base
 
 
@@ -275,4 +275,4 @@ def refuse_faults(findings: list[Finding]) -> None:
     text = (
         f"preflight: {len(faults)} fault(s): {'; '.join(fault.text for fault in faults)}{exclude}"
     )
-    raise PreflightError(text, PASSING_FAULT if all(fault.passing for fault in faults) else None)
+    raise PreflightError(text, TRANSIENT_FAULT if all(fault.passing for fault in faults) else None)

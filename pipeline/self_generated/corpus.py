@@ -52,10 +52,10 @@ from pipeline.files import file_hash
 from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.from_hf import open_base
 from pipeline.model.spec import DecoderSpec
-from pipeline.rehearsal.openings import chosen_openings, write_openings
+from pipeline.self_generated.prompts import chosen_prompts, write_prompts
 
 if TYPE_CHECKING:
-    from pipeline.rehearsal.generation import BaseWriter
+    from pipeline.self_generated.generation import BaseWriter
 
 # A unit is the work that a kill can cost, and has at least one batch.
 _UNITS_PER_CORPUS = 64
@@ -75,8 +75,8 @@ class _Unit(Work):
     units: int
 
 
-class Openings(Outcome):
-    """What is recorded of the shard of the openings' ids."""
+class Prompts(Outcome):
+    """What is recorded of the shard of the prompts' ids."""
 
     files: dict[ShardFile, FileContent]
 
@@ -103,13 +103,13 @@ class SamplingJob:
     chat_date: date = CHAT_DATE
 
     @property
-    def openings(self) -> Path:
-        """The shard of the openings' ids, in the folder of unfinished work."""
-        return self.output / STATE / "openings"
+    def prompts(self) -> Path:
+        """The shard of the prompts' ids, in the folder of unfinished work."""
+        return self.output / STATE / "prompts"
 
     @property
     def template(self) -> ChatTemplate | None:
-        """What frames openings that are chats."""
+        """What frames prompts that are chats."""
         sampling = self.sampling
         if not (self.messages_key or sampling.chat_template):
             return None
@@ -118,7 +118,7 @@ class SamplingJob:
 
 
 def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[SamplingJob]:
-    """The jobs that make all corpora of role rehearsal of a run."""
+    """The jobs that make all corpora of role self_generated of a run."""
     for name, corpus in config.data.corpora.items():
         if corpus.sample is not None:
             yield SamplingJob(
@@ -138,10 +138,10 @@ def check_sampling(
 ) -> None:
     """Raises ConfigError where the base has no room to write documents of at most `max_tokens` tokens."""
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
-    least, most = frame + (sampling.opening_tokens or 0) + 1, spec.max_position_embeddings
+    least, most = frame + (sampling.prompt_tokens or 0) + 1, spec.max_position_embeddings
     if not least <= max_tokens <= most:
         raise ConfigError(
-            f"max_tokens: expected {least} (the openings and a token more) to {most} (the base's context), "
+            f"max_tokens: expected {least} (the prompts and a token more) to {most} (the base's context), "
             f"found {max_tokens}"
         )
 
@@ -149,7 +149,7 @@ def check_sampling(
 def plan_of(job: SamplingJob) -> Plan:
     """Opens everything that `job` reads, and describes it.
 
-    Raises UserError where the base, its tokenizer or the openings cannot be used, or do not fit the settings.
+    Raises UserError where the base, its tokenizer or the prompts cannot be used, or do not fit the settings.
     """
     base = open_base(job.base)
     tokenizer = load_tokenizer(job.base)
@@ -158,17 +158,17 @@ def plan_of(job: SamplingJob) -> Plan:
     template = job.template
     if template is None and (job.sampling.thinking is not None or job.sampling.system_prompts):
         raise ConfigError(
-            "thinking and system_prompts are of openings that are chats: give messages_key or chat_template"
+            "thinking and system_prompts are of prompts that are chats: give messages_key or chat_template"
         )
     batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     sampling = SamplingRecord(
         base=base.hashes,
-        **job.sampling.model_dump(exclude={"max_tokens", "openings"}),
+        **job.sampling.model_dump(exclude={"max_tokens", "prompts"}),
         max_tokens=job.max_tokens,
         batch_size=batch_size,
     )
     return Plan(
-        inputs=[(str(file), size) for file, size in input_files(job.sampling.openings).items()],
+        inputs=[(str(file), size) for file, size in input_files(job.sampling.prompts).items()],
         tokenizer=tokenizer.record("transformers"),
         text_key=job.messages_key or job.text_key,
         chat_template=template.fingerprint if template and job.messages_key else None,
@@ -192,15 +192,15 @@ def sample_corpus(
     """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
     Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one corpus together.
-    Raises UserError where the openings cannot be used, or the folder holds another corpus.
+    Raises UserError where the prompts cannot be used, or the folder holds another corpus.
     """
 
     def make(state: Path) -> Manifest:
         if plan.inputs:
-            openings = [Work(job.openings.name, 1, str(job.openings))]
-            choose = partial(_choose_openings, job, plan)
+            prompts = [Work(job.prompts.name, 1, str(job.prompts))]
+            choose = partial(_choose_prompts, job, plan)
             for _ in jobs.run_units(
-                state, Openings, choose, openings, Workers(None), what="choosing openings"
+                state, Prompts, choose, prompts, Workers(None), what="choosing prompts"
             ):
                 pass
         count = math.ceil(job.sampling.tokens / plan.unit_size)
@@ -235,14 +235,12 @@ def default_workers(base: Path) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), free // needed))
 
 
-def _choose_openings(job: SamplingJob, plan: Plan, _: Work) -> Openings:
+def _choose_prompts(job: SamplingJob, plan: Plan, _: Work) -> Prompts:
     longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
     template, key = job.template, job.messages_key
     keys = Keys(key, key, chat=template) if key else Keys(job.text_key)
-    files = write_openings(
-        job.openings, job.sampling, keys, template, base=job.base, longest=longest
-    )
-    return Openings(files=files)
+    files = write_prompts(job.prompts, job.sampling, keys, template, base=job.base, longest=longest)
+    return Prompts(files=files)
 
 
 def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
@@ -255,9 +253,9 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
     assert sampling is not None  # of plan_of
     writer, tokenizer = _loaded(job.base, tuple(sampling.base.items()), device)
     start, end = list(tokenizer.document_start), tokenizer.document_end
-    openings: Iterator[npt.NDArray[Any]] = repeat(np.array(start or end[-1:]))
+    prompts: Iterator[npt.NDArray[Any]] = repeat(np.array(start or end[-1:]))
     if plan.inputs:
-        openings = chosen_openings(job.openings, sampling.seed, unit.number, unit.units)
+        prompts = chosen_prompts(job.prompts, sampling.seed, unit.number, unit.units)
     part = UnitPart()
     with writing_shard(
         job.output / unit.name, token_dtype(tokenizer.vocab_size), job.output / STATE
@@ -272,7 +270,7 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
             )
             try:
                 documents = writer.write(
-                    list(islice(openings, math.ceil(needed))),
+                    list(islice(prompts, math.ceil(needed))),
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
                     batch_size=sampling.batch_size,
@@ -308,7 +306,7 @@ def _loaded(
     base: Path, hashes: tuple[tuple[str, str], ...], device: str
 ) -> tuple[BaseWriter, Tokenizer]:
     """The base and its tokenizer; `hashes` make a changed base another one."""
-    from pipeline.rehearsal.generation import (
+    from pipeline.self_generated.generation import (
         BaseWriter,
     )  # its imports take seconds, and every stage reads this module
 

@@ -37,7 +37,7 @@ class BaseWriter:
 
     def write(
         self,
-        openings: Sequence[_Ids],
+        prompts: Sequence[_Ids],
         *,
         temperature: float,
         max_tokens: int,
@@ -56,7 +56,7 @@ class BaseWriter:
         end = self._tokenizer.document_end
         ends = [end[-1], *self._tokenizer.document_start[:1], *self._ends]
         room, new = max_tokens - len(end), _FIRST_TOKENS
-        found = [opening.astype(np.int64) for opening in openings]
+        found = [opening.astype(np.int64) for opening in prompts]
         left = list(range(len(found)))
         with _reproducible(self.device, seed):
             while left:
@@ -72,12 +72,12 @@ class BaseWriter:
                     number
                     for number in left
                     if len(found[number]) < room
-                    and not np.isin(found[number][len(openings[number]) :], ends).any()
+                    and not np.isin(found[number][len(prompts[number]) :], ends).any()
                 ]
                 new *= 2
         return [
             _document(ids, len(opening), ends, end)
-            for ids, opening in zip(found, openings, strict=True)
+            for ids, opening in zip(found, prompts, strict=True)
         ]
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Corpora that a base writes: the same bytes however the work is done, openings, and what is refused."""
+"""Corpora that a base writes: the same bytes however the work is done, prompts, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ from pipeline.data.corpus.indexed_dataset import writing_shard
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
-from pipeline.rehearsal.generation import BaseWriter
-from pipeline.rehearsal.openings import chosen_openings
+from pipeline.self_generated.generation import BaseWriter
+from pipeline.self_generated.prompts import chosen_prompts
 from tests.bases import STORIES, save_stories_with_a_token_more
 from tests.data.helpers import contents, documents, write_jsonl
-from tests.rehearsal.helpers import END, START, copied_stories, documents_in, random_base, sample
+from tests.self_generated.helpers import (
+    END,
+    START,
+    copied_stories,
+    documents_in,
+    random_base,
+    sample,
+)
 from tests.texts import chat, write_chats
 
 pytestmark = pytest.mark.full
@@ -97,10 +104,10 @@ def test_stopped_and_continued_by_any_workers_it_has_the_same_bytes(
 
 
 def test_documents_continue_their_openings(tmp_path: Path):
-    """With fewer openings than documents, each is used about equally often."""
+    """With fewer prompts than documents, each is used about equally often."""
     texts = [f"{text} ran home and slept" for text in documents(9, words=8)]
     files = [str(write_jsonl(tmp_path / f"{n}.jsonl", texts[n::2])) for n in range(2)]
-    manifest = sample(tmp_path / "own", openings=files, opening_tokens=6)
+    manifest = sample(tmp_path / "own", prompts=files, prompt_tokens=6)
     tokenizer = load_tokenizer(STORIES)
     expected = {(START, *tokenizer.reference.encode([text]).ids.tolist()[:6]) for text in texts}
     begun = Counter(tuple(document[:7]) for document in documents_in(tmp_path / "own"))
@@ -117,12 +124,12 @@ def test_openings_are_used_whole_and_longer_ones_left_out(
     questions = ["Who ran?", "Is the dog big?", "word " * 50]
     file = write_jsonl(tmp_path / "q.jsonl", questions)
     with caplog.at_level("WARNING", logger="pipeline"):
-        sample(tmp_path / "own", openings=[str(file)])
+        sample(tmp_path / "own", prompts=[str(file)])
     encode = load_tokenizer(STORIES).reference.encode
     expected = [[START, *encode([text]).ids.tolist()] for text in questions[:2]]
     for document in documents_in(tmp_path / "own"):
         assert any(document[: len(ids)] == ids for ids in expected)
-    assert "left out 1 openings of more than 22 tokens" in caplog.text
+    assert "left out 1 prompts of more than 22 tokens" in caplog.text
 
 
 def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
@@ -139,7 +146,7 @@ def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
         ("assistant", "No."),
     ]
     path = write_chats(tmp_path / "chats.jsonl", chat(*said))
-    chats = {"openings": [path], "messages_key": "messages"}
+    chats = {"prompts": [path], "messages_key": "messages"}
     sample(tmp_path / "own", base, max_tokens=60, **chats)
     encode = load_tokenizer(base).reference.encode
     first = "<s>[system] Be kind.[user] Hi[assistant] "
@@ -155,7 +162,7 @@ def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
         (True, True),
     }  # the second prompt begins with the first
     with pytest.raises(DataError, match="begun with another chat template"):
-        sample(tmp_path / "own", base, max_tokens=60, openings=[path], text_key="messages")
+        sample(tmp_path / "own", base, max_tokens=60, prompts=[path], text_key="messages")
     write_chats(tmp_path / "chats.jsonl", chat(*said[:2]))
     with pytest.raises(DataError, match=r"chats.jsonl: no usable document .*no_answer"):
         sample(tmp_path / "other", base, max_tokens=60, **chats)
@@ -169,7 +176,7 @@ def test_openings_are_framed_by_the_chat_template_in_which_the_base_thinks_or_no
     for thinking, opening in ((None, ""), (True, "<think>"), (False, "<think></think>")):
         output = tmp_path / f"thinking {thinking}"
         settings = {
-            "openings": [str(file)],
+            "prompts": [str(file)],
             "chat_template": True,
             "max_tokens": 60,
             "thinking": thinking,
@@ -187,7 +194,7 @@ def test_openings_are_told_a_fixed_date_that_is_part_of_the_corpus(tmp_path: Pat
     dated = TEMPLATE.replace("=>", "{{ strftime_now('%Y') }}=>")
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": dated})
     file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
-    settings = {"openings": [str(file)], "chat_template": True, "max_tokens": 60}
+    settings = {"prompts": [str(file)], "chat_template": True, "max_tokens": 60}
     assert sample(tmp_path / "own", base, **settings).chat_date == "2025-01-01"
     ids = load_tokenizer(base).reference.encode(["<s>[user] Hi there2025=>"]).ids.tolist()
     assert {tuple(document[: len(ids)]) for document in documents_in(tmp_path / "own")} == {
@@ -214,7 +221,7 @@ def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_i
     chats.append([("system", "Mine"), ("user", "Oh ran"), ("assistant", "No")])
     path = write_chats(tmp_path / "chats.jsonl", *(chat(*turns) for turns in chats))
     settings = {
-        "openings": [path],
+        "prompts": [path],
         "messages_key": "messages",
         "system_prompts": ["A", "B"],
         "max_tokens": 60,
@@ -244,13 +251,13 @@ def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_i
 def test_each_pass_over_the_openings_uses_each_once(
     tmp_path_factory, count: int, stride: int, seed: int, passes: int
 ):
-    prefix = tmp_path_factory.mktemp("shard") / "openings"
+    prefix = tmp_path_factory.mktemp("shard") / "prompts"
     with writing_shard(prefix, np.dtype(np.uint16)) as writer:
         writer.add(np.arange(count), np.ones(count, dtype=np.int64))
     drawn: dict[int, int] = {}
     for first in range(stride):
         numbers = range(first, passes * count, stride)
-        chosen = islice(chosen_openings(prefix, seed, first, stride), len(numbers))
+        chosen = islice(chosen_prompts(prefix, seed, first, stride), len(numbers))
         drawn |= {number: int(ids[0]) for number, ids in zip(numbers, chosen, strict=True)}
     for start in range(0, passes * count, count):
         assert sorted(drawn[number] for number in range(start, start + count)) == list(range(count))
@@ -265,7 +272,7 @@ def test_a_folder_of_other_text_is_refused(written: Path, tmp_path: Path, finish
         ({"seed": 1}, "another seed: expected 1, found 0"),
         ({"batch_size": 2}, "another batch size: expected 2, found 4"),
         (
-            {"openings": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]},
+            {"prompts": [str(write_jsonl(tmp_path / "o.jsonl", ["one", "two"]))]},
             "another inputs: expected",
         ),
         ({"base": random_base("llama", tmp_path / "base")}, "another base: expected"),
@@ -284,7 +291,7 @@ def test_a_base_without_a_start_token_begins_after_the_end_of_another_document(t
     assert all(END not in document[:-1] and document[-1] == END for document in documents)
     assert len({tuple(document[:3]) for document in documents}) > 1
     file = write_jsonl(tmp_path / "o.jsonl", ["Once upon a time", "One day"])
-    sample(tmp_path / "own", base, openings=[str(file)], opening_tokens=2)
+    sample(tmp_path / "own", base, prompts=[str(file)], prompt_tokens=2)
     assert START not in {document[0] for document in documents_in(tmp_path / "own")}
 
 
@@ -294,18 +301,18 @@ def test_a_base_without_a_start_token_begins_after_the_end_of_another_document(t
         ({"max_tokens": 513}, ConfigError, r"to 512 \(the base's context\), found 513"),
         ({"max_tokens": 2}, ConfigError, "max_tokens: expected 3 .* found 2"),
         (
-            {"openings": ["o.jsonl"], "opening_tokens": 22},
+            {"prompts": ["o.jsonl"], "prompt_tokens": 22},
             ConfigError,
             "max_tokens: expected 25 .* found 24",
         ),
-        ({"openings": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
+        ({"prompts": ["none.jsonl"]}, DataError, "none.jsonl: no such file"),
         (
-            {"openings": ["o.jsonl"], "text_key": "body"},
+            {"prompts": ["o.jsonl"], "text_key": "body"},
             DataError,
             "o.jsonl: no usable document .* text_key 'body'",
         ),
         (
-            {"openings": ["o.jsonl"], "chat_template": True},
+            {"prompts": ["o.jsonl"], "chat_template": True},
             DataError,
             "its tokenizer has no chat template",
         ),
@@ -332,7 +339,7 @@ def test_settings_that_cannot_work_are_refused(
     write_jsonl(tmp_path / "o.jsonl", ["a story about a dog that ran home " * 9])
     if settings.get("base") == "no thoughts":
         base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE})
-        settings = {"base": base, "openings": ["o.jsonl"], "chat_template": True, "thinking": False}
+        settings = {"base": base, "prompts": ["o.jsonl"], "chat_template": True, "thinking": False}
     elif "base" in settings:
         settings = {"base": save_stories_with_a_token_more(tmp_path / "base")}
     with pytest.raises(error, match=message) as raised:

@@ -11,10 +11,17 @@ import torch
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
-from pipeline.rehearsal import generation
-from pipeline.rehearsal.generation import BaseWriter, _document
+from pipeline.self_generated import generation
+from pipeline.self_generated.generation import BaseWriter, _document
 from tests.bases import STORIES
-from tests.rehearsal.helpers import END, KNOWN_IDS, START, copied_stories, known_logits, random_base
+from tests.self_generated.helpers import (
+    END,
+    KNOWN_IDS,
+    START,
+    copied_stories,
+    known_logits,
+    random_base,
+)
 from tests.widened import unwidened
 
 NEARLY_GREEDY = 1e-6
@@ -25,7 +32,7 @@ def writer(base: Path) -> BaseWriter:
     return BaseWriter(base, load_tokenizer(base))
 
 
-def openings(*lengths: int, seed: int = 0) -> list[np.ndarray]:
+def prompts(*lengths: int, seed: int = 0) -> list[np.ndarray]:
     choice = np.random.default_rng(seed)
     return [np.array([START, *choice.integers(3, KNOWN_IDS, length - 1)]) for length in lengths]
 
@@ -45,10 +52,10 @@ def greedy(decoder: Decoder, opening: np.ndarray, max_tokens: int) -> list[int]:
 def test_at_a_low_temperature_it_is_greedy_decoding(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Openings of several lengths share batches, in several rounds: what is before a shorter one has no influence."""
+    """Prompts of several lengths share batches, in several rounds: what is before a shorter one has no influence."""
     monkeypatch.setattr(generation, "_FIRST_TOKENS", 2)
     base = random_base(name, tmp_path / "base")
-    given = openings(1, 9, 22, 4)
+    given = prompts(1, 9, 22, 4)
     written = writer(base).write(
         given, temperature=NEARLY_GREEDY, max_tokens=24, batch_size=3, seed=1
     )
@@ -66,7 +73,7 @@ def test_the_text_has_the_entropy_of_the_bases_distribution(name: str, tmp_path:
     for temperature in (1.0, 0.7):
         excess: dict[float, list[torch.Tensor]] = {1.0: [], 0.7: []}
         for document in writer(base).write(
-            openings(1) * 64, temperature=temperature, max_tokens=48, batch_size=64, seed=5
+            prompts(1) * 64, temperature=temperature, max_tokens=48, batch_size=64, seed=5
         ):
             ids = document[:-1]
             logits = known_logits(decoder, ids)[:-1]
@@ -89,7 +96,7 @@ def test_a_document_is_over_at_every_end_of_the_base(tmp_path: Path):
     """Chat models have several ends; a document gets the tokenizer's own."""
     full_stop = 426
     base = copied_stories(tmp_path / "base", generation_config={"eos_token_id": [full_stop, END]})
-    given = openings(1) * 8
+    given = prompts(1) * 8
     whole, cut = (
         writer(one).write(given, temperature=1.0, max_tokens=32, batch_size=8, seed=3)
         for one in (STORIES, base)
@@ -110,7 +117,7 @@ def test_nothing_else_of_the_bases_generation_config_is_used(tmp_path: Path):
         },
     )  # fmt: skip
     settings = {"temperature": 1.0, "max_tokens": 40, "batch_size": 2, "seed": 3}
-    written = [writer(base).write(openings(1, 5), **settings) for base in (leaky, STORIES)]
+    written = [writer(base).write(prompts(1, 5), **settings) for base in (leaky, STORIES)]
     assert [document.tolist() for document in written[0]] == [
         document.tolist() for document in written[1]
     ]
@@ -119,7 +126,7 @@ def test_nothing_else_of_the_bases_generation_config_is_used(tmp_path: Path):
 
 def test_documents_have_the_form_of_every_corpus_and_only_ids_of_the_tokenizer(tmp_path: Path):
     base = random_base("llama", tmp_path / "base")
-    given = openings(1, 3, 30, 38, 30, 1)
+    given = prompts(1, 3, 30, 38, 30, 1)
     written = writer(base).write(given * 8, temperature=2.0, max_tokens=40, batch_size=7, seed=4)
     for opening, document in zip(given * 8, written, strict=True):
         assert document[: len(opening)].tolist() == opening.tolist()

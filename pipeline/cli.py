@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline import __version__
+from pipeline.errors import CONFIG_ERROR
 from pipeline.files import shipped, use_utf8, with_pages_found
 
 PROGRAM = "scale-cpt"
@@ -38,21 +39,27 @@ PROGRAMS = {
     "status": "status",
     "inspect": "inspect_checkpoint",
     "inspect-data": "inspect_data",
-    "report": "report",
-    # many runs
-    "study": "run_study",
     # for scripts and shells
     "may-retry": "may_retry",
     "describe-config": "describe_config",
     "completion": "completion",
 }
 """The program of each command: a file of tools/, or the module pipeline.train."""
+MOVED = {"study": "python -m studies run", "report": "python -m studies report"}
+"""Former commands, and the commands of a checkout that replace them."""
 
 
 def main() -> None:
     """Runs the command that `sys.argv` names, with the arguments after it."""
     use_utf8()
     words = sys.argv[1:] or ["--help"]
+    if words[0] in MOVED:
+        instead = " ".join([MOVED[words[0]], *words[1:]])
+        print(
+            f"error: scale-cpt {words[0]} is now a command of the project's checkout: {instead}",
+            file=sys.stderr,
+        )
+        sys.exit(CONFIG_ERROR)
     arguments = build_parser(words[:1]).parse_args(words)
     from pipeline import command_line  # after the parser: --help waits for nothing
 

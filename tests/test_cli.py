@@ -53,6 +53,11 @@ def test_a_program_runs_as_a_file_too():
         ),
         (("evalute",), "usage: scale-cpt"),
         (
+            ("study", "a.yaml"),
+            "error: scale-cpt study is now a command of the project's checkout: "
+            "python -m studies run a.yaml\n",
+        ),
+        (
             ("train", "--gpus", "2", "configs/demo.yaml"),
             "error: only --dry-run takes these options",
         ),

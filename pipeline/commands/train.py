@@ -1,7 +1,7 @@
-"""Trains the run that a configuration describes, from its newest checkpoint on.
+"""Trains a run, from its newest checkpoint on.
 
     scale-cpt train --ranks 2 configs/demo.yaml
-    torchrun --nproc-per-node=2 --module -- pipeline.train configs/demo.yaml
+    torchrun --nproc-per-node=2 --module -- pipeline train configs/demo.yaml
     scale-cpt train --dry-run --gpus 16 configs/demo.yaml
 
 Every rank runs this program; --ranks starts them on this machine. On a signal (SIGTERM, SIGUSR1, Ctrl-C) training saves
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
             "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
         )
         own = [str(arguments.run), *(f"--set={change}" for change in arguments.set)]
-        return run_ranks(["-m", "pipeline.train", *own], arguments.ranks)
+        return run_ranks(["-m", "pipeline", "train", *own], arguments.ranks)
     from pipeline.training import launch  # after --help: it loads torch
 
     return launch.leave_after(lambda: command_line.run(lambda: _train(arguments)))
@@ -73,7 +73,3 @@ def _train(arguments: argparse.Namespace) -> int:
     code = run_training(arguments.run, device, make_observers, arguments.set)
     torch.distributed.destroy_process_group()  # not after a fault: it waits for ranks that may hang in a collective
     return code
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

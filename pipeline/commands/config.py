@@ -124,7 +124,3 @@ def _write_first(arguments: argparse.Namespace) -> int:
     plan = make_plan(config, cluster)
     print(plan, f"wrote {output}", sep="\n\n")
     return 1 if plan.faults else 0
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

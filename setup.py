@@ -53,7 +53,6 @@ setup(
     package_data={
         "pipeline": ["py.typed"],
         "pipeline.cleaning": ["*.yaml"],
-        "pipeline.studies.report": ["templates/*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},

@@ -8,13 +8,24 @@ from __future__ import annotations
 import sys
 
 from pipeline.commands import PROGRAM, build_parser
+from pipeline.errors import CONFIG_ERROR
 from pipeline.files import use_utf8
+
+FORMER_COMMANDS = {"study": "python -m studies run", "report": "python -m studies report"}
+"""Commands of earlier versions, each with what replaces it in a checkout of the project."""
 
 
 def main() -> None:
-    """Runs the command that `sys.argv` names, with the arguments after it, and exits with its exit code."""
+    """Runs the command that `sys.argv` names with the arguments after it; exits with its code."""
     use_utf8()
     words = sys.argv[1:] or ["--help"]
+    if words[0] in FORMER_COMMANDS:
+        instead = " ".join([FORMER_COMMANDS[words[0]], *words[1:]])
+        print(
+            f"error: scale-cpt {words[0]} is now a command of the project's checkout: {instead}",
+            file=sys.stderr,
+        )
+        sys.exit(CONFIG_ERROR)
     arguments = build_parser(words[:1]).parse_args(words)
     from pipeline import command_line  # After the parser: --help does not wait for its imports.
 

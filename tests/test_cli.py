@@ -19,14 +19,11 @@ from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
 PROJECT = Path(__file__).parents[1]
-STUDIES = {"report", "study"}
-FILE_NAMES = {
-    command: command.replace("-", "_") + ".py" for command in COMMANDS if command not in STUDIES
-}
+FILE_NAMES = {command: command.replace("-", "_") + ".py" for command in COMMANDS}
 
 
 def run_script(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a file of tools/ from another folder's point of view: the package is found, tools/ is not."""
+    """Runs a file of tools/ with this checkout's package."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         env={**os.environ, "PYTHONPATH": str(PROJECT), **environment},
@@ -54,11 +51,7 @@ def test_the_help_of_the_stages_loads_no_torch():
 def test_every_module_of_commands_and_every_script_is_a_command():
     names = set(FILE_NAMES.values())
     assert {path.name for path in PROJECT.glob("pipeline/commands/*.py")} == {*names, "__init__.py"}
-    assert {path.name for path in PROJECT.glob("tools/*.py")} == {
-        *names,
-        "report.py",
-        "run_study.py",
-    }
+    assert {path.name for path in PROJECT.glob("tools/*.py")} == names
 
 
 def test_every_command_has_a_help_of_its_own(capsys):
@@ -104,6 +97,11 @@ def test_a_script_starts_workers(tmp_path):
             "error: --set changes a run; name its YAML file or its folder\n",
         ),
         (("evalute",), "usage: scale-cpt"),
+        (
+            ("study", "a.yaml"),
+            "error: scale-cpt study is now a command of the project's checkout: "
+            "python -m studies run a.yaml\n",
+        ),
         (
             ("train", "--gpus", "2", "configs/demo.yaml"),
             "error: only --dry-run takes these options",

@@ -7,15 +7,12 @@ exit code or None for 0. `pipeline.cli` calls them.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 
 from pipeline import __version__
-from pipeline.files import shipped, with_pages_found
+from pipeline.files import with_pages_found
 
 PROGRAM = "scale-cpt"
 
@@ -42,24 +39,11 @@ COMMANDS = {
     "status": "Prints a run's state: running, waiting, done or failed; progress, speed and end.",
     "inspect": "Prints a checkpoint's method, widths, base, step and trained share.",
     "inspect-data": "Shows what a token corpus holds, and checks it against its manifest.",
-    "report": "Writes one HTML page that shows what runs learned and forgot: figures, tables, costs.",
-    "study": "Runs all runs that a study compares, several at a time; prints tables, writes summary.json.",
     # For scripts and shells.
     "may-retry": "Decides whether a stage that ended is retried, and records its end.",
     "describe-config": "Prints every setting of a run, with type, default and meaning.",
     "completion": "Prints a script with which bash or zsh completes commands and options.",
 }
-
-STUDY_TOOLS = {"report": "report.py", "study": "run_study.py"}
-
-
-def run_path_as_module(path: Path) -> ModuleType:
-    spec = spec_from_file_location(f"scale_cpt_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -88,6 +72,4 @@ def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentPar
 
 def load(command: str) -> ModuleType:
     """Imports the module of a command."""
-    if command in STUDY_TOOLS:
-        return run_path_as_module(shipped() / "tools" / STUDY_TOOLS[command])
     return import_module(f"pipeline.commands.{command.replace('-', '_')}")

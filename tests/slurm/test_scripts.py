@@ -28,7 +28,7 @@ def test_modules_that_use_unset_variables_are_loaded(tmp_path: Path):
         ("cpt_korean.sh", ["configs/nowhere.yaml"], "CONFIG=configs/nowhere.yaml: no such file"),
         ("cpt_korean.sh", ["pyproject.toml", "fly"], 'STAGES: there is no stage "fly"'),
         ("cpt_korean.sh", [DEMO, "--set"], "--set: expected KEY=VALUE after it"),
-        ("run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
+        ("../studies/run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
     ],
 )
 def test_a_mistake_on_the_command_line_ends_in_one_line(
@@ -213,8 +213,8 @@ def test_the_jobs_of_a_study_do_not_inherit_their_submitters_allocation(host: Re
         "SLURM_NTASKS": "1",
     }
     calls = host.run(
-        "run_study.sh",
-        "configs/studies/korean.yaml",
+        "studies/run_study.sh",
+        "studies/configs/korean.yaml",
         **driver,
         SLURM_CONF="/etc/slurm.conf",
         DATA="x",

@@ -17,9 +17,9 @@ from pipeline import log
 from pipeline.errors import INTERNAL_FAULT, RESUME_LATER, StudyError
 from pipeline.files import shipped
 from pipeline.hub import model_folder
-from pipeline.studies.random_base import make_random_base
-from pipeline.studies.runs import StudyRuns, Task
-from pipeline.studies.study import SCRATCH, load_study
+from studies.harness.random_base import make_random_base
+from studies.harness.runs import StudyRuns, Task
+from studies.harness.study import SCRATCH, load_study
 
 LOG = "log.txt"
 _POLL_EVERY_S = 0.2

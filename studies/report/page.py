@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from pipeline.studies.report import tables
-from pipeline.studies.report.drawing import Drawing
-from pipeline.studies.report.figures import figures_of
-from pipeline.studies.report.runs import Group, corpora, group, measure_of, on_frontier, parts
-from pipeline.studies.report.words import listed
-from pipeline.studies.results import Row
+from studies.report import tables
+from studies.report.drawing import Drawing
+from studies.report.figures import figures_of
+from studies.report.formats import listed
+from studies.report.groups import Group, corpora, group, measure_of, on_frontier, parts
+from studies.report.results import Row
 
 # CSS pixels: a column of text on a desktop, and a phone's width without margins. CSS shows the one that fits.
 WIDE, NARROW = 820.0, 358.0
 _MARGIN = 18.0  # of a figure in a file of its own
 _TEMPLATES = Environment(
-    loader=PackageLoader("pipeline.studies.report"),
+    loader=PackageLoader("studies.report"),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from pipeline.studies.report.words import count, power_of_ten
+from studies.report.formats import count, power_of_ten
 
 Point = tuple[float, float]
 Words = Callable[[float], str]

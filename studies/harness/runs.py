@@ -28,8 +28,8 @@ from pipeline.run_folder.metrics import METRICS, geometric_mean, read_history
 from pipeline.run_folder.run_file import write_run
 from pipeline.run_folder.status import is_trained, read_status
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
-from pipeline.studies.study import SCRATCH, TOKENS, RunSettings, Study
 from pipeline.training.divergence import REPORT as DIVERGENCE
+from studies.harness.study import SCRATCH, TOKENS, RunSettings, Study
 
 
 @dataclass(frozen=True)

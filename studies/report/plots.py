@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.run_folder.metrics import mean
-from pipeline.studies.report.drawing import (
+from studies.report.drawing import (
     Axis,
     Box,
     Drawing,
@@ -23,8 +23,8 @@ from pipeline.studies.report.drawing import (
     style_class,
     text_width,
 )
-from pipeline.studies.report.runs import Measure, Standing
-from pipeline.studies.report.words import percent
+from studies.report.formats import percent
+from studies.report.groups import Measure, Standing
 
 _LABEL, _SMALL = 13.0, 12.5  # font sizes of the style sheet
 

@@ -11,9 +11,9 @@
 # names as arguments, until none is left. A named run that is still not done is an error. Submitted by hand without names,
 # the job continues with what is left. It must not be requeued: it would submit the runs twice.
 #
-#   sbatch slurm/run_study.sh configs/studies/korean_llama3.2_1b.yaml          or STUDY=… before it
-#   RUN_SBATCH_OPTIONS="--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" STUDY=... sbatch slurm/run_study.sh
-#   STUDY=configs/studies/korean_quick.yaml bash slurm/run_study.sh                             all on this machine
+#   sbatch studies/run_study.sh studies/configs/korean_llama3.2_1b.yaml          or STUDY=… before it
+#   RUN_SBATCH_OPTIONS="--nodes=2 --ntasks-per-node=8 --gpus-per-node=8" STUDY=... sbatch studies/run_study.sh
+#   STUDY=studies/configs/korean_quick.yaml bash studies/run_study.sh                             all on this machine
 #
 # This job and tokenization are one process each: SERIAL_SBATCH_OPTIONS (slurm/site.env) keep them off GPU nodes.
 set -euo pipefail
@@ -23,10 +23,10 @@ cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
 source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
 load_site
 
-STUDY=${1:-${STUDY:-configs/studies/korean.yaml}}
-[[ -f "$STUDY" ]] || die "STUDY=$STUDY: no such file; the studies that come with the project are in configs/studies/"
+STUDY=${1:-${STUDY:-studies/configs/korean.yaml}}
+[[ -f "$STUDY" ]] || die "STUDY=$STUDY: no such file; the studies that come with the project are in studies/configs/"
 export STUDY
-study=(python -m pipeline study "$STUDY" ${DATA:+--data "$DATA"})
+study=(python -m studies run "$STUDY" ${DATA:+--data "$DATA"})
 on_slurm || here "${study[@]}"
 
 say "study $STUDY in $PWD, job $SLURM_JOB_ID"
@@ -50,5 +50,5 @@ while IFS=$'\t' read -r name config stages; do
     say "job ${job%%;*}: $stages of $config"
 done <<<"$due"
 # Not afterok: if a run diverges at one of several learning rates, its job fails and the study continues.
-next=$(submit_afresh "${serial[@]}" --dependency="afterany$jobs" slurm/run_study.sh "$STUDY" "${names[@]}")
+next=$(submit_afresh "${serial[@]}" --dependency="afterany$jobs" studies/run_study.sh "$STUDY" "${names[@]}")
 say "job ${next%%;*} continues after these"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipeline.run_folder.metrics import Figures, geometric_mean, mean
-from pipeline.studies.report.words import MINUS, change, listed
-from pipeline.studies.results import REPLAY, Row
+from studies.report.formats import MINUS, change, listed
+from studies.report.results import REPLAY, Row
 
 _MAX_CORPORA = 3  # of a role; more are shown together
 METHODS = ("fft", "freeze", "lora", "llama_pro", "preserve", "adapt", "route")

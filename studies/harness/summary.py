@@ -18,11 +18,11 @@ from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.sizing.flops import count_flops
-from pipeline.studies.derived import BY_DOCUMENT, derived_perplexities
-from pipeline.studies.report import tables
-from pipeline.studies.report.runs import PERPLEXITY, Group, group, parts, value_of
-from pipeline.studies.results import SUMMARY, Row, gated_perplexities, recorded, with_perplexities
-from pipeline.studies.runs import StudyRun, StudyRuns
+from studies.harness.derived import BY_DOCUMENT, derived_perplexities
+from studies.harness.runs import StudyRun, StudyRuns
+from studies.report import tables
+from studies.report.groups import PERPLEXITY, Group, group, parts, value_of
+from studies.report.results import SUMMARY, Row, gated_perplexities, recorded, with_perplexities
 
 
 def summarise(runs: StudyRuns) -> str:

@@ -135,7 +135,7 @@ def read_rows(folder: Path) -> list[Row]:
         return _ROWS.validate_json(read_bytes(path, RunFolderError))
     except FileNotFoundError:
         raise RunFolderError(
-            f"{path}: no such file; expected a study's folder, where scale-cpt study writes it at the end, or a run's "
+            f"{path}: no such file; expected a study's folder, where python -m studies run writes it at the end, or a run's "
             f"with its {METRICS}"
         ) from None
     except ValidationError as error:

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from pipeline.run_folder.metrics import mean, spread
-from pipeline.studies.report.runs import PERPLEXITY, Group, value_of
-from pipeline.studies.report.words import NOTHING, change, count, number, of_figure, percent
+from studies.report.formats import NOTHING, change, count, number, of_figure, percent
+from studies.report.groups import PERPLEXITY, Group, value_of
 
 
 class Cell(NamedTuple):

@@ -25,7 +25,7 @@ from pipeline.data.tokenizer.sentencepiece_model import (
 from pipeline.errors import ConfigError
 from pipeline.files import published_folder, read_object, write_json
 from pipeline.model.from_hf import read_spec
-from pipeline.studies.study import NewTokenizer, RandomBase
+from studies.harness.study import NewTokenizer, RandomBase
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MADE_OF = "made_of.json"

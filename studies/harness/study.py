@@ -1,4 +1,4 @@
-"""What a study is: one YAML file of configs/studies/, checked whole before anything starts."""
+"""What a study is: one YAML file of studies/configs/, checked whole before anything starts."""
 
 from __future__ import annotations
 

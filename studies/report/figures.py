@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from pipeline.run_folder.metrics import spread
-from pipeline.studies.report.drawing import Point, style_class
-from pipeline.studies.report.plots import Figure, Mark, Panel, Panels, Plane, Series
-from pipeline.studies.report.runs import (
+from studies.report.drawing import Point, style_class
+from studies.report.formats import listed, number, percent
+from studies.report.groups import (
     PERPLEXITY,
     Group,
     Standing,
@@ -18,8 +18,8 @@ from pipeline.studies.report.runs import (
     parts,
     value_of,
 )
-from pipeline.studies.report.words import listed, number, percent
-from pipeline.studies.results import REPLAY, Row
+from studies.report.plots import Figure, Mark, Panel, Panels, Plane, Series
+from studies.report.results import REPLAY, Row
 
 # Figures of corpora of questions, as shares of the questions.
 _ANSWERS = {

@@ -16,9 +16,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from pipeline import command_line, log
+from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.local_ranks import run_ranks
-from pipeline.sizing.cluster import Cluster, add_cluster_options
+from pipeline.sizing.cluster import Cluster, add_cluster_options, cluster_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
-        from pipeline.checks.plan import dry_run  # training's ranks need none of it
-
-        return dry_run(arguments)
+        return _dry_run(arguments)
     if arguments.base_config or any(hasattr(arguments, field.name) for field in fields(Cluster)):
         raise ConfigError(
             "only --dry-run takes these options: training gets its ranks from the launcher, or --ranks"
@@ -56,6 +55,17 @@ def main(arguments: argparse.Namespace) -> int:
     from pipeline.training import launch  # after --help: it loads torch
 
     return launch.leave_after(lambda: command_line.run(lambda: _train(arguments)))
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    """Prints the plan of the run. Returns 1 if the run could not start."""
+    # Here, because the ranks of training need none of its imports.
+    from pipeline.checks.dry_run import make_plan
+
+    config = load_config(arguments.run, arguments.set)
+    plan = make_plan(config, cluster_of(arguments), arguments.base_config)
+    print(plan)
+    return 1 if plan.faults else 0
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -87,7 +87,7 @@ def test_nothing_stops_the_run_as_it_began(begun, capsys):
     [
         ({"schedule__global_batch_size": 16}, "another global_batch_size (expected 8, found 16)"),
         ({"data__sequence_length": 16}, "another data.sequence_length (expected 32, found 16)"),
-        ({"method__expansion__hidden_size": 24}, "init_expansion: made with another method"),
+        ({"method__expansion__hidden_size": 24}, "initial_expansion: made with another method"),
         (
             {"method__router_threshold": 0.25},
             "another method.router_threshold (expected 0.5, found 0.25)",

@@ -170,6 +170,38 @@ def test_a_container_needs_no_python_on_the_host(host: Recorded):
     ) and "no docker-of-nobody on PATH" in absent.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [DEMO, "--set=seed=7", "--format", "scale", "--output", "two words"],
+        ["--checkpoint", "runs/demo/checkpoints/step_00000002", "--base", "b", "--output", "o"],
+    ],
+    ids=["a run", "a checkpoint"],
+)
+def test_a_conversion_gets_the_flags_of_the_script(host: Recorded, arguments: list[str]):
+    host.program("python")
+    (call,) = host.run("convert_checkpoint.sh", *arguments, CONFIG="configs/demo_fft.yaml")
+    assert call == f"python -m pipeline convert {' '.join(arguments)}"
+    assert host.environment_of("python")["STAGE"] == "convert"
+
+
+def test_a_conversion_without_a_run_ends_with_its_fault(host: Recorded):
+    """There is no run folder in which attempts could be counted: the stage is not tried again."""
+    host.program("python", "exit 70")
+    script = PROJECT / "slurm" / "convert_checkpoint.sh"
+    done = bash(
+        script,
+        "--checkpoint=c",
+        "--base=b",
+        "--output=o",
+        **{"PATH": str(host.folder), "VENV": str(host.folder)},
+    )
+    assert done.returncode == 70, done.stderr
+    assert (
+        host.folder / "calls"
+    ).read_text() == "python -m pipeline convert --checkpoint=c --base=b --output=o\n"
+
+
 @pytest.mark.parametrize("launcher", ["srun --mpi=pmix", "mpirun -n 4"])
 def test_mpi_starts_the_images_python_with_the_hosts_launcher(host: Recorded, launcher: str):
     host.program(launcher.split()[0])

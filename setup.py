@@ -12,7 +12,7 @@ VERSION = re.search(
 )[1]
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for `pipeline.files.shipped`: all
 # but the texts that only studies and tests read.
-SHIPPED = ["configs", "ds_configs", "slurm", "tools"]
+SHIPPED = ["configs", "ds_configs", "slurm"]
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 

@@ -104,7 +104,7 @@ def _write_first(arguments: argparse.Namespace) -> int:
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
     # Imported after the options are checked: torch takes seconds.
-    from pipeline.checks.plan import make_plan
+    from pipeline.checks.dry_run import make_plan
     from pipeline.sizing.first_config import propose
 
     cluster = cluster_of(arguments)
@@ -124,7 +124,3 @@ def _write_first(arguments: argparse.Namespace) -> int:
     plan = make_plan(config, cluster)
     print(plan, f"wrote {output}", sep="\n\n")
     return 1 if plan.faults else 0
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

@@ -12,7 +12,6 @@ import argparse
 import shutil
 from pathlib import Path
 
-from pipeline import command_line
 from pipeline.files import SHIPPED, published_folder, shipped
 
 
@@ -30,7 +29,3 @@ def main(arguments: argparse.Namespace) -> None:
     print(
         f"made {folder} with {', '.join(SHIPPED)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml"
     )
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

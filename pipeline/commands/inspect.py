@@ -1,4 +1,4 @@
-"""Prints a checkpoint's method, widths, base, step and trained share, as YAML.
+"""Prints a checkpoint's method, widths, base, step and trained share.
 
     scale-cpt inspect runs/demo
     scale-cpt inspect runs/demo/checkpoints/step_00000200
@@ -36,7 +36,3 @@ def main(arguments: argparse.Namespace) -> None:
     facts = describe_checkpoint(folder, arguments.base)
     text = json.dumps(facts, indent=2) if arguments.json else yaml.safe_dump(facts, sort_keys=False)
     print(text.rstrip("\n"))
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

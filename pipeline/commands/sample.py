@@ -1,4 +1,4 @@
-"""Text that a base model writes itself, as a token corpus for rehearsal: restartable at any moment.
+"""Makes token corpora of text that the base model writes itself.
 
     scale-cpt sample configs/….yaml
     scale-cpt sample --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import log
-from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program, share
+from pipeline.command_line import add_run, day, folder_or_hub, positive, share
 from pipeline.config.data import CHAT_DATE, Sampling
 from pipeline.config.reading import checked
 from pipeline.config.run import load_config
@@ -138,7 +138,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="one is drawn for each message",
     )
     add("--seed", type=int, default=0, help="of the text (default: 0)")
-
-
-if __name__ == "__main__":
-    run_program(add_options, main, __doc__)

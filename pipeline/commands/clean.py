@@ -1,4 +1,4 @@
-"""Cleans the corpora of a run that have a section `clean`, before they are tokenized; can be restarted.
+"""Cleans the corpora of a run that have a section `clean`, before tokenization.
 
     scale-cpt clean my.yaml
     scale-cpt clean my.yaml --dry-run          what a sample says of the whole
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from pipeline.command_line import add_run, positive, run_program
+from pipeline.command_line import add_run, positive
 from pipeline.config.run import load_config
 from pipeline.data.tokenize.corpora import cleaned_folder, named_inputs
 from pipeline.data.tokenize.units import named_files
@@ -86,7 +86,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="submit the next corpus as job arrays; given again, finish it",
     )
     add("--time", default="24:00:00", help="limit of a task of these (default: 24:00:00)")
-
-
-if __name__ == "__main__":
-    run_program(add_options, main, __doc__)

@@ -1,7 +1,7 @@
-"""Trains the run that a configuration describes, from its newest checkpoint on.
+"""Trains a run, from its newest checkpoint on.
 
     scale-cpt train --ranks 2 configs/demo.yaml
-    torchrun --nproc-per-node=2 --module -- pipeline.train configs/demo.yaml
+    torchrun --nproc-per-node=2 --module -- pipeline train configs/demo.yaml
     scale-cpt train --dry-run --gpus 16 configs/demo.yaml
 
 Every rank runs this program; --ranks starts them on this machine. On a signal (SIGTERM, SIGUSR1, Ctrl-C) training saves
@@ -16,9 +16,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from pipeline import command_line, log
+from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
 from pipeline.local_ranks import run_ranks
-from pipeline.sizing.cluster import Cluster, add_cluster_options
+from pipeline.sizing.cluster import Cluster, add_cluster_options, cluster_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
-        from pipeline.checks.plan import dry_run  # training's ranks need none of it
-
-        return dry_run(arguments)
+        return _dry_run(arguments)
     if arguments.base_config or any(hasattr(arguments, field.name) for field in fields(Cluster)):
         raise ConfigError(
             "only --dry-run takes these options: training gets its ranks from the launcher, or --ranks"
@@ -52,10 +51,21 @@ def main(arguments: argparse.Namespace) -> int:
             "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
         )
         own = [str(arguments.run), *(f"--set={change}" for change in arguments.set)]
-        return run_ranks(["-m", "pipeline.train", *own], arguments.ranks)
+        return run_ranks(["-m", "pipeline", "train", *own], arguments.ranks)
     from pipeline.training import launch  # after --help: it loads torch
 
     return launch.leave_after(lambda: command_line.run(lambda: _train(arguments)))
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    """Prints the plan of the run. Returns 1 if the run could not start."""
+    # Here, because the ranks of training need none of its imports.
+    from pipeline.checks.dry_run import make_plan
+
+    config = load_config(arguments.run, arguments.set)
+    plan = make_plan(config, cluster_of(arguments), arguments.base_config)
+    print(plan)
+    return 1 if plan.faults else 0
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -73,7 +83,3 @@ def _train(arguments: argparse.Namespace) -> int:
     code = run_training(arguments.run, device, make_observers, arguments.set)
     torch.distributed.destroy_process_group()  # not after a fault: it waits for ranks that may hang in a collective
     return code
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

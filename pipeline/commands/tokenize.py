@@ -1,4 +1,4 @@
-"""Makes token corpora (Megatron's .bin/.idx with a manifest) of documents; can be restarted.
+"""Makes token corpora of documents: Megatron's .bin/.idx, with a manifest.
 
     scale-cpt tokenize configs/demo.yaml
     scale-cpt tokenize --import megatron/my_text_document --tokenizer path/to/model --output tokens/mine
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from pipeline import log
-from pipeline.command_line import add_run, day, folder_or_hub, positive, run_program, share
+from pipeline.command_line import add_run, day, folder_or_hub, positive, share
 from pipeline.config.data import CHAT_DATE, Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
@@ -208,7 +208,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)",
     )
-
-
-if __name__ == "__main__":
-    run_program(add_options, main, __doc__)

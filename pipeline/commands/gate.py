@@ -1,4 +1,4 @@
-"""Fits the gate of a finished run, which decides per token whether the text is new (docs/gate.md).
+"""Fits the gate of a finished run, which decides per token whether the text is new.
 
     scale-cpt gate run.yaml
 
@@ -39,7 +39,3 @@ def main(arguments: argparse.Namespace) -> None:
         logger.info(
             "%s %s", config.folder / GATE_FOLDER, "is written" if is_new else "is already fitted"
         )
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

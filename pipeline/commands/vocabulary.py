@@ -1,4 +1,4 @@
-"""Adds pieces for a new language to a base's tokenizer, which then needs fewer tokens for it.
+"""Adds tokens for a new language to a base's tokenizer.
 
     scale-cpt vocabulary --base examples/data/models/stories260K --corpus examples/data/ko/reviews.jsonl.zst \\
         --old-texts examples/data/en/stories.jsonl.zst --add 2000 --output runs/korean_vocabulary
@@ -17,7 +17,6 @@ from pipeline.command_line import (
     folder_or_hub,
     mebibytes,
     positive,
-    run_program,
 )
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.units import texts
@@ -131,7 +130,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the key or column that holds the document (default: text)",
     )
     add("--report-on", nargs="*", default=[], metavar="NAME=FILE", help="more texts for the table")
-
-
-if __name__ == "__main__":
-    run_program(add_options, main, __doc__)

@@ -1,4 +1,4 @@
-"""Trains a tokenizer with byte fallback (SentencePiece: BPE or Unigram), and compares tokenizers on given texts.
+"""Trains a SentencePiece tokenizer, or converts one, and compares tokenizers.
 
     scale-cpt tokenizer --input 'corpus/*.jsonl.zst' --output korean.json --vocab-size 8000 \\
         --compare examples/data/models/stories260K --report-on korean=examples/data/ko/reviews.heldout.jsonl.zst
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from pipeline.command_line import mebibytes, run_program
+from pipeline.command_line import mebibytes
 from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenizer.load import (
     Tokenizer,
@@ -174,7 +174,3 @@ def _compare_ids(
                 elif not example:
                     example = f"; others, such as {text[:60]!r}, differ"
         print(f"{name}: {same} of {count} texts have the ids of {model.path}{example}")
-
-
-if __name__ == "__main__":
-    run_program(add_options, main, __doc__)

@@ -1,4 +1,4 @@
-r"""Converts a checkpoint to a Hugging Face folder, and checks that it is the model that trained.
+r"""Converts a checkpoint to a Hugging Face folder, and verifies it.
 
     scale-cpt convert configs/demo.yaml
     scale-cpt convert configs/demo.yaml --format merged --without-gate --output exported
@@ -119,7 +119,3 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
     )
     is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))
     logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)
-
-
-if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)

@@ -31,7 +31,7 @@ from tests.files import change_json
 from tests.programs import scale_cpt
 from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
-SPM = Path(__file__).parent / "fixtures" / "spm"
+SPM = Path(__file__).parents[1] / "fixtures" / "spm"
 """BPE with byte fallback, as Llama's: its BOS is 1 and its EOS 2, whatever its config.json says."""
 SHIPPED = sorted(DATA.glob("*/*.heldout.jsonl.zst"))
 ODD = [

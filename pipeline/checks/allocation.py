@@ -16,7 +16,8 @@ import torch.distributed as dist
 from pipeline.checks.devices import Fault, Finding
 from pipeline.checks.inputs import Inputs
 from pipeline.config.method import ScaleMethod
-from pipeline.data.corpus.token_corpus import MANIFEST, SAMPLED_BYTES
+from pipeline.data.corpus.manifest import MANIFEST
+from pipeline.data.corpus.token_corpus import SAMPLED_BYTES
 from pipeline.data.tokenize.corpora import heldout_folder, train_folder
 from pipeline.data.tokenizer.load import tokenizer_file
 from pipeline.errors import DataError

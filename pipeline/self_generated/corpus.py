@@ -28,7 +28,7 @@ from pipeline.data.corpus.indexed_dataset import (
     token_dtype,
     writing_shard,
 )
-from pipeline.data.corpus.token_corpus import InputFile, Manifest, SamplingRecord
+from pipeline.data.corpus.manifest import InputFile, Manifest, SamplingRecord
 from pipeline.data.dataset.blend import mix
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize import queue as jobs

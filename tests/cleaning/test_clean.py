@@ -21,7 +21,7 @@ from pipeline.cleaning.clean import clean, submit
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
 from tests.cleaning.crawl import Crawl, korean_pages

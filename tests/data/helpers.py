@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import zstandard
 
 from pipeline.config.data import Corpus
-from pipeline.data.corpus.token_corpus import Manifest, TokenCorpus
+from pipeline.data.corpus.manifest import Manifest
+from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.sources.records import Keys, Record, Rejected
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.job import preprocess

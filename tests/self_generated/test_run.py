@@ -18,7 +18,7 @@ from pipeline.checks.plan import make_plan
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_sources
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.dataset.samples import TrainingSamples
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.from_hf import open_base

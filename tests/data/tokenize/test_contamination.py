@@ -11,7 +11,7 @@ from unicodedata import normalize
 import pytest
 
 from pipeline.config.data import Data
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import corpus_jobs, is_heldout
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers

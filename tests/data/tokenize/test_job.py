@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.job import preprocess

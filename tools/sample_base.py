@@ -1,4 +1,4 @@
-"""Text that a base model writes itself, as a token corpus for rehearsal: restartable at any moment.
+"""Text that a base model writes itself, as a token corpus: restartable at any moment.
 
     scale-cpt sample configs/….yaml
     scale-cpt sample --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048

@@ -16,7 +16,7 @@ import sentencepiece
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenizer.chats import ChatTemplate
-from pipeline.data.tokenizer.extension.bpe import read_pieces
+from pipeline.data.tokenizer.extension.bpe import read_bpe_tokens
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.sentencepiece_model import (
@@ -208,4 +208,4 @@ def test_a_unigram_tokenizer_cannot_be_extended(tmp_path: Path):
     with pytest.raises(
         DataError, match=r"a Unigram tokenizer.* train on it as it is, without `vocabulary`"
     ):
-        read_pieces(path)
+        read_bpe_tokens(path)

@@ -80,24 +80,24 @@ class SamplingRecord(BaseModel):
 
 
 class Description(BaseModel):
-    """What a corpus is made of, but for its inputs. In one that a base model wrote (`sampling`), these are prompts."""
+    """What a corpus is made of, without its inputs. The inputs of one that a base wrote (`sampling`) are prompts."""
 
     tokenizer: TokenizerRecord
     text_key: str
     prompt_key: str | None = None
     document: DocumentUnit = "line"
     chat_date: str | None = None
-    """what the template that framed chats was told is today, if it asks"""
+    """The date that the chat template was told is today's; None where it does not ask."""
     chat_template: str | None = None
-    """its hash, of that date too"""
+    """The hash of the chat template that framed chats, and of that date."""
     encoding: str | None = None
     quoting: Quoting | None = None
     normalize: Normalization | None = None
     special_tokens: SpecialTokens | None = None
-    """what a text that spells a special token became; None: an earlier version made it, which did not say"""
+    """What a text that spells a special token became; None in corpora of earlier versions, which did not say."""
     heldout_fraction: float = 0.0
     heldout_by: HeldoutBy = "text"
-    """whose hash decides what is held out; text: an earlier version made it"""
+    """Whose hash decides which documents are held out; `text` in corpora of earlier versions."""
     sampling: SamplingRecord | None = None
 
 
@@ -150,11 +150,9 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         return read_record(path, Manifest, DataError, advice_for(folder))
     except FileNotFoundError:
-        state = (
-            f"is unfinished: start {MAKERS} again"
-            if folder.is_dir()
-            else f"does not exist: start {MAKERS}"
-        )
+        state = f"does not exist: start {MAKERS}"
+        if folder.is_dir():
+            state = f"is unfinished: start {MAKERS} again"
         raise DataError(f"{path}: no such file; the token corpus {folder} {state}") from None
 
 

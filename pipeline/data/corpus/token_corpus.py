@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,15 @@ from pipeline.log import progress_bar
 SAMPLED_BYTES = 2**30
 """How much of the tokens is compared where reading all of them would take too long."""
 _MAX_OPEN_SHARDS = 64
+
+
+class _Span(NamedTuple):
+    """The positions [start, stop) of a shard; `offset` is the position in the corpus at which the shard begins."""
+
+    shard: Shard
+    start: int
+    stop: int
+    offset: int
 
 
 class TokenCorpus:
@@ -44,11 +53,15 @@ class TokenCorpus:
         self.tokens = self.manifest.tokens
         if self.tokens == 0:
             raise DataError(f"{folder}: holds no tokens; give it documents or leave it out")
+        # The position in the corpus at which each shard ends.
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
         self._checked: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_shard"}
+        """What a process that is given the corpus gets: all but the open shards."""
+        state = dict(vars(self))
+        state.pop("_shard", None)
+        return state
 
     @cached_property
     def content(self) -> str:
@@ -56,56 +69,55 @@ class TokenCorpus:
 
         The library that encoded is no part of it, nor are the names and the compression of the input files.
         """
-        manifest = self.manifest
-        shards = [
-            [
-                shard.documents,
-                shard.tokens,
-                sorted((end, *content) for end, content in shard.files.items()),
-            ]
-            for shard in manifest.shards
-        ]
-        counts = manifest.model_dump(include=set(Counts.model_fields))
-        tokenizer = manifest.tokenizer.model_dump(exclude={"backend"})
-        return json_hash(
-            [shards, counts, tokenizer, manifest.token_dtype, manifest.prompt_key is not None]
-        )
+        shards: list[list[Any]] = []
+        for shard in self.manifest.shards:
+            files = sorted((end, *content) for end, content in shard.files.items())
+            shards.append([shard.documents, shard.tokens, files])
+        counts = self.manifest.model_dump(include=set(Counts.model_fields))
+        tokenizer = self.manifest.tokenizer.model_dump(exclude={"backend"})
+        has_prompts = self.manifest.prompt_key is not None
+        return json_hash([shards, counts, tokenizer, self.manifest.token_dtype, has_prompts])
 
     @cached_property
     def _shard(self) -> Callable[[int], Shard]:
-        """A shard that is kept open, by this process alone."""
+        """A shard by its number, which is kept open, by this process alone."""
         return lru_cache(_MAX_OPEN_SHARDS)(self._opened)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The ids [start, stop). Raises DataError where an id is beyond the vocabulary, or a file cannot be read."""
-        pieces = []
+        """The ids [start, stop).
+
+        Raises:
+            DataError: an id is beyond the vocabulary, or a file cannot be read.
+        """
+        parts: list[npt.NDArray[Any]] = []
         vocab_size = self.manifest.tokenizer.vocab_size
-        for shard, low, high, _ in self._pieces(start, stop):
-            ids = shard.read(low, high)
+        for span in self._spans(start, stop):
+            ids = span.shard.read(span.start, span.stop)
             if ids.min() < 0 or ids.max() >= vocab_size:
                 at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+                document = span.shard.document_at(span.start + at)
                 raise DataError(
-                    f"{shard.bin_path}: document {shard.document_at(low + at)}: expected ids below {vocab_size}, found "
+                    f"{span.shard.bin_path}: document {document}: expected ids below {vocab_size}, found "
                     f"{ids[at]}; {self._advice}"
                 )
-            pieces.append(ids)
-        return np.concatenate(pieces).astype(np.int64)
+            parts.append(ids)
+        return np.concatenate(parts).astype(np.int64)
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The positions in [start, stop) at which a document begins, ascending."""
-        pieces = [
-            shard.document_starts(low, high) + before
-            for shard, low, high, before in self._pieces(start, stop)
-        ]
-        return np.concatenate(pieces)
+        parts: list[npt.NDArray[np.int64]] = []
+        for span in self._spans(start, stop):
+            parts.append(span.shard.document_starts(span.start, span.stop) + span.offset)
+        return np.concatenate(parts)
 
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """Which of the ids [start, stop) belong to a prompt; None in a corpus without prompts."""
         if self.manifest.prompt_key is None:
             return None
-        return np.concatenate(
-            [shard.prompt_mask(low, high) for shard, low, high, _ in self._pieces(start, stop)]
-        )
+        parts: list[npt.NDArray[np.bool_]] = []
+        for span in self._spans(start, stop):
+            parts.append(span.shard.prompt_mask(span.start, span.stop))
+        return np.concatenate(parts)
 
     def locate_document(self, document: int) -> tuple[Shard, int]:
         """The shard that holds a document of the corpus, and the document's number in it."""
@@ -144,16 +156,17 @@ class TokenCorpus:
             for _ in in_threads(check_shard, numbers):
                 bar.update(1)
 
-    def _pieces(self, start: int, stop: int) -> list[tuple[Shard, int, int, int]]:
-        """The shards of [start, stop), each with the range within it and the tokens before it."""
-        pieces: list[tuple[Shard, int, int, int]] = []
+    def _spans(self, start: int, stop: int) -> list[_Span]:
+        """The parts of the shards that hold the ids [start, stop), in order."""
+        spans: list[_Span] = []
         number = bisect.bisect_right(self._ends, start)
         while start < stop:
-            before = self._ends[number] - self.manifest.shards[number].tokens
-            high = min(stop, self._ends[number])
-            pieces.append((self._shard(number), start - before, high - before, before))
-            start, number = high, number + 1
-        return pieces
+            offset = self._ends[number] - self.manifest.shards[number].tokens
+            end = min(stop, self._ends[number])
+            spans.append(_Span(self._shard(number), start - offset, end - offset, offset))
+            start = end
+            number += 1
+        return spans
 
     def _opened(self, number: int, *, whole: bool = False) -> Shard:
         """A shard; the first time it is compared with its record, of its tokens only the size if not `whole`."""
@@ -161,9 +174,8 @@ class TokenCorpus:
         prefix = self.folder / described.name
         if number not in self._checked:
             for end, content in described.files.items():
-                check_file(
-                    shard_file(prefix, end), content, self._advice, whole=whole or end != ".bin"
-                )
+                hashes = whole or end != ".bin"
+                check_file(shard_file(prefix, end), content, self._advice, whole=hashes)
         shard = Shard(prefix)
         self._checked.add(number)
         return shard

@@ -14,7 +14,7 @@ from pipeline.checkpoint.folder import publish
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.conversion.convert import EXPORT, Conversion, convert
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.corpus.token_corpus import CORPUS
+from pipeline.data.corpus.manifest import CORPUS
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.extension.vocabulary import (

@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--without-gate",
         action="store_true",
-        help="for an export that any server runs: narrower, rehearsed instead",
+        help="for an export that any server runs: narrower, with self-generated text instead",
     )
     init.add_argument(
         "--output", type=Path, help="the YAML file to write (default: the base's name)"

@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="bpe",
         help="how the tokenizer cuts (default: bpe)",
     )
-    add("--vocab-size", type=int, default=32_000, help="pieces in all (default: 32000)")
+    add("--vocab-size", type=int, default=32_000, help="tokens in all (default: 32000)")
     add(
         "--character-coverage",
         type=float,
@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> None:
     else:
         _train(options)
     written = load_tokenizer(output)
-    print(f"{output}: {written.vocab_size} pieces")
+    print(f"{output}: {written.vocab_size} tokens")
     if options.convert is not None:
         _compare_ids(load_tokenizer(options.convert), written, reports, options.text_key)
     if reports:

@@ -59,12 +59,12 @@ def main(options: argparse.Namespace) -> None:
     write_extension(extension, options.output, check, overwrite=options.overwrite)
     record = extension.record
     print(
-        f"{options.output}: {record.kind}, {len(record.pieces)} new pieces from id {record.base_rows} on"
+        f"{options.output}: {record.kind}, {len(record.tokens)} new tokens from id {record.base_rows} on"
     )
     print(
-        f"learned from {record.learned_from:,} characters, seed {options.seed}; every new piece holds one of"
+        f"learned from {record.learned_from:,} characters, seed {options.seed}; every new token holds one of"
     )
-    print(f"  {_ranges(record.new_rows)}")
+    print(f"  {_ranges(record.character_rows)}")
     print(
         f"{'text':24} {'documents':>9} {'characters':>11} {'tokens/character':>23} {'cut as before':>13}"
     )
@@ -106,16 +106,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="texts that the base knows: no new piece has their letters",
+        help="texts that the base knows: no new token has their letters",
     )
-    add("--add", type=positive, required=True, metavar="N", help="new pieces, at most")
+    add("--add", type=positive, required=True, metavar="N", help="new tokens, at most")
     add("--output", type=Path, required=True, help="the folder to write")
     add_overwrite_option(parser)
     add(
         "--min-uses",
         type=positive,
         default=10,
-        help="drop pieces that occur less often in the sample (default: 10)",
+        help="drop tokens that occur less often in the sample (default: 10)",
     )
     add(
         "--max-mib",

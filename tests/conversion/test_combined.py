@@ -86,7 +86,7 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
         extension = learn_extension(DEMO, [text], ["Once upon a time " * 99], add=added, min_uses=2)
         write_json(folder / "tokenizer.json", extension.content)
         write_record(folder / EXTENDED, extension.record)
-        assert len(extension.record.pieces) == added
+        assert len(extension.record.tokens) == added
     record = {"format": EXPORT.format, "method": {"variant": name}, "position": {"tokens_seen": 1}}
     (folder / EXPORT.record).write_text(json.dumps(record | {"checkpoint_manifest": name}))
     return folder
@@ -347,7 +347,7 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
         ("its base has layer_norm_epsilon", {"layer_norm_epsilon": 1e-3}),
         ("Route", {"routed": True}),
         (
-            "for the letters that the others' have pieces for, such as [가-힣]:",
+            "for the letters that the others' have tokens for, such as [가-힣]:",
             {"vocab_size": BASE_TOKENS + 3},
         ),
     ],

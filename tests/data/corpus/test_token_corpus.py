@@ -1,15 +1,20 @@
-"""Damage to a finished corpus is found: never accepted in silence, never a traceback."""
+"""Shards are read as one sequence; damage to them is found: never accepted in silence, never a traceback."""
 
 from __future__ import annotations
 
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pipeline.data.corpus.indexed_dataset import check_file, content_of
+from pipeline.data.corpus.indexed_dataset import check_file, content_of, writing_shard
+from pipeline.data.corpus.manifest import Manifest, ShardRecord, TokenizerRecord
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.errors import DataError
 from tests.data.helpers import contents, documents, tokenize, write_jsonl
@@ -105,3 +110,69 @@ def test_files_of_an_earlier_version_are_compared_by_size(tmp_path: Path):
         DataError, match="expected 5 bytes, found other ones than were written; again"
     ):
         check_file(path, found, "again")
+
+
+# Of each shard the documents, as the lengths of their prompts and answers.
+SHARDS = st.lists(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=4,
+)
+
+
+def corpus_of(folder: Path, shards: list[list[tuple[int, int]]]) -> TokenCorpus:
+    """A corpus with prompts, of which each token is its own position."""
+    records: list[ShardRecord] = []
+    position = 0
+    for number, described in enumerate(shards):
+        name = f"00000-{number:06d}"
+        prompts = np.array([prompt for prompt, _ in described])
+        lengths = np.array([prompt + answer for prompt, answer in described])
+        stop = position + int(lengths.sum())
+        with writing_shard(folder / name, np.dtype(np.uint16)) as writer:
+            writer.add(np.arange(position, stop), lengths, prompts)
+        records.append(ShardRecord(name, len(described), stop - position, writer.files))
+        position = stop
+    tokenizer = TokenizerRecord(
+        fingerprint="none", vocab_size=1000, document_start=[], document_end=[0], backend="none"
+    )
+    manifest = Manifest(
+        tokenizer=tokenizer,
+        text_key="text",
+        prompt_key="prompt",
+        documents=sum(map(len, shards)),
+        tokens=position,
+        part="train",
+        token_dtype="uint16",
+        tokens_per_character=1.0,
+        tokens_per_byte=1.0,
+        rejected={},
+        inputs=[],
+        shards=records,
+    )
+    manifest.save(folder)
+    return TokenCorpus(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHARDS, st.data())
+def test_any_range_over_the_shards_is_read_as_of_one_sequence(
+    shards: list[list[tuple[int, int]]], data: st.DataObject
+):
+    documents = [document for shard in shards for document in shard]
+    is_prompt = np.concatenate([[True] * prompt + [False] * answer for prompt, answer in documents])
+    lengths = [prompt + answer for prompt, answer in documents]
+    begins = np.cumsum([0, *lengths])
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = corpus_of(Path(folder), shards)
+        start = data.draw(st.integers(0, corpus.tokens - 1), "start")
+        stop = data.draw(st.integers(start + 1, corpus.tokens), "stop")
+        assert np.array_equal(corpus.read(start, stop), np.arange(start, stop))
+        assert np.array_equal(corpus.prompt_mask(start, stop), is_prompt[start:stop])
+        expected = [at for at in begins[:-1] if start <= at < stop]
+        assert corpus.document_starts(start, stop).tolist() == expected
+        for number, length in enumerate(lengths):
+            shard, document = corpus.locate_document(number)
+            ids = shard.document(document)
+            assert ids.tolist() == list(range(begins[number], begins[number] + length))
+            assert shard.document_at(shard.document_start(document) + length - 1) == document

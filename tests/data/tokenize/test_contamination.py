@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import unicodedata
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -10,12 +11,16 @@ from unicodedata import normalize
 import pytest
 
 from pipeline.config.data import Data
-from pipeline.data.corpus.token_corpus import load_manifest
-from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.corpus.manifest import load_manifest
+from pipeline.data.tokenize.corpora import corpus_jobs, is_heldout
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, documents, write_jsonl
+from tests.data.helpers import (
+    STORIES260K,
+    documents,
+    write_jsonl,
+)
 
 TEXTS = documents(60)
 
@@ -102,3 +107,15 @@ def test_a_corpus_may_be_held_out_as_a_whole_to_see_whether_it_is_memorised(tmp_
     assert (
         load_manifest(tokens / "a").documents == load_manifest(tokens / "a.heldout").documents == 60
     )
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5])
+def test_a_copy_that_differs_in_blanks_or_form_is_held_out_with_its_text(fraction: float):
+    for text in [f"{number}번째 글, 다른 글" for number in range(50)]:
+        copies = [
+            f"{text}\n",
+            text.replace(" ", "  "),
+            f" {text}",
+            unicodedata.normalize("NFD", text),
+        ]
+        assert {is_heldout(copy, fraction) for copy in copies} == {is_heldout(text, fraction)}

@@ -1,14 +1,12 @@
-"""Answers to prompts, and chats: what is stored, that prompts are recognized, and what is refused."""
+"""Chats: what is learned of them behind which prompt, and why some are refused."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from datetime import date
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,12 +14,21 @@ from transformers import AutoTokenizer
 
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.corpora import is_heldout
+from pipeline.data.tokenize.queue import QUARANTINE
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
-from tests.data.helpers import STORIES260K, documents, stories_tokenizer, tokenize
+from tests.data.helpers import (
+    CASES,
+    STORIES260K,
+    Expected,
+    pair_ids,
+    stored_pairs,
+    tokenize,
+)
+from tests.files import read_jsonl
 from tests.texts import chat, write_chats
 
-PAIRS = [(f"Who is {number}?\nAnswer:", answer) for number, answer in enumerate(documents(120))]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}"
     "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}{{ raise_exception('two users') }}{% endif %}"
@@ -29,72 +36,6 @@ TEMPLATE = (
     "{% else %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-
-def write_pairs(path: Path, *more: object) -> Path:
-    records = [*({"question": prompt, "text": answer} for prompt, answer in PAIRS), *more]
-    path.write_text(
-        "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
-        encoding="utf-8",
-    )
-    return path
-
-
-def expected(prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """What is read, and what is predicted."""
-    encode = stories_tokenizer().reference.encode
-    return [1, *encode([prompt]).ids.tolist()], [*encode([answer]).ids.tolist(), 2]
-
-
-def stored(folder: Path) -> list[tuple[list[int], list[int]]]:
-    corpus = TokenCorpus(folder)
-    ids, prompts = corpus.read(0, corpus.tokens), corpus.prompt_mask(0, corpus.tokens)
-    bounds = [*corpus.document_starts(0, corpus.tokens), corpus.tokens]
-    spans = [slice(*bound) for bound in itertools.pairwise(bounds)]
-    return [(list(ids[span][prompts[span]]), list(ids[span][~prompts[span]])) for span in spans]
-
-
-@pytest.mark.parametrize("unit_bytes", [700, 10**9])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_prompt_and_answer_are_encoded_separately_and_recognized(
-    tmp_path: Path, kind: str, unit_bytes: int
-):
-    path = write_pairs(tmp_path / "x.jsonl")
-    if kind == "parquet":
-        path = tmp_path / "x.parquet"
-        columns = {
-            "text": [answer for _, answer in PAIRS],
-            "question": [prompt for prompt, _ in PAIRS],
-        }
-        pq.write_table(pa.table(columns), path, row_group_size=7)
-    made = tokenize(tmp_path / "out", path, prompt_key="question", unit_bytes=unit_bytes)
-    assert stored(tmp_path / "out") == [expected(*pair) for pair in PAIRS]
-    assert len(made.shards) > 3 if unit_bytes == 700 else len(made.shards) == 1
-    assert made.prompt_tokens == sum(len(expected(*pair)[0]) for pair in PAIRS)
-    assert made.prompt_bytes == sum(len(prompt.encode()) for prompt, _ in PAIRS)
-    assert made.bytes == sum(len((prompt + answer).encode()) for prompt, answer in PAIRS)
-    corpus = TokenCorpus(tmp_path / "out")
-    whole = corpus.prompt_mask(0, corpus.tokens)
-    for start, stop in np.sort(np.random.default_rng(0).integers(0, corpus.tokens, (100, 2))):
-        assert start == stop or np.array_equal(corpus.prompt_mask(start, stop), whole[start:stop])
-
-
-def test_records_without_a_usable_prompt_are_rejected(tmp_path: Path):
-    bad = [
-        {"text": "an answer"},
-        {"text": "an answer", "question": 7},
-        {"text": "an answer", "question": " "},
-    ]
-    path = write_pairs(tmp_path / "x.jsonl", *bad, {"question": "and?"})
-    made = tokenize(tmp_path / "out", path, prompt_key="question")
-    assert made.rejected == {"no_prompt_key": 1, "no_text_key": 1, "prompt_not_usable": 2}
-    assert made.documents == len(PAIRS)
-    (tmp_path / "x.txt").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match=r"x\.txt: a line has no 'question'"):
-        tokenize(tmp_path / "lines", tmp_path / "x.txt", prompt_key="question")
-
-
-# --- Chats -----------------------------------------------------------------------------------------------------------
 
 
 CHAT = chat(
@@ -123,21 +64,21 @@ def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp
     """Also of ShareGPT's names, and in a table."""
     make(model, tmp_path / "out", [CHAT])
     library = AutoTokenizer.from_pretrained(model)
-    found = stored(tmp_path / "out")
+    found = stored_pairs(tmp_path / "out")
     assert len(found) == 2
     for pair, at in zip(found, (1, 3), strict=True):
         text = library.apply_chat_template(CHAT[:at], tokenize=False, add_generation_prompt=True)
         assert text.startswith("<s>")
         # One BOS, the document's own, and one end.
-        assert pair == expected(text.removeprefix("<s>"), CHAT[at]["content"])
+        assert pair == pair_ids(text.removeprefix("<s>"), CHAT[at]["content"])
     for user, assistant in (("human", "gpt"), ("user", "chatgpt"), ("human", "assistant")):
         names = {"user": user, "assistant": assistant}
         shared = [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]
         make(model, tmp_path / f"{user}-{assistant}", [shared])
-        assert stored(tmp_path / f"{user}-{assistant}") == found
+        assert stored_pairs(tmp_path / f"{user}-{assistant}") == found
     pq.write_table(pa.table({"messages": [CHAT], "source": ["hub"]}), tmp_path / "x.parquet")
     tokenize(tmp_path / "table", tmp_path / "x.parquet", tokenizer=model, messages_key="messages")
-    assert stored(tmp_path / "table") == found
+    assert stored_pairs(tmp_path / "table") == found
 
 
 def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
@@ -197,14 +138,14 @@ def test_a_template_that_asks_for_the_day_is_told_a_fixed_one(model, tmp_path, c
     assert made.chat_date == "2025-01-01"
     assert "its chat template asks for today's date; it is told 2025-01-01" in caplog.text
     framed = "[user 01 Jan 2025] Who ran home? [assistant 01 Jan 2025] "
-    assert stored(tmp_path / "out")[0] == expected(framed, "Tom.")
+    assert stored_pairs(tmp_path / "out")[0] == pair_ids(framed, "Tom.")
     with pytest.raises(
         DataError, match="begun with another chat date: expected '2024-02-29', found '2025-01-01'"
     ):
         make(model, tmp_path / "out", [CHAT], chat_date=date(2024, 2, 29))
     other = make(model, tmp_path / "other", [CHAT], chat_date=date(2024, 2, 29))
     assert other.chat_template != made.chat_template
-    assert stored(tmp_path / "other")[0] == expected(
+    assert stored_pairs(tmp_path / "other")[0] == pair_ids(
         framed.replace("01 Jan 2025", "29 Feb 2024"), "Tom."
     )
 
@@ -225,3 +166,90 @@ def test_a_template_that_draws_at_random_is_refused(model, drawn):
     (model / "chat_template.jinja").write_text(TEMPLATE + drawn)
     with pytest.raises(DataError, match="model: its chat template draws at random"):
         ChatTemplate(model)
+
+
+CHATS = {
+    "dated": Expected(30),
+    "inject": Expected(0, 3, r"message 0: spells <\|im_end\|>, a special token"),
+    "shape_Capital": Expected(0, 2, "no_answer .*roles: User, Assistant"),
+    "shape_empty_user": Expected(2),
+    "shape_ends_with_end": Expected(0, 2, r"message 1: spells <\|im_end\|>"),
+    "shape_function_call": Expected(
+        0, 2, "message 1: from: expected one of human, .* found 'function_call'"
+    ),
+    "shape_greeting_first": Expected(2),
+    "shape_model_role": Expected(0, 2, "no_answer .*roles: user, model"),
+    "shape_nul": Expected(0, 2, r"(?s)prompt_not_usable .*message 1: nul_character"),
+    "shape_null_tool": Expected(0, 2, "message 1: content: expected a string, found NoneType"),
+    "shape_parts": Expected(0, 2, "message 1: content: expected a string, found list"),
+    "shape_spaces": Expected(2),
+    "shape_string": Expected(0, 2, "expected a list, found str"),
+    "shape_system_sharegpt": Expected(2),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_is_framed_or_its_message_is_named(tmp_path: Path, name: str):
+    expected = CHATS[name]
+    path = tmp_path / f"{name}.jsonl"
+    usable = (
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    )
+    path.write_text((CASES / "15_chat" / f"{name}.jsonl").read_text() + usable)
+    tokenizer = CASES / "15_chat" / ("dated" if name == "dated" else "chatml")
+    made = tokenize(tmp_path / "out", path, tokenizer=tokenizer, messages_key="messages")
+    assert (made.documents - 1, sum(made.rejected.values())) == (
+        expected.documents,
+        expected.rejected,
+    )
+    if expected.rejected:
+        first = read_jsonl(tmp_path / "out" / QUARANTINE)[0]
+        with pytest.raises(DataError, match=expected.said):
+            raise DataError(f"{first['reason']} {first['excerpt']} {first['detail']}")
+
+
+def test_every_chat_has_an_expected_outcome():
+    assert {path.stem for path in (CASES / "15_chat").glob("*.jsonl")} == {*CHATS}
+
+
+def test_a_template_that_asks_for_the_date_gives_the_same_tokens_on_any_day(tmp_path: Path):
+    folder = CASES / "15_chat" / "dated"
+    tokenize(
+        tmp_path / "out",
+        CASES / "15_chat" / "dated.jsonl",
+        tokenizer=folder,
+        messages_key="messages",
+    )
+    shard, document = TokenCorpus(tmp_path / "out").locate_document(0)
+    assert "Today is 01 Jan 2025 00:00:00" in load_tokenizer(folder).decode(
+        shard.document(document)
+    )
+
+
+def test_messages_of_weight_zero_are_only_read(tmp_path: Path):
+    def turn(role: str, content: str, **more: object) -> dict[str, object]:
+        return {"role": role, "content": content, **more}
+
+    chats = [
+        [
+            turn("user", "q"),
+            turn("assistant", "skipped", weight=0),
+            turn("user", "r"),
+            turn("assistant", "b", weight=1),
+        ],
+        [{"from": "human", "value": "q"}, {"from": "gpt", "value": "skipped", "weight": 0}],
+        [turn("user", "q"), turn("assistant", "skipped", train=False)],
+        [turn("user", "q"), turn("assistant", "half", weight=0.5)],
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    folder = CASES / "15_chat" / "chatml"
+    made = tokenize(tmp_path / "out", path, tokenizer=folder, messages_key="messages")
+    assert made.rejected == {"no_answer": 2, "messages_not_usable": 1}
+    shard, document = TokenCorpus(tmp_path / "out").locate_document(0)
+    assert made.documents == 1
+    ids, tokenizer = shard.document(document), load_tokenizer(folder)
+    prompt = shard.prompt_mask(0, len(ids))
+    assert "skipped" in tokenizer.decode(ids[prompt]) and "skipped" not in tokenizer.decode(
+        ids[~prompt]
+    )

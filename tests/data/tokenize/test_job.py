@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.job import preprocess
@@ -406,3 +407,21 @@ def test_a_full_disk_gives_a_one_line_error_and_no_damage(small_disk: Callable[.
     assert scale_cpt("tokenize", *ARGUMENTS, "--output", output).returncode == 0
     assert not list(output.rglob("*.partial"))
     assert left / 1e9 + float(needed[1]) == pytest.approx(held_bytes(disk.path) / 1e9, rel=0.1)
+
+
+def test_text_that_is_not_composed_is_counted_and_composed_where_asked(tmp_path: Path):
+    decomposed = unicodedata.normalize("NFD", "한국어 문장")
+    path = write_jsonl(tmp_path / "x.jsonl", [decomposed, "한국어", "ascii"])
+    assert tokenize(tmp_path / "out", path).decomposed_documents == 1
+    assert tokenize(tmp_path / "nfc", path, normalize="nfc").decomposed_documents == 0
+    assert texts_in(tmp_path / "nfc") == ["한국어 문장", "한국어", "ascii"]
+
+
+def test_after_a_wrong_text_key_the_right_one_begins_anew(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"body": "a text"}\n' * 20)
+    with pytest.raises(DataError, match=r"its keys: body.*set text_key"):
+        tokenize(tmp_path / "out", path, max_bad_fraction=0.1)
+    assert tokenize(tmp_path / "out", path, text_key="body").documents == 20
+    with pytest.raises(DataError, match="begun with another text key"):
+        tokenize(tmp_path / "out", path)

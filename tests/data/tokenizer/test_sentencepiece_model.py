@@ -16,7 +16,7 @@ import sentencepiece
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenizer.chats import ChatTemplate
-from pipeline.data.tokenizer.extension.bpe import read_pieces
+from pipeline.data.tokenizer.extension.bpe import read_bpe_tokens
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.data.tokenizer.sentencepiece_model import (
@@ -31,7 +31,7 @@ from tests.files import change_json
 from tests.programs import scale_cpt
 from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
-SPM = Path(__file__).parent / "fixtures" / "spm"
+SPM = Path(__file__).parents[1] / "fixtures" / "spm"
 """BPE with byte fallback, as Llama's: its BOS is 1 and its EOS 2, whatever its config.json says."""
 SHIPPED = sorted(DATA.glob("*/*.heldout.jsonl.zst"))
 ODD = [
@@ -208,4 +208,4 @@ def test_a_unigram_tokenizer_cannot_be_extended(tmp_path: Path):
     with pytest.raises(
         DataError, match=r"a Unigram tokenizer.* train on it as it is, without `vocabulary`"
     ):
-        read_pieces(path)
+        read_bpe_tokens(path)

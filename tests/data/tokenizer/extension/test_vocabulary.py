@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenizer.extension.merges import (
     ROW_BITS,
+    foreign_character_rows,
     learn_merges,
-    new_rows_of_characters,
     row_pattern,
 )
 from pipeline.data.tokenizer.extension.vocabulary import (
@@ -69,7 +69,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=["20B", "Llama"])
 def extended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A base of each kind, extended by 300 pieces."""
+    """A base of each kind, extended by 300 tokens."""
     root = tmp_path_factory.mktemp("bases")
     base = {"20B": OF_20B, "Llama": STORIES260K}[request.param]
     extension = learn_extension(base, KOREAN, ENGLISH, add=300, min_uses=5)
@@ -93,7 +93,7 @@ def test_korean_takes_fewer_tokens_and_english_the_same(extended: Case):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    pieces=st.lists(
+    parts=st.lists(
         st.one_of(
             st.text(max_size=8),
             st.sampled_from(
@@ -117,8 +117,8 @@ def test_korean_takes_fewer_tokens_and_english_the_same(extended: Case):
         max_size=12,
     )
 )
-def test_any_text_is_cut_as_the_guarantee_says(extended: Case, pieces: list[str]):
-    extended.comparison.of(["".join(pieces)])
+def test_any_text_is_cut_as_the_guarantee_says(extended: Case, parts: list[str]):
+    extended.comparison.of(["".join(parts)])
 
 
 def test_a_cut_that_the_guarantee_rules_out_is_refused(extended: Case, tmp_path: Path):
@@ -132,7 +132,7 @@ def test_a_cut_that_the_guarantee_rules_out_is_refused(extended: Case, tmp_path:
 
 def test_new_ids_lie_above_the_base_and_old_ones_stay(extended: Case):
     extension, before, after = extended.extension, extended.before, extended.after
-    assert after.vocab_size == extension.record.base_rows + len(extension.record.pieces)
+    assert after.vocab_size == extension.record.base_rows + len(extension.record.tokens)
     assert extension.record.base_rows >= before.vocab_size
     assert (after.document_start, after.document_end) == (
         before.document_start,
@@ -141,8 +141,7 @@ def test_new_ids_lie_above_the_base_and_old_ones_stay(extended: Case):
     record = read_vocabulary(extended.folder)
     assert (record.base_tokenizer, record.tokenizer) == (before.fingerprint, after.fingerprint)
     assert all(
-        len(piece.replaces) > 1 and max(piece.replaces) < before.vocab_size
-        for piece in record.pieces
+        len(new.replaces) > 1 and max(new.replaces) < before.vocab_size for new in record.tokens
     )
     used = set(cut(after, "".join(KOREAN)))
     assert max(used) < after.vocab_size and not used & set(
@@ -152,6 +151,16 @@ def test_new_ids_lie_above_the_base_and_old_ones_stay(extended: Case):
         "a" + " " * 9 + "b<|endoftext|>\t"
     )  # added tokens of the 20B tokenizer, which lie above its vocabulary
     assert cut(after, spaces) == cut(before, spaces)
+
+
+def test_a_record_with_the_names_of_earlier_versions_is_read(extended: Case, tmp_path: Path):
+    record = extended.extension.record.model_dump(mode="json")
+    record["pieces"] = [
+        {"piece": new["token"], "replaces": new["replaces"]} for new in record.pop("tokens")
+    ]
+    record["new_rows"] = record.pop("character_rows")
+    (tmp_path / "vocabulary.json").write_text(json.dumps(record))
+    assert read_vocabulary(tmp_path) == extended.extension.record
 
 
 def test_every_encoder_and_transformers_agree(extended: Case):
@@ -188,7 +197,7 @@ def test_a_row_is_found_in_utf8_exactly_where_a_character_has_it(text: str, rows
 
 def test_rows_are_those_of_foreign_letters():
     new = Counter("한국 영화 … “quoted” 100% é " * 50 + "がо")
-    rows = new_rows_of_characters(new, Counter("plain café text " * 50))
+    rows = foreign_character_rows(new, Counter("plain café text " * 50))
     assert {ord(letter) >> ROW_BITS for letter in "한국영화"} <= set(rows)
     assert not {ord(letter) >> ROW_BITS for letter in "a1%é“…がо"} & set(rows)
 
@@ -196,7 +205,7 @@ def test_rows_are_those_of_foreign_letters():
 def learned(
     words: dict[str, int], *, limit: int = 100, min_uses: int = 1, taken: set[str] = frozenset()
 ):
-    """Merges of one-letter pieces, as pairs of spellings."""
+    """Merges of one-letter tokens, as pairs of spellings."""
     is_new = row_pattern(ROWS)
 
     def may_join(left: str, right: str) -> bool:
@@ -221,7 +230,7 @@ def test_the_tool_reports_and_publishes(tmp_path: Path):
     wanted = ("--corpus", REVIEWS_HELDOUT, "--max-mib", "0.3", "--output", tmp_path / "v")
     ended = scale_cpt(*tool, *wanted, "--report-on", f"stories={STORIES}")
     assert ended.returncode == 0, ended.stderr
-    assert "50 new pieces from id 512 on" in ended.stdout
+    assert "50 new tokens from id 512 on" in ended.stdout
     row = next(line for line in ended.stdout.splitlines() if line.startswith("stories"))
     assert row.split()[1] == row.split()[-1] == "600"
     first = (tmp_path / "v" / "vocabulary.json").read_bytes()

@@ -6,7 +6,13 @@ import re
 from pathlib import Path
 
 from pipeline.data.tokenizer.load import load_tokenizer
-from tests.data.helpers import STORIES260K, documents, tokenize, write_jsonl
+from pipeline.errors import printable
+from tests.data.helpers import (
+    STORIES260K,
+    documents,
+    tokenize,
+    write_jsonl,
+)
 from tests.programs import scale_cpt
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
@@ -73,3 +79,13 @@ def test_train_tokenizer_compares_tokenizers(tmp_path: Path):
     assert per_character["t.json", "korean"] < 1
     assert per_character["t.json", "english"] < 0.7
     assert load_tokenizer(tmp_path / "t.json").vocab_size == 1500
+
+
+def test_escape_sequences_are_not_printed(tmp_path: Path):
+    text = "red \x1b[31mtext\x1b]0;title\x07 and \u202eback"
+    assert printable(text) == r"red \x1b[31mtext\x1b]0;title\x07 and \u202eback"
+    tokenize(tmp_path / "out", write_jsonl(tmp_path / "x.jsonl", [text]))
+    shown = scale_cpt(
+        "inspect-data", tmp_path / "out", "--tokenizer", "examples/data/models/stories260K"
+    ).stdout
+    assert "\x1b" not in shown and r"\x1b[31m" in shown

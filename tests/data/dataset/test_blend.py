@@ -23,6 +23,17 @@ def test_a_permutation_hits_everything_once(size: int, seed: int, epoch: int):
     assert sorted(permutation[index] for index in range(size)) == list(range(size))
 
 
+@given(st.integers(2**20, 2**48), st.integers(0, 2**64), st.data())
+def test_a_large_permutation_stays_in_range_and_keeps_indices_apart(
+    size: int, seed: int, data: st.DataObject
+):
+    permutation = Permutation(size, seed)
+    indices = data.draw(st.sets(st.integers(0, size - 1), max_size=50))
+    images = {permutation[index] for index in indices}
+    assert len(images) == len(indices)
+    assert all(0 <= image < size for image in images)
+
+
 def test_a_permutation_looks_random():
     """Over many keys every value lands everywhere about equally often, and neighbours do not stay neighbours."""
     size, keys = 10, 4000
@@ -70,6 +81,35 @@ def test_every_draw_of_every_corpus_happens_once(shares: dict[str, Share], index
     index = min(index, blend.total)
     counts = Counter(draw.corpus for draw in draws[:index])
     assert blend.drawn_before(index) == {name: counts[name] for name in blend.names}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 10), min_size=3, max_size=6),
+    budgets=st.lists(st.none() | st.integers(1, 400), min_size=6, max_size=6),
+    fraction=st.sampled_from([0.0, 1 / 16, 0.3]),
+    index=st.integers(0, 2000),
+)
+def test_draws_of_any_roles_are_counted_as_they_come(
+    weights: list[float], budgets: list[int | None], fraction: float, index: int
+):
+    """A corpus of each role but the first; some end before the others, and the others continue."""
+    roles = ["new", "replay", "self_generated"]
+    shares = {
+        f"c{number}": Share(weight, budgets[number], roles[number % 3])
+        for number, weight in enumerate(weights)
+    }
+    blend = Blend(shares, {"replay": fraction, "self_generated": fraction})
+    if blend.total is not None:
+        index = min(index, blend.total)
+    draws = [blend[at] for at in range(index)]
+    for name, share in shares.items():
+        occurrences = [draw.occurrence for draw in draws if draw.corpus == name]
+        assert occurrences == list(range(len(occurrences)))
+        assert share.budget is None or len(occurrences) <= share.budget
+        assert blend.drawn_before(index)[name] == len(occurrences)
+        if share.role != "new" and fraction == 0:
+            assert not occurrences
 
 
 @given(

@@ -9,38 +9,27 @@ import gzip
 import json
 import lzma
 import os
-import shutil
 import unicodedata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.sources.records import Keys, Rejected
-from pipeline.data.tokenize.corpora import is_heldout
-from pipeline.data.tokenize.queue import QUARANTINE
-from pipeline.data.tokenize.units import beginning_of, input_files, sampled_documents
-from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.errors import DataError, printable
-from tests.data.helpers import documents, read, texts_in, texts_of, tokenize, write_jsonl
-from tests.files import read_jsonl
+from pipeline.data.tokenize.units import input_files
+from pipeline.errors import DataError
+from tests.data.helpers import (
+    CASES,
+    Expected,
+    documents,
+    read,
+    texts_of,
+    tokenize,
+    write_jsonl,
+)
 from tests.programs import scale_cpt
-from tests.texts import DATA
-
-CASES = Path(__file__).parents[1] / "cases"
-
-
-class Expected(NamedTuple):
-    """How many documents a file gives, and what is said about it: of a rejected record, or as an error."""
-
-    documents: int | None = None
-    rejected: int = 0
-    said: str = ""
-    keys: Keys = Keys()
-
 
 DOCUMENT = Keys("document")
 FILES = {
@@ -313,243 +302,10 @@ def test_objects_behind_one_that_is_malformed_are_read(tmp_path: Path):
     assert texts_of(tmp_path / "x.jsonl") == ["a", "b", "malformed_json", "lone_surrogate"]
 
 
-# --- What the tokenizer makes of a text ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "foreign_eos",
-            r"config\.json: eos_token_id: expected an id of the tokenizer, below 600, found 128001",
-        ),
-        (
-            "missing_eos",
-            r"tokenizer_config\.json: eos_token: expected a token of the tokenizer, found '<\|im_end\|>'",
-        ),
-        (
-            "no_unk",
-            r"characters become nothing, more than max_unknown_fraction 0\.01 allows; take a tokenizer that has",
-        ),
-    ],
-)
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, name: str, said: str):
-    texts = write_jsonl(tmp_path / "x.jsonl", ["가격은 twenty 원입니다 and more"] * 40)
-    with pytest.raises(DataError, match=said):
-        tokenize(tmp_path / "out", texts, tokenizer=CASES / "tokenizers" / name)
-    assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_what_cannot_be_spelled_is_counted_and_may_be_allowed(tmp_path: Path):
-    texts = write_jsonl(tmp_path / "x.jsonl", ["ab 가격 가", "ab"])
-    settings = {"tokenizer": CASES / "tokenizers" / "no_unk", "max_unknown_fraction": 0.5}
-    made = tokenize(tmp_path / "out", texts, **settings)
-    assert (made.characters, made.lost_characters) == (9, 3)
-    described = json.loads((CASES / "tokenizers" / "no_unk" / "tokenizer.json").read_text())
-    described["model"]["unk_token"] = "</s>"
-    shutil.copytree(CASES / "tokenizers" / "no_unk", tmp_path / "unk")
-    (tmp_path / "unk" / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(DataError, match="tokens are unknown, more than max_unknown_fraction"):
-        tokenize(tmp_path / "other", texts, tokenizer=tmp_path / "unk")
-
-
-def test_a_tokenizer_of_bytes_spells_everything_and_one_of_letters_what_it_has(tmp_path: Path):
-    """Also letters that join with those before them to one token, as `an` does."""
-    source = write_jsonl(tmp_path / "x.jsonl", ["ab an banana, 한국어 문장 👩‍👩‍👧 \u200b é"])
-    settings = {"tokenizer": DATA / "tokenizers" / "20B_tokenizer.json"}
-    assert tokenize(tmp_path / "bytes", source, **settings).unknown_fraction == 0
-    described = json.loads((DATA / "tokenizers" / "20B_tokenizer.json").read_text())
-    gone = [
-        piece for piece in described["model"]["vocab"] if "Ń" in piece
-    ]  # of a byte that Hangul has
-    for piece in gone:
-        del described["model"]["vocab"][piece]
-    merges = [
-        pair.split(" ") if isinstance(pair, str) else pair for pair in described["model"]["merges"]
-    ]
-    described["model"]["merges"] = [
-        pair for pair in merges if not any("Ń" in piece for piece in pair)
-    ]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
-    plain = write_jsonl(tmp_path / "y.jsonl", ["ab an banana", "and an apple"])
-    assert (
-        tokenize(tmp_path / "letters", plain, tokenizer=tmp_path / "tokenizer.json").lost_characters
-        == 0
-    )
-
-
-@pytest.mark.parametrize("name", ["bos", "strike"])
-def test_text_that_spells_special_tokens_stays_text_and_is_counted(tmp_path: Path, name: str):
-    source = CASES / "09_special" / f"{name}.jsonl"
-    texts = texts_of(source)
-    spelled = sum(text.count("<s>") + text.count("</s>") for text in texts)
-    made = tokenize(tmp_path / "text", source)
-    assert (made.special_tokens, made.special_tokens_spelled) == ("text", spelled)
-    corpus = TokenCorpus(tmp_path / "text")
-    ids = corpus.read(0, corpus.tokens).tolist()
-    assert (ids.count(1), ids.count(2)) == (20, 20)  # those around the documents alone
-    assert texts_in(tmp_path / "text") == texts
-    control = tokenize(tmp_path / "control", source, special_tokens="control")
-    assert (control.special_tokens, control.special_tokens_spelled) == ("control", spelled)
-    assert control.tokens < made.tokens
-
-
-def test_text_that_is_not_composed_is_counted_and_composed_where_asked(tmp_path: Path):
-    decomposed = unicodedata.normalize("NFD", "한국어 문장")
-    path = write_jsonl(tmp_path / "x.jsonl", [decomposed, "한국어", "ascii"])
-    assert tokenize(tmp_path / "out", path).decomposed_documents == 1
-    assert tokenize(tmp_path / "nfc", path, normalize="nfc").decomposed_documents == 0
-    assert texts_in(tmp_path / "nfc") == ["한국어 문장", "한국어", "ascii"]
-
-
-@pytest.mark.parametrize("fraction", [0.2, 0.5])
-def test_a_copy_that_differs_in_blanks_or_form_is_held_out_with_its_text(fraction: float):
-    for text in [f"{number}번째 글, 다른 글" for number in range(50)]:
-        copies = [
-            f"{text}\n",
-            text.replace(" ", "  "),
-            f" {text}",
-            unicodedata.normalize("NFD", text),
-        ]
-        assert {is_heldout(copy, fraction) for copy in copies} == {is_heldout(text, fraction)}
-
-
-def test_escape_sequences_are_not_printed(tmp_path: Path):
-    text = "red \x1b[31mtext\x1b]0;title\x07 and \u202eback"
-    assert printable(text) == r"red \x1b[31mtext\x1b]0;title\x07 and \u202eback"
-    tokenize(tmp_path / "out", write_jsonl(tmp_path / "x.jsonl", [text]))
-    shown = scale_cpt(
-        "inspect-data", tmp_path / "out", "--tokenizer", "examples/data/models/stories260K"
-    ).stdout
-    assert "\x1b" not in shown and r"\x1b[31m" in shown
-
-
-# --- Chats -----------------------------------------------------------------------------------------------------------
-
-CHATS = {
-    "dated": Expected(30),
-    "inject": Expected(0, 3, r"message 0: spells <\|im_end\|>, a special token"),
-    "shape_Capital": Expected(0, 2, "no_answer .*roles: User, Assistant"),
-    "shape_empty_user": Expected(2),
-    "shape_ends_with_end": Expected(0, 2, r"message 1: spells <\|im_end\|>"),
-    "shape_function_call": Expected(
-        0, 2, "message 1: from: expected one of human, .* found 'function_call'"
-    ),
-    "shape_greeting_first": Expected(2),
-    "shape_model_role": Expected(0, 2, "no_answer .*roles: user, model"),
-    "shape_nul": Expected(0, 2, r"(?s)prompt_not_usable .*message 1: nul_character"),
-    "shape_null_tool": Expected(0, 2, "message 1: content: expected a string, found NoneType"),
-    "shape_parts": Expected(0, 2, "message 1: content: expected a string, found list"),
-    "shape_spaces": Expected(2),
-    "shape_string": Expected(0, 2, "expected a list, found str"),
-    "shape_system_sharegpt": Expected(2),
-}
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_a_chat_is_framed_or_its_message_is_named(tmp_path: Path, name: str):
-    expected = CHATS[name]
-    path = tmp_path / f"{name}.jsonl"
-    usable = (
-        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
-    )
-    path.write_text((CASES / "15_chat" / f"{name}.jsonl").read_text() + usable)
-    tokenizer = CASES / "15_chat" / ("dated" if name == "dated" else "chatml")
-    made = tokenize(tmp_path / "out", path, tokenizer=tokenizer, messages_key="messages")
-    assert (made.documents - 1, sum(made.rejected.values())) == (
-        expected.documents,
-        expected.rejected,
-    )
-    if expected.rejected:
-        first = read_jsonl(tmp_path / "out" / QUARANTINE)[0]
-        with pytest.raises(DataError, match=expected.said):
-            raise DataError(f"{first['reason']} {first['excerpt']} {first['detail']}")
-
-
-def test_every_chat_has_an_expected_outcome():
-    assert {path.stem for path in (CASES / "15_chat").glob("*.jsonl")} == {*CHATS}
-
-
-def test_a_template_that_asks_for_the_date_gives_the_same_tokens_on_any_day(tmp_path: Path):
-    folder = CASES / "15_chat" / "dated"
-    tokenize(
-        tmp_path / "out",
-        CASES / "15_chat" / "dated.jsonl",
-        tokenizer=folder,
-        messages_key="messages",
-    )
-    shard, document = TokenCorpus(tmp_path / "out").locate_document(0)
-    assert "Today is 01 Jan 2025 00:00:00" in load_tokenizer(folder).decode(
-        shard.document(document)
-    )
-
-
-def test_messages_of_weight_zero_are_only_read(tmp_path: Path):
-    def turn(role: str, content: str, **more: object) -> dict[str, object]:
-        return {"role": role, "content": content, **more}
-
-    chats = [
-        [
-            turn("user", "q"),
-            turn("assistant", "skipped", weight=0),
-            turn("user", "r"),
-            turn("assistant", "b", weight=1),
-        ],
-        [{"from": "human", "value": "q"}, {"from": "gpt", "value": "skipped", "weight": 0}],
-        [turn("user", "q"), turn("assistant", "skipped", train=False)],
-        [turn("user", "q"), turn("assistant", "half", weight=0.5)],
-    ]
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    folder = CASES / "15_chat" / "chatml"
-    made = tokenize(tmp_path / "out", path, tokenizer=folder, messages_key="messages")
-    assert made.rejected == {"no_answer": 2, "messages_not_usable": 1}
-    shard, document = TokenCorpus(tmp_path / "out").locate_document(0)
-    assert made.documents == 1
-    ids, tokenizer = shard.document(document), load_tokenizer(folder)
-    prompt = shard.prompt_mask(0, len(ids))
-    assert "skipped" in tokenizer.decode(ids[prompt]) and "skipped" not in tokenizer.decode(
-        ids[~prompt]
-    )
-
-
-# --- Jobs and samples ------------------------------------------------------------------------------------------------
-
-
-def test_after_a_wrong_text_key_the_right_one_begins_anew(tmp_path: Path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"body": "a text"}\n' * 20)
-    with pytest.raises(DataError, match=r"its keys: body.*set text_key"):
-        tokenize(tmp_path / "out", path, max_bad_fraction=0.1)
-    assert tokenize(tmp_path / "out", path, text_key="body").documents == 20
-    with pytest.raises(DataError, match="begun with another text key"):
-        tokenize(tmp_path / "out", path)
-
-
-def test_a_table_without_rows_is_the_beginning_of_nothing(tmp_path: Path):
-    schema = pa.schema([("text", pa.string())])
-    pq.ParquetWriter(tmp_path / "x.parquet", schema).close()
-    unit, size = beginning_of(tmp_path / "x.parquet", Keys(), 1000)
-    assert (unit.size, size) == (0, 0.0)
-
-
 def test_an_indented_line_that_orjson_refuses_is_read(tmp_path: Path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n  {"text": "b", "x": NaN}\n')
     assert tokenize(tmp_path / "out", path).documents == 2
-
-
-@pytest.mark.parametrize("rows", [100, 2500])
-def test_a_sample_of_parquet_holds_what_was_asked_for(tmp_path: Path, rows: int):
-    texts = [f"{number} " + "word " * 200 for number in range(5000)]
-    pq.write_table(
-        pa.table({"text": texts}), tmp_path / "x.parquet", row_group_size=rows, compression="none"
-    )
-    wanted = 2**20
-    documents_, factor = sampled_documents([str(tmp_path / "x.parquet")], Keys(), wanted)
-    taken = sum(document.utf8_bytes for document in documents_)
-    assert wanted * 0.9 < taken < wanted * 1.3
-    assert factor == pytest.approx(sum(map(len, texts)) / taken, rel=0.1)
 
 
 def test_config_init_names_the_keys_that_it_finds(tmp_path: Path):

@@ -27,7 +27,7 @@ from pipeline.model.from_hf import open_base
 from pipeline.model.new_rows import EMBEDDING, OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
-from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate import Gate

@@ -18,7 +18,7 @@ from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.mixture import Mixture
 from pipeline.model.new_rows import is_new_row
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import fill_whole, full_shape_of, held_values
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.initialisers import seeded

@@ -10,12 +10,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Attend, Documents, attention_kernel
-from pipeline.model.layers import Context, DecoderLayer, RotaryEmbedding, RotaryTable, widened_norm
+from pipeline.model.decoder_layer import (
+    Context,
+    DecoderLayer,
+    RotaryEmbedding,
+    RotaryTable,
+    widened_norm,
+)
 from pipeline.model.mixture import MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.output import HiddenStates, Losses, OutputProjection
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
-from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.gate import Gate, choose_path, deepest_gate_layer

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import (
+from pipeline.parallel.cross_entropy import (
     IGNORED,
-    VOCABULARY,
     greedy_choices_,
     kl_and_logit_gradient_,
     nll_and_logit_gradient_,
 )
+from pipeline.parallel.embedding import VOCABULARY
 from pipeline.parallel.sharding import sharded_parameter
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.router import preserved_tokens
@@ -255,7 +255,7 @@ class OutputProjection(nn.Module):
         return torch.where(tokens == IGNORED, tokens, places)
 
     def all_columns(self) -> dict[str, Any]:
-        """Which of all ranks' columns are this rank's, for the functions of `parallel.layers`."""
+        """Which of all ranks' columns are this rank's, for the functions of `parallel.cross_entropy`."""
         if self.new_rows is None:
             return {"first": self.first, "vocab_size": self.vocab_size, "tp": self.tp}
         width = sum(self._widths)

@@ -18,7 +18,7 @@ from pipeline.config.method import Method
 from pipeline.model.decoder import Decoder, LogitsPath
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.model.new_rows import load_new_rows
-from pipeline.parallel.layers import greedy_choices_
+from pipeline.parallel.cross_entropy import greedy_choices_
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel

@@ -46,7 +46,7 @@ class Drift(Observer):
                     logits,
                     reference,
                     ignored,
-                    first=output.first,
+                    first=output.vocabulary.first,
                     vocab_size=output.vocab_size,
                     tp=tp,
                 )

@@ -74,7 +74,7 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     """Any SCALE model: the parameters as they trained, and the file of code that runs them in `transformers`."""
     base, spec, plan, gate = base_config(model.base.path), model.spec, model.plan, model.gate
     assert plan is not None, "checked before"
-    renamed_or_unused = ("family", "residual", "widths", "activation", "layers", "new_rows")
+    renamed_or_unused = ("family", "residual", "widths", "activation", "layers", "new_tokens")
     rotary = list(dict.fromkeys(layer.rotary for layer in spec.layers if layer.rotary is not None))
     config: dict[str, Any] = {
         "architectures": ["ScaleForCausalLM"],

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import (
+from pipeline.parallel.linear import (
     ColumnParallelLinear,
     ExpertLinear,
     LowRankAdapter,

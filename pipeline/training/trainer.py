@@ -21,8 +21,8 @@ from pipeline.data.dataset.packing import IGNORED
 from pipeline.errors import UserError
 from pipeline.files import file_hash
 from pipeline.health.liveness import Phases
+from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import Decoder
-from pipeline.model.output import Losses
 from pipeline.parallel.ranks import (
     all_gathered,
     raise_on_all_ranks,
@@ -182,7 +182,7 @@ class Trainer:
                 self.engine.backward(losses.total)
             with phases("step"):
                 self.engine.step(rate)
-            sums.add(losses, batch.targets, batch.kl_rows)
+            sums.add(losses, batch.targets, batch.kl_sequences)
         with phases("communication"):
             return sums.over_all_ranks(self.engine, stop=stop)
 
@@ -322,13 +322,13 @@ class StepSums:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(8, dtype=torch.float64, device=device)
 
-    def add(self, losses: Losses, targets: Tensor, kl_rows: int) -> None:
-        """Adds a micro-batch of targets [B, S], of which the first `kl_rows` sequences are rehearsed."""
+    def add(self, losses: Losses, targets: Tensor, kl_sequences: int) -> None:
+        """Adds a micro-batch of targets [B, S], of which the first `kl_sequences` sequences are rehearsed."""
         predicted = targets != IGNORED
         self._sums[0] += losses.nll.sum()
-        self._sums[1] += predicted[kl_rows:].sum()
+        self._sums[1] += predicted[kl_sequences:].sum()
         self._sums[2] += losses.kl.sum()
-        self._sums[3] += predicted[:kl_rows].sum()
+        self._sums[3] += predicted[:kl_sequences].sum()
         self._sums[4] += (losses.preserved & predicted).sum()
 
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:

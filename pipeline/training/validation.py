@@ -19,7 +19,8 @@ from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.errors import PreservationError
-from pipeline.model.output import Losses, perplexity
+from pipeline.model.chunked_loss import Losses
+from pipeline.model.output import perplexity
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine

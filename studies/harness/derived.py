@@ -21,7 +21,7 @@ from pipeline.gating.effect import decoder_inputs, loaded
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base
-from pipeline.model.new_rows import is_new_row
+from pipeline.model.new_tokens import holds_new_tokens
 from pipeline.model.output import perplexity
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.gate_folder import GATE_FOLDER, open_gate
@@ -42,7 +42,7 @@ class AveragedModel(TrainedModel):
 
     def read_stored(self, name: str) -> Tensor:
         found = super().read_stored(name)
-        if name not in self.trained or is_new_row(name):
+        if name not in self.trained or holds_new_tokens(name):
             return found
         return torch.lerp(
             self.base.read(self.method.base_name(name, self.base.spec)).float(), found, self.share

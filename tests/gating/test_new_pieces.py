@@ -30,7 +30,7 @@ from tests.bases import STORIES, reference
 from tests.conversion.checkpoints import generate_greedily
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
-from tests.model.test_new_rows import batch_with_new_tokens, extended, model_of
+from tests.model.test_new_tokens import batch_with_new_tokens, extended, model_of
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 from tests.tolerances import PARITY, assert_near
 from tests.training.runs import in_turn, make_run, tokenize_corpora, train, write_config

@@ -18,8 +18,7 @@ from pipeline.methods import method_for
 from pipeline.methods.scale import upscale
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
-from pipeline.model.new_rows import NewRows
-from pipeline.model.output import OutputProjection
+from pipeline.model.new_tokens import LogitColumns, NewTokens
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.tolerances import PARITY, assert_near
 from tests.widened import (
@@ -34,20 +33,22 @@ from tests.widened import (
     unwidened,
 )
 
-NEW = NewRows(
+NEW = NewTokens(
     [[3], [5, 7], [5, 7, 96], [0, 1, 2, 3], [8, 8]]
 )  # 5: divides over no number of ranks here
 
 
 def extended(base: BaseFolder) -> BaseFolder:
-    return replace(base, spec=replace(base.spec, new_rows=len(NEW)), new_rows=NEW)
+    return replace(base, spec=replace(base.spec, new_tokens=len(NEW)), new_tokens=NEW)
 
 
 def model_of(base: BaseFolder, method: str, folder: Path, *, noise: float = 0.1) -> Decoder:
     """`base` with new rows before the first step of `method`, or shaken by `noise`."""
     settings = METHODS[method]
     if settings.name == "scale" and not (folder / method).exists():
-        upscale(settings, replace(base, spec=replace(base.spec, new_rows=0)), folder / method, SEED)
+        upscale(
+            settings, replace(base, spec=replace(base.spec, new_tokens=0)), folder / method, SEED
+        )
     made = method_for(settings, folder / method, SEED)
     model = made.build(base.spec, SINGLE, "none")
     made.load(model, base, SINGLE)
@@ -56,7 +57,7 @@ def model_of(base: BaseFolder, method: str, folder: Path, *, noise: float = 0.1)
 
 
 def batch_with_new_tokens(model: Decoder) -> tuple[Tensor, Tensor]:
-    spec = replace(model.spec, vocab_size=model.spec.vocab_size + model.spec.new_rows)
+    spec = replace(model.spec, vocab_size=model.spec.vocab_size + model.spec.new_tokens)
     tokens, targets = some_batch(spec, 2, 24)
     tokens[0, 2:7] = targets[1, 4:9] = torch.arange(97, 102)
     return tokens, targets
@@ -137,8 +138,8 @@ def test_rehearsal_gives_new_pieces_no_probability(base, method, tmp_path):
     losses = model(
         tokens,
         targets.masked_fill(torch.tensor([[False], [True]]), -100),
-        kl_rows=1,
-        reference_rows=1,
+        kl_sequences=1,
+        reference_sequences=1,
     )
     assert_near(losses.kl[:1], expected, PARITY, scale=p)
     losses.total.backward()
@@ -148,12 +149,12 @@ def test_rehearsal_gives_new_pieces_no_probability(base, method, tmp_path):
 
 def test_initial_rows():
     rows = torch.arange(97.0).unsqueeze(1) * torch.tensor([1.0, 10.0])
-    assert torch.equal(NEW.of(rows)[:, 0], torch.tensor([3.0, 6.0, 36.0, 1.5, 8.0]))
-    weighted = replace(NEW, initial="last-weighted").of(rows)[:, 1]
+    assert torch.equal(NEW.initial_rows(rows)[:, 0], torch.tensor([3.0, 6.0, 36.0, 1.5, 8.0]))
+    weighted = replace(NEW, initial="last-weighted").initial_rows(rows)[:, 1]
     torch.testing.assert_close(
         weighted, 10 * torch.tensor([3, (5 + 14) / 3, (5 + 14 + 288) / 6, 2.0, 8])
     )
-    assert torch.equal(replace(NEW, initial="zero").of(rows), torch.zeros(5, 2))
+    assert torch.equal(replace(NEW, initial="zero").initial_rows(rows), torch.zeros(5, 2))
 
 
 def test_new_rows_of_a_widened_base_start_as_the_mean_of_both_streams(base, tmp_path):
@@ -173,15 +174,14 @@ def test_every_token_has_a_column_of_its_own_on_the_rank_that_holds_its_row(
     owners = []
     for rank in range(tp_size):
         tp = TensorParallel(rank=rank, size=tp_size) if tp_size > 1 else SINGLE
-        with torch.device("meta"):
-            projection = OutputProjection(vocab_size, 2, None, new_rows=new, threshold=0, tp=tp)
-        columns, width = projection.all_columns(), sum(projection._widths)
-        places = projection.places(tokens)
-        here = (places >= columns["first"]) & (places < columns["first"] + width)
+        columns = LogitColumns(vocab_size, new, tp)
+        of_rank = columns.range
+        places = columns.of_tokens(tokens)
+        here = (places >= of_rank["first"]) & (places < of_rank["first"] + columns.width)
         old = here[:vocab_size].nonzero().flatten()
-        assert torch.equal(old, tokens[projection.first : projection.first + projection.columns])
-        assert torch.equal(places[old] - columns["first"], old - projection.first)
+        assert torch.equal(old, tokens[columns.first : columns.first + columns.base_count])
+        assert torch.equal(places[old] - of_rank["first"], old - columns.first)
         owners.append(here)
-        assert places.unique().numel() == len(tokens) and places.max() < columns["vocab_size"]
+        assert places.unique().numel() == len(tokens) and places.max() < of_rank["vocab_size"]
     assert torch.equal(torch.stack(owners).sum(dim=0), torch.ones(len(tokens), dtype=torch.int64))
-    assert projection.places(torch.tensor([-100])).item() == -100
+    assert columns.of_tokens(torch.tensor([-100])).item() == -100

@@ -228,7 +228,7 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
 def deepspeed_config_of(config: RunConfig, layout: Layout) -> DeepSpeedConfig:
     """That of a run. Raises as `load_deepspeed_config`, and ConfigError where a setting of the run excludes it."""
     opened = load_deepspeed_config(config.deepspeed, layout)
-    if opened.zero_stage == 3 and (why := why_not_zero3(config)) is not None:
+    if opened.zero_stage == 3 and (why := zero3_unsupported_reason(config)) is not None:
         setting, reason = why
         raise ConfigError(
             f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
@@ -317,7 +317,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{prefix}{name}.")
 
 
-def why_not_zero3(config: RunConfig) -> tuple[str, str] | None:
+def zero3_unsupported_reason(config: RunConfig) -> tuple[str, str] | None:
     """The setting that excludes ZeRO-3, and the reason; None where none does."""
     if config.compile:
         return "compile", "a layer that gathers its parameters cannot be compiled"

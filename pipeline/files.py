@@ -46,7 +46,7 @@ _THREADS = 8
 SAMPLE_BYTES = 4096
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_Record = TypeVar("_Record", bound=BaseModel)
+_Schema = TypeVar("_Schema", bound=BaseModel)
 _UTF8_MODE = "PYTHONUTF8"
 _serial = itertools.count()
 _UNSUPPORTED = {
@@ -166,12 +166,12 @@ def read_object(
 
 def read_record(
     path: Path,
-    schema: type[_Record],
+    schema: type[_Schema],
     error: type[UserError],
     advice: str = "copy it again",
     *,
     needs_checksum: bool = False,
-) -> _Record:
+) -> _Schema:
     """The JSON object in a file as a `schema`, compared with the checksum that `write_record` put into it.
 
     Earlier versions wrote none; with `needs_checksum` their records are refused, because a changed one looks the same.

@@ -49,7 +49,7 @@ def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
         own.send(verdict.text)
 
     watchdog.connect = lambda: watchdog.Channel(listener, 0, _TOKEN)
-    hub = watchdog.Watchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
+    hub = watchdog.RankWatchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
     with measured(row, "connecting_"):
         hub.__enter__()
         own.send(listener.getsockname()[1])

@@ -55,7 +55,7 @@ def candidates(folder: Path) -> list[Path]:
     return found if named is None else [path for path in found if step_of(path) <= step_of(named)]
 
 
-def set_aside(checkpoint: Path, suffix: str = DAMAGED) -> Path:
+def quarantine(checkpoint: Path, suffix: str = DAMAGED) -> Path:
     """Renames a checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
     aside = checkpoint.with_name(checkpoint.name + suffix)
     for number in itertools.count(2):
@@ -80,27 +80,27 @@ def publish(partial: Path, final: Path) -> None:
     try:
         check_replaceable(final, CHECKPOINT)
     except OutputError:
-        set_aside(final)
+        quarantine(final)
     # An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is removed last.
     replaced = replace_directory(partial, final)
-    point_to(final)
+    set_latest(final)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def point_to(checkpoint: Path) -> None:
+def set_latest(checkpoint: Path) -> None:
     """Makes `latest` name `checkpoint`."""
     write_text(checkpoint.parent / LATEST, checkpoint.name + "\n")
 
 
-def go_back_to(checkpoint: Path) -> None:
+def rollback_to(checkpoint: Path) -> None:
     """Makes `latest` name `checkpoint`, and renames the later ones: the run's steps after it are void.
 
     So is one whose save was killed before `latest` named it: from the files alone it might be one of those.
     """
-    point_to(checkpoint)
+    set_latest(checkpoint)
     for path in all_checkpoints(checkpoint.parent):
         if step_of(path) > step_of(checkpoint):
-            set_aside(path, ROLLED_BACK)
+            quarantine(path, ROLLED_BACK)
 
 
 def superseded(

@@ -45,7 +45,7 @@ _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"prom
 PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
 
-class _Record(BaseModel):
+class _ManifestSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -57,7 +57,7 @@ class StepRecord(NamedTuple):
     gradient_norm: float
 
 
-class Position(_Record):
+class Position(_ManifestSection):
     """The progress of a run, and everything needed to resume it exactly. Immutable: `changed` returns a copy.
 
     A step's samples depend on its number alone, so the position needs no record of the data read.
@@ -92,7 +92,7 @@ class Position(_Record):
         return self.changed(skipped_steps=tuple(sorted({*self.skipped_steps, *steps})))
 
 
-class BaseRecord(_Record):
+class BaseRecord(_ManifestSection):
     """The base, which the checkpoint does not hold: its path, the SHA-256 of each weight file, and its architecture.
 
     `hub` is where a base from the Hugging Face hub came from, `org/name@commit`. `architecture` is None in a checkpoint
@@ -105,7 +105,7 @@ class BaseRecord(_Record):
     architecture: dict[str, Any] | None = None
 
 
-class LayoutRecord(_Record):
+class LayoutRecord(_ManifestSection):
     """The parallel layout that wrote the files."""
 
     world_size: int
@@ -115,7 +115,7 @@ class LayoutRecord(_Record):
     dtype: str
 
 
-class RunRecord(_Record):
+class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
     `method` and `data` are those sections of the run configuration, without paths; `expansion` holds the added widths,
@@ -139,7 +139,7 @@ class RunRecord(_Record):
     new_rows: int = 0
 
 
-class FileRecord(_Record):
+class CheckpointFile(_ManifestSection):
     """One file of the checkpoint."""
 
     bytes: int
@@ -154,7 +154,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-class Manifest(_Record):
+class CheckpointManifest(_ManifestSection):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
     format: Literal["scale-cpt checkpoint 3"] = FORMAT
@@ -162,7 +162,7 @@ class Manifest(_Record):
     position: Position
     layout: LayoutRecord
     versions: dict[str, str] = Field(default_factory=_versions)
-    files: dict[str, FileRecord]
+    files: dict[str, CheckpointFile]
 
     def save(self, folder: Path) -> None:
         write_json(folder / MANIFEST_FILE, self.model_dump(mode="json"))
@@ -208,14 +208,16 @@ def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> Layo
     )
 
 
-def load_manifest(folder: Path) -> Manifest:
+def load_manifest(folder: Path) -> CheckpointManifest:
     """Reads the manifest of the checkpoint in `folder`.
 
     Raises DamagedCheckpointError if it is missing or damaged, CheckpointError if it is of another version or malicious.
     """
     path = folder / MANIFEST_FILE
     try:
-        manifest = Manifest.model_validate_json(read_bytes(path, CheckpointError, _USE_ANOTHER))
+        manifest = CheckpointManifest.model_validate_json(
+            read_bytes(path, CheckpointError, _USE_ANOTHER)
+        )
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{path}: no such file; expected a run's folder or one of its checkpoints, such as "
@@ -230,7 +232,7 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_file(manifest: Manifest, folder: Path, name: str) -> None:
+def check_file(manifest: CheckpointManifest, folder: Path, name: str) -> None:
     """Checks that the file `name` of a checkpoint is, byte for byte, what was written.
 
     Raises DamagedCheckpointError if it is not, CheckpointStorageError if this node does not see the whole checkpoint.
@@ -248,7 +250,10 @@ def check_file(manifest: Manifest, folder: Path, name: str) -> None:
 
 
 def check_same_run(
-    manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN
+    manifest: CheckpointManifest,
+    folder: Path,
+    run: RunRecord,
+    names: tuple[str, ...] = SAME_OVER_A_RUN,
 ) -> None:
     """Checks that a run can resume from a checkpoint: that `names` of it and the base are the same.
 
@@ -276,7 +281,7 @@ def check_same_run(
         _check_same_corpora(manifest, folder, run)
 
 
-def _check_same_corpora(manifest: Manifest, folder: Path, run: RunRecord) -> None:
+def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
     """Raises CheckpointError where a corpus holds other tokens than the one that the checkpoint was trained on.
 
     Which corpora there are is a setting, and compared with the settings.
@@ -292,7 +297,7 @@ def _check_same_corpora(manifest: Manifest, folder: Path, run: RunRecord) -> Non
         )
 
 
-def not_recorded(manifest: Manifest) -> list[str]:
+def not_recorded(manifest: CheckpointManifest) -> list[str]:
     """What a checkpoint of an earlier version does not record, so that nobody can tell whether it changed."""
     run = manifest.run
     lacks = {

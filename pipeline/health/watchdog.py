@@ -56,7 +56,7 @@ Message = dict[str, Any]
 _INTERRUPTED: Message = {"interrupted": True}
 
 
-class Watchdog:
+class RankWatchdog:
     """While it is entered, this rank is watched. Every rank must enter it.
 
     When a rank is lost, hangs or fails, every other rank logs one line, writes the stacks of its threads into `stacks`
@@ -89,7 +89,7 @@ class Watchdog:
         self._main = threading.main_thread().ident
         self._last_message: Message | None = None
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> RankWatchdog:
         """Raises LayoutError if a rank cannot reach rank 0."""
         self._channel = connect()
         watched = range(self._world_size) if self._rank == 0 else [0]

@@ -55,7 +55,7 @@ class Decision(NamedTuple):
     why: str
 
 
-class _Record(BaseModel):
+class _StageRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     attempt: str = Field(default_factory=this_attempt)
@@ -74,14 +74,14 @@ class Training(BaseModel):
     tokens_per_step: int
 
 
-class StageStart(_Record):
+class StageStart(_StageRecord):
     """A stage starts in the process `by`."""
 
     by: LockOwner
     training: Training | None = None
 
 
-class StageEnd(_Record):
+class StageEnd(_StageRecord):
     """A stage ended, training after `step`; what is None is unknown."""
 
     exit_code: int
@@ -181,7 +181,7 @@ def record_end(
     )
 
 
-def _append(folder: Path, record: _Record) -> None:
+def _append(folder: Path, record: _StageRecord) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A single write to a file opened for appending: lines of several processes do not mix.

@@ -22,7 +22,13 @@ from torch import Tensor
 from pipeline import log
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint import manifest as manifests
-from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
+from pipeline.checkpoint.manifest import (
+    CheckpointFile,
+    CheckpointManifest,
+    LayoutRecord,
+    Position,
+    RunRecord,
+)
 from pipeline.checkpoint.rank_files import (
     RankState,
     rank_file,
@@ -30,7 +36,7 @@ from pipeline.checkpoint.rank_files import (
     read_random_state,
     write_rank_file,
 )
-from pipeline.config.run import Checkpoints as Settings
+from pipeline.config.run import Checkpoints as CheckpointSettings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash
 from pipeline.parallel.ranks import (
@@ -51,7 +57,7 @@ from pipeline.training.launch import COLLECTIVE_TIMEOUT
 _logger = log.get_logger(__name__)
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run, in `folder`; every rank must make it."""
 
     def __init__(
@@ -59,7 +65,7 @@ class Checkpoints:
         folder: Path,
         run: RunRecord,
         layout: LayoutRecord,
-        settings: Settings,
+        settings: CheckpointSettings,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
         rollback_steps: int = 0,
     ) -> None:
@@ -143,7 +149,7 @@ class Checkpoints:
         """Writes the files of all ranks and publishes them as a checkpoint, possibly on a background thread."""
         unfinished = folders.unfinished(final)
         own = rank_file(unfinished, self.rank)
-        files: dict[str, FileRecord] = {}
+        files: dict[str, CheckpointFile] = {}
 
         def begin() -> None:
             if self.rank == 0:
@@ -153,7 +159,7 @@ class Checkpoints:
         def write() -> None:
             write_rank_file(own, state)
             # Hashed by its writer, whose node still has it in the page cache.
-            files[own.name] = FileRecord(bytes=own.stat().st_size, sha256=file_hash(own))
+            files[own.name] = CheckpointFile(bytes=own.stat().st_size, sha256=file_hash(own))
 
         def publish() -> None:
             written = {
@@ -162,7 +168,7 @@ class Checkpoints:
                 for name, record in part.items()
             }
             if self.rank == 0:
-                manifest = Manifest(
+                manifest = CheckpointManifest(
                     run=self.run, position=position, layout=self.layout, files=written
                 )
                 manifest.save(unfinished)
@@ -199,12 +205,12 @@ class Checkpoints:
 
     def _next_candidate(
         self, before: int | None, damaged: tuple[Path, str] | None
-    ) -> tuple[Path, Manifest] | None:
+    ) -> tuple[Path, CheckpointManifest] | None:
         """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to try."""
         named = named_checkpoint(self.folder)
         if damaged is not None:
             checkpoint, damage = damaged
-            aside = folders.set_aside(checkpoint)
+            aside = folders.quarantine(checkpoint)
             _logger.warning("%s; renamed to %s, trying the one before", damage, aside.name)
         found = folders.candidates(self.folder)
         if before is not None:
@@ -229,7 +235,7 @@ class Checkpoints:
         manifests.check_same_run(manifest, found[0], self.run)
         return found[0], manifest
 
-    def _examine(self, checkpoint: Path, manifest: Manifest) -> str | None:
+    def _examine(self, checkpoint: Path, manifest: CheckpointManifest) -> str | None:
         """Checks this rank's share of the files of `checkpoint`; returns what is damaged."""
         try:
             for name in sorted(manifest.files)[self.rank :: self.world_size]:
@@ -238,7 +244,7 @@ class Checkpoints:
             return str(damage)
         return None
 
-    def _restore(self, engine: Engine, checkpoint: Path, manifest: Manifest) -> None:
+    def _restore(self, engine: Engine, checkpoint: Path, manifest: CheckpointManifest) -> None:
         _logger.info("resuming from %s", checkpoint)
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
@@ -252,7 +258,7 @@ class Checkpoints:
         def read() -> dict[str, Tensor]:
             engine.restore(index)
             if self.rank == 0:
-                folders.go_back_to(checkpoint)
+                folders.rollback_to(checkpoint)
             # With more ranks than at the save, the additional ones take the random states of others.
             return read_random_state(checkpoint, self.rank % manifest.layout.world_size)
 

@@ -24,7 +24,7 @@ from pipeline.errors import (
 )
 from pipeline.files import write_json
 from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
-from pipeline.health.watchdog import Watchdog, lost_a_peer
+from pipeline.health.watchdog import RankWatchdog, lost_a_peer
 from pipeline.parallel.ranks import broadcast_from_rank0
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
@@ -112,7 +112,7 @@ def attempt(
     with ExitStack() as ending:
         with _faults_on_record(config.folder, phases):
             stacks = config.folder / STACKS
-            watchdog = Watchdog(
+            watchdog = RankWatchdog(
                 config.watchdog, phases, stacks, record_verdict, signals.is_insistent
             )
             ending.enter_context(watchdog)

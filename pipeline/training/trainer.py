@@ -32,12 +32,12 @@ from pipeline.parallel.ranks import (
 )
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training.batches import TrainingBatches
-from pipeline.training.checkpointing import Checkpoints
+from pipeline.training.checkpointing import CheckpointManager
 from pipeline.training.divergence import check_skipped_steps, end_diverged, find_spike, remembered
 from pipeline.training.engine import Engine, build_model
 from pipeline.training.launch import StopSignals, extend_collectives
 from pipeline.training.observer import Observer, StepEvent, ValidationEvent
-from pipeline.training.validation import HeldoutScore, Validation, check_preservation
+from pipeline.training.validation import HeldoutScore, Validator, check_preservation
 
 ATTEMPTS = 2
 """How often a step is computed at most: a transient hardware fault is gone the second time, a fault in the data not."""
@@ -70,7 +70,7 @@ class Trainer:
         run = describe_run(config, inputs.base, model, inputs.tokenizer_fingerprint, contents)
         self.engine = Engine(model, config, inputs.deepspeed_config, groups)
         self.batches = TrainingBatches(inputs.samples.training, config, layout, self.rank, device)
-        self.validation = Validation(inputs, self.rank, device)
+        self.validation = Validator(inputs, self.rank, device)
         # Before the checkpoint is read: the gate also detects a base or an expansion that was damaged in a copy.
         self.step0_difference: float | None = None
         if self.engine.model.keeps_base and inputs.starts_at_base:
@@ -80,7 +80,7 @@ class Trainer:
         written_at = describe_layout(
             layout, inputs.deepspeed_config.zero_stage, inputs.deepspeed_config.dtype
         )
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointManager(
             config.checkpoint_folder,
             run,
             written_at,

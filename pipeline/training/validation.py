@@ -1,4 +1,4 @@
-"""Held-out scores (perplexity, bits per byte, answers), and the step-0 gate that compares a model with its base.
+"""Held-out scores (perplexity, bits per byte, answers), and the preservation check before the first step.
 
 A score is identical to the last bit in every parallel layout.
 """
@@ -55,7 +55,7 @@ class HeldoutScore:
         return figures | asdict(self.answers) if self.answers else figures
 
 
-class Validation:
+class Validator:
     """Scores the model on the first `max_sequences` samples of each held-out part."""
 
     def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
@@ -123,7 +123,7 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
 
 
 def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float:
-    """The step-0 gate: the largest difference between the model's logits and those of its base alone, over all ranks'
+    """The preservation check: the largest difference between the model's logits and those of its base alone, over all ranks'
     probes; every rank must call it.
 
     The base runs through the same weights and kernels at the same layout: unless it is exactly 0.0, rank 0 raises a

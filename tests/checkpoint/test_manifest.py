@@ -8,8 +8,8 @@ from pipeline.checkpoint.manifest import (
     PATHS,
     SAME_MODEL,
     BaseRecord,
+    CheckpointManifest,
     LayoutRecord,
-    Manifest,
     Position,
     RunRecord,
     check_same_run,
@@ -37,8 +37,8 @@ def record() -> RunRecord:
     )
 
 
-def manifest(run: RunRecord) -> Manifest:
-    return Manifest(run=run, position=Position(), layout=LAYOUT, versions={}, files={})
+def manifest(run: RunRecord) -> CheckpointManifest:
+    return CheckpointManifest(run=run, position=Position(), layout=LAYOUT, versions={}, files={})
 
 
 def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_path):

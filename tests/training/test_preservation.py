@@ -48,7 +48,7 @@ def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, w
         and "safetensors: damaged or missing (another SHA-256" in first[0]
     )
     assert first[1].startswith(
-        f"PreservationError: {tmp_path}/consistent/init_expansion: at step 0 "
+        f"PreservationError: {tmp_path}/consistent/initial_expansion: at step 0 "
     )
     for refusal in first[2:]:
         assert refusal.startswith("PreservationError: ") and "stories260K: at step 0 " in refusal

@@ -1,6 +1,8 @@
-"""DeepSpeed's configuration: memory and communication come from the run's JSON file, the rest from the run itself.
+"""DeepSpeed's configuration: memory and communication come from the run's JSON file, the rest from
+the run itself.
 
-Refused are keys that the run configuration sets, the value "auto", and settings that DeepSpeed silently gets wrong.
+Refused are keys that the run configuration sets, the value "auto", and settings that DeepSpeed
+silently gets wrong.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ _CHOICES = {
     "zero_optimization.offload_param.device": ("none", "cpu", "nvme"),
     "zero_optimization.offload_optimizer.device": ("none", "cpu", "nvme"),
 }
-"""The types of the settings that this project reads or that are often set; DeepSpeed judges the others."""
+"""The types of the settings that this project reads or that are often set; DeepSpeed judges the
+others.
+"""
 _UNSCALED = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
 """How gradients are averaged by default, the only way that goes with `reduce_scatter`."""
 _GUARDS = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
@@ -132,7 +136,8 @@ class DeepSpeedConfig:
     def partitions_at_once(self) -> bool:
         """Whether parameters are partitioned while the model is built.
 
-        Copies within a node (hpZ) and on NVMe are made from whole values, which do not exist yet at that point.
+        Copies within a node (hpZ) and on NVMe are made from whole values, which do not exist yet at
+        that point.
         """
         copied = (
             self.zero.get("zero_hpz_partition_size", 1) > 1
@@ -184,7 +189,8 @@ class DeepSpeedConfig:
             "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
             "gradient_accumulation_steps": accumulation_steps(schedule, layout.dp_size),
             "gradient_clipping": schedule.gradient_clipping,
-            # The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at the first start.
+            #  The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at
+            # the first start.
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,  # Muon is ours
         }
@@ -193,25 +199,27 @@ class DeepSpeedConfig:
 def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
     """How many micro-batches each rank accumulates for one optimizer step.
 
-    Raises:
-        LayoutError: the global batch does not consist of whole micro-batches; names the nearest sizes that do.
+    Raises: LayoutError: the global batch does not consist of whole micro-batches; names the nearest
+    sizes that do.
     """
     batch, at_once = schedule.global_batch_size, schedule.micro_batch_size * dp_size
     if batch % at_once:
         below = batch // at_once * at_once
         sizes = ", ".join(str(size) for size in (below, below + at_once) if size)
         raise LayoutError(
-            f"schedule.global_batch_size: {batch} does not divide by micro_batch_size {schedule.micro_batch_size} x "
+            f"schedule.global_batch_size: {batch} does not divide by micro_batch_size "
+            f"{schedule.micro_batch_size} x "
             f"{dp_size} data-parallel ranks = {at_once}; nearest that do: {sizes}"
         )
     return batch // at_once
 
 
 def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
-    """Reads and checks the JSON file at `path` for a run on `layout`; outside a checkout also one of the package's own.
+    """Reads and checks the JSON file at `path` for a run on `layout`; outside a checkout also one
+    of the package's own.
 
-    Raises:
-        ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has settings that do not work.
+    Raises: ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has
+    settings that do not work.
     """
     try:
         found = path if path.exists() else shipped() / path
@@ -226,12 +234,15 @@ def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
 
 
 def deepspeed_config_of(config: RunConfig, layout: Layout) -> DeepSpeedConfig:
-    """That of a run. Raises as `load_deepspeed_config`, and ConfigError where a setting of the run excludes it."""
+    """That of a run. Raises as `load_deepspeed_config`, and ConfigError where a setting of the run
+    excludes it.
+    """
     opened = load_deepspeed_config(config.deepspeed, layout)
     if opened.zero_stage == 3 and (why := zero3_unsupported_reason(config)) is not None:
         setting, reason = why
         raise ConfigError(
-            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
+            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; "
+            "remove the setting, or "
             "name another deepspeed file"
         )
     offloaded = opened.offloads("optimizer")
@@ -240,8 +251,10 @@ def deepspeed_config_of(config: RunConfig, layout: Layout) -> DeepSpeedConfig:
     ):
         setting = "offload_optimizer" if offloaded else "mics_shard_size"
         raise ConfigError(
-            f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in {config.deepspeed}, "
-            "where matrices cannot be put together on the GPUs; name another deepspeed file, or remove the setting"
+            f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in "
+            f"{config.deepspeed}, "
+            "where matrices cannot be put together on the GPUs; name another deepspeed file, or "
+            "remove the setting"
         )
     return opened
 

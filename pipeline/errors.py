@@ -1,7 +1,7 @@
 """The exit codes and errors of all command lines.
 
-An error's message is one line: the file or setting, what was expected, what was found and what to do. A traceback
-always means a bug.
+An error's message is one line: the file or setting, what was expected, what was found and what to
+do. A traceback always means a bug.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process with 128 + its number.
+#  `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process
+# with 128 + its number.
 
 FINISHED = 0
 """Finished."""
@@ -28,12 +29,14 @@ LOST_RANK = 69
 INTERNAL_FAULT = 70
 """An unexpected error; its traceback is in the log (`sysexits.h`: software)."""
 SLURM_FAULT = 71
-"""srun could not start the ranks, or lost them (`sysexits.h`: system error; scripts set SLURM_EXIT_ERROR to it)."""
+"""srun could not start the ranks, or lost them (`sysexits.h`: system error; scripts set
+SLURM_EXIT_ERROR to it).
+"""
 FOLDER_TAKEN = 73
 """Another job works in the run folder (`sysexits.h`: cannot create)."""
 TRANSIENT_FAULT = 74
-"""A transient fault: a full or failing disk, or an allocation that fails the preflight (`sysexits.h`: input/output
-error)."""
+"""A transient fault: a full or failing disk, or an allocation that fails the preflight
+(`sysexits.h`: input/output error)."""
 RESUME_LATER = 75
 """Saved, to be resumed later (`sysexits.h`: temporary failure)."""
 INTERRUPTED = 130
@@ -48,7 +51,9 @@ def worth_another_attempt(exit_code: int) -> bool:
 
 
 class UserError(Exception):
-    """A fault that the user can correct: the command lines print it as one line and exit with `exit_code`."""
+    """A fault that the user can correct: the command lines print it as one line and exit with
+    `exit_code`.
+    """
 
     exit_code = USER_ERROR
 
@@ -65,7 +70,9 @@ class ConfigError(UserError):
 
 
 class BaseModelError(UserError):
-    """A pretrained model folder that is missing, damaged, of another architecture, or not the one expected."""
+    """A pretrained model folder that is missing, damaged, of another architecture, or not the one
+    expected.
+    """
 
 
 class DataError(UserError):
@@ -109,7 +116,9 @@ class LayoutError(UserError):
 
 
 class PreflightError(UserError):
-    """An allocation on which a run must not start: a result is wrong, or something is too slow or too small."""
+    """An allocation on which a run must not start: a result is wrong, or something is too slow or
+    too small.
+    """
 
 
 class RendezvousError(UserError):
@@ -163,7 +172,8 @@ _PASSING = _FULL | {
 def exit_code_of(error: BaseException) -> int:
     """The exit code for an exception: its own, that of the system's fault, or INTERNAL_FAULT.
 
-    A file system that refuses a path is the user's fault to correct; one that is full or fails may recover.
+    A file system that refuses a path is the user's fault to correct; one that is full or fails may
+    recover.
     """
     if isinstance(error, OSError) and error.errno in _OF_THE_USER:
         return USER_ERROR
@@ -175,20 +185,26 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _is_of_a_name(error: BaseException) -> bool:
-    """Whether an error is of a file's name in another encoding than UTF-8: Python keeps such bytes as surrogates."""
+    """Whether an error is of a file's name in another encoding than UTF-8: Python keeps such bytes
+    as surrogates.
+    """
     return isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint, for the end of a message that refuses `name`; empty if none of the `known` names is like it."""
+    """A hint, for the end of a message that refuses `name`; empty if none of the `known` names is
+    like it.
+    """
     found = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
 def printable(text: str) -> str:
-    """A text of others as a terminal may show it: line ends and tabs as they are, other control characters escaped.
+    """A text of others as a terminal may show it: line ends and tabs as they are, other control
+    characters escaped.
 
-    Escape sequences in it could otherwise move the cursor, or rename the window; marks of direction reorder the line.
+    Escape sequences in it could otherwise move the cursor, or rename the window; marks of direction
+    reorder the line.
     """
     return "".join(ascii(one)[1:-1] if _is_control(one) else one for one in text)
 
@@ -221,7 +237,9 @@ def _line_of(error: BaseException) -> str:
 
 
 def _room_at(path: object) -> str:
-    """How much of the disk of `path` is free, for a message; a quota may be full although the disk is not."""
+    """How much of the disk of `path` is free, for a message; a quota may be full although the disk
+    is not.
+    """
     if not isinstance(path, (str, os.PathLike)):
         return ""
     place = Path(path).absolute()
@@ -236,7 +254,9 @@ def _room_at(path: object) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether `error` says that a disk or a quota is full, in the words of the system or of safetensors."""
+    """Whether `error` says that a disk or a quota is full, in the words of the system or of
+    safetensors.
+    """
     if isinstance(error, OSError):
         return error.errno in _FULL
     number = (
@@ -249,7 +269,9 @@ def is_full_disk(error: BaseException) -> bool:
 
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
-    """Names `path`, which the block writes, in the error of a full disk, as writing to an open file does not."""
+    """Names `path`, which the block writes, in the error of a full disk, as writing to an open file
+    does not.
+    """
     try:
         yield
     except Exception as error:
@@ -260,7 +282,8 @@ def full_disk_names(path: Path) -> Iterator[None]:
 
 @contextmanager
 def faults_of_library(what: str, kind: type[UserError]) -> Iterator[None]:
-    """Makes whatever a library raises for a damaged or foreign input an error of type `kind`: one line after `what`.
+    """Makes whatever a library raises for a damaged or foreign input an error of type `kind`: one
+    line after `what`.
 
     Such libraries have no error of their own: they raise what their code happens to raise.
     """

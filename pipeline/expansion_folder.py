@@ -31,10 +31,12 @@ EXPANSION = FolderKind("an expansion", MANIFEST, FORMAT)
 
 
 class ExpansionManifest(BaseModel):
-    """What of manifest.json is read: where the expansion comes from, and its tensors and files with their hashes.
+    """What of manifest.json is read: where the expansion comes from, and its tensors and files with
+    their hashes.
 
-    One that comes from a checkpoint (`--format expansion`) has a `position`, and the fingerprint of the `tokenizer`
-    that it was trained with. `base_architecture` is None in one that an earlier version made.
+    One that comes from a checkpoint (`--format expansion`) has a `position`, and the fingerprint of
+    the `tokenizer` that it was trained with. `base_architecture` is None in one that an earlier
+    version made.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -78,7 +80,8 @@ class ExpansionFolder:
         tp_size: int = 1,
         rows: Rows | None = None,
     ) -> Tensor:
-        """The shard of the parameter `name` that `tp_rank` holds, or `rows` of it; `shape` is the unsharded shape.
+        """The shard of the parameter `name` that `tp_rank` holds, or `rows` of it; `shape` is the
+        unsharded shape.
 
         Raises CheckpointError if it is missing, damaged or of another shape.
         """
@@ -97,10 +100,13 @@ class ExpansionFolder:
     def check_origin(
         self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int
     ) -> None:
-        """Raises if the folder was made from another base (BaseModelError) or with other settings (CheckpointError)."""
+        """Raises if the folder was made from another base (BaseModelError) or with other settings
+        (CheckpointError).
+        """
         if self.manifest.base_hashes != base_hashes:
             raise BaseModelError(
-                f"{self.path}: made of the base {self.manifest.base} with other weights than the run's base; "
+                f"{self.path}: made of the base {self.manifest.base} with other weights than the "
+                "run's base; "
                 "point `base` at that model, or remove this folder to make it again"
             )
         changed = ["method"] if self.manifest.method != method else []
@@ -108,8 +114,10 @@ class ExpansionFolder:
             changed.append("seed")
         if changed:
             raise CheckpointError(
-                f"{self.path}: made with another {' and '.join(changed)} than the run's configuration; "
-                "set it back, or remove this folder to make it again (a run with checkpoints needs another `folder`)"
+                f"{self.path}: made with another {' and '.join(changed)} than the run's "
+                "configuration; "
+                "set it back, or remove this folder to make it again (a run with checkpoints needs "
+                "another `folder`)"
             )
 
     def check_files(self, share: slice = slice(None)) -> None:
@@ -126,7 +134,9 @@ class ExpansionFolder:
 
 
 def open_expansion(path: Path) -> ExpansionFolder:
-    """Opens a folder that `write_expansion` made. Raises CheckpointError if the manifest is missing or damaged."""
+    """Opens a folder that `write_expansion` made. Raises CheckpointError if the manifest is missing
+    or damaged.
+    """
     try:
         manifest = read_record(path / MANIFEST, ExpansionManifest, CheckpointError, _AGAIN)
     except FileNotFoundError:
@@ -145,7 +155,8 @@ def write_expansion(
     *,
     overwrite: bool | None = None,
 ) -> None:
-    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once it is complete.
+    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once
+    it is complete.
 
     Raises OutputError if `path` is something else.
     """

@@ -1,8 +1,9 @@
-"""Files: read, each fault one typed line; written under a temporary name, flushed to disk, then renamed.
+"""Files: read, each fault one typed line; written under a temporary name, flushed to disk, then
+renamed.
 
-What cannot be read becomes an error of the caller's type, which names the file and ends with the caller's advice. A
-missing file stays a FileNotFoundError, because what it means depends on the caller; a fault of the file system that may
-pass stays an OSError, which has its own exit code.
+What cannot be read becomes an error of the caller's type, which names the file and ends with the
+caller's advice. A missing file stays a FileNotFoundError, because what it means depends on the
+caller; a fault of the file system that may pass stays an OSError, which has its own exit code.
 """
 
 from __future__ import annotations
@@ -123,16 +124,20 @@ def _as_utf8(text: str) -> bytes:
 
 
 def use_utf8() -> None:
-    """Starts this program again in Python's UTF-8 mode if the locale has another encoding, as C has.
+    """Starts this program again in Python's UTF-8 mode if the locale has another encoding, as C
+    has.
 
-    Otherwise names of files that are not ASCII could not be recorded, and would be others than in another locale.
+    Otherwise names of files that are not ASCII could not be recorded, and would be others than in
+    another locale.
     """
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_UTF8_MODE) != "1":
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _UTF8_MODE: "1"})
 
 
 def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again") -> bytes:
-    """The content of a file; raises `error`, ending with `advice`, for one that this user cannot read."""
+    """The content of a file; raises `error`, ending with `advice`, for one that this user cannot
+    read.
+    """
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -172,11 +177,14 @@ def read_record(
     *,
     needs_checksum: bool = False,
 ) -> _Schema:
-    """The JSON object in a file as a `schema`, compared with the checksum that `write_record` put into it.
+    """The JSON object in a file as a `schema`, compared with the checksum that `write_record` put
+    into it.
 
-    Earlier versions wrote none; with `needs_checksum` their records are refused, because a changed one looks the same.
+    Earlier versions wrote none; with `needs_checksum` their records are refused, because a changed
+    one looks the same.
 
-    Raises as `read_object`, and `error` for a record of another schema, and for one that was changed.
+    Raises as `read_object`, and `error` for a record of another schema, and for one that was
+    changed.
     """
     content = read_object(path, error, advice)
     expected = content.pop(_CHECKSUM, None)
@@ -190,13 +198,16 @@ def read_record(
         )
     if expected is not None and expected != _checksum_of(content):
         raise error(
-            f"{path}: does not match its checksum: it was changed or damaged after it was written; {advice}"
+            f"{path}: does not match its checksum: it was changed or damaged after it was written; "
+            f"{advice}"
         )
     return record
 
 
 def _checksum_of(content: dict[str, Any]) -> str | None:
-    """The hash of a record's content; None of what no record holds, such as lists a thousand deep."""
+    """The hash of a record's content; None of what no record holds, such as lists a thousand
+    deep.
+    """
     try:
         return json_hash(content)
     except orjson.JSONEncodeError:
@@ -210,10 +221,11 @@ def first_fault(error: ValidationError) -> str:
 
 
 def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
-    """The content of the file `name` of `folder`, which someone else made and which is to be passed on.
+    """The content of the file `name` of `folder`, which someone else made and which is to be passed
+    on.
 
-    Raises as `read_bytes`, and `error` for a link to a file elsewhere. Links into the blobs of a download by
-    huggingface_hub, of which its snapshots consist, are followed.
+    Raises as `read_bytes`, and `error` for a link to a file elsewhere. Links into the blobs of a
+    download by huggingface_hub, of which its snapshots consist, are followed.
     """
     path = folder / name
     found, home = path.resolve(), folder.resolve()
@@ -226,7 +238,8 @@ def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
 def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """`function` of each item, in order, several at a time; after an error no other is begun.
 
-    For what opens or hashes files: a network file system makes the one wait, and the other leaves the lock of Python.
+    For what opens or hashes files: a network file system makes the one wait, and the other leaves
+    the lock of Python.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         yield from pool.map(function, items)  # which cancels what has not begun after an error
@@ -234,14 +247,17 @@ def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> 
 
 @lru_cache(maxsize=1)
 def machine() -> str:
-    """The id of this machine's last boot, and of this process's PID namespace: two processes here with one number have
-    different ones. Host names need not be unique, and containers on one host have their own namespaces."""
+    """The id of this machine's last boot, and of this process's PID namespace: two processes here
+    with one number have different ones. Host names need not be unique, and containers on one host
+    have their own namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def process_exists(pid: int) -> bool:
-    """Whether there is a process of this number, of any user; /proc may hide those of others (hidepid)."""
+    """Whether there is a process of this number, of any user; /proc may hide those of others
+    (hidepid).
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -252,7 +268,9 @@ def process_exists(pid: int) -> bool:
 
 
 def _own_prefix(name: str) -> str:
-    """How temporary names for `name` begin that processes of this machine and PID namespace choose."""
+    """How temporary names for `name` begin that processes of this machine and PID namespace
+    choose.
+    """
     return f".{name}.{socket.gethostname()}.{hashlib.sha256(machine().encode()).hexdigest()[:12]}."
 
 
@@ -264,7 +282,9 @@ def own_temporary(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """The bytes that statvfs reports as free for ordinary users on the file system of `path`, which need not exist."""
+    """The bytes that statvfs reports as free for ordinary users on the file system of `path`, which
+    need not exist.
+    """
     existing = next(
         folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
     )
@@ -284,10 +304,11 @@ def held_bytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
-    """A temporary file to fill, renamed to `path` when the block succeeds and removed when it fails.
+    """A temporary file to fill, renamed to `path` when the block succeeds and removed when it
+    fails.
 
-    It lies in `scratch`, a folder of the same file system, or else beside `path`. Raises UserError where `path` is a
-    folder.
+    It lies in `scratch`, a folder of the same file system, or else beside `path`. Raises UserError
+    where `path` is a folder.
     """
     # Processes of several machines may write the same file at the same time.
     unfinished = (scratch or path.parent) / own_temporary(path).name
@@ -307,10 +328,11 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
 
 
 def publish_first(unfinished: Path, path: Path) -> bool:
-    """Renames the whole file `unfinished` to `path`, of the same folder, unless something is there: never replaces it.
+    """Renames the whole file `unfinished` to `path`, of the same folder, unless something is there:
+    never replaces it.
 
-    Of several processes, also of several machines, one is first. Returns whether this one was; `unfinished` is gone in
-    any case.
+    Of several processes, also of several machines, one is first. Returns whether this one was;
+    `unfinished` is gone in any case.
     """
     try:
         for rename in (_rename_by_link, _rename_without_replacing, _rename_under_claim):
@@ -319,7 +341,8 @@ def publish_first(unfinished: Path, path: Path) -> bool:
             except FileExistsError:
                 return False
             except OSError as fault:
-                # Some file systems have no hard links (FAT, many of FUSE), and some no such rename (NFS).
+                #  Some file systems have no hard links (FAT, many of FUSE), and some no such rename
+                # (NFS).
                 if rename is _rename_under_claim or fault.errno not in _UNSUPPORTED:
                     raise
             else:
@@ -368,7 +391,9 @@ def _rename_under_claim(old: Path, new: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name`, from an untrusted file, is a file name without any path, which a file system can have."""
+    """Whether `name`, from an untrusted file, is a file name without any path, which a file system
+    can have.
+    """
     if name in ("", ".", "..") or len(name.encode(errors="replace")) > LONGEST_NAME:
         return False
     return not {"/", "\\", "\0"} & set(name)
@@ -380,7 +405,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes.
+    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal
+    bytes.
 
     Raises as `json_bytes`.
     """
@@ -398,7 +424,9 @@ def write_record(path: Path, record: BaseModel) -> None:
 
 
 class FolderKind(NamedTuple):
-    """A kind of folder that this project writes: its name, and the JSON file whose entry `format` says what it is."""
+    """A kind of folder that this project writes: its name, and the JSON file whose entry `format`
+    says what it is.
+    """
 
     name: str
     record: str
@@ -408,10 +436,12 @@ class FolderKind(NamedTuple):
 def check_replaceable(
     path: Path, kind: FolderKind | None, *, overwrite: bool | None = None
 ) -> None:
-    """Decides for every writer of a folder what it may replace: nothing, an empty folder, or a folder of its `kind`.
+    """Decides for every writer of a folder what it may replace: nothing, an empty folder, or a
+    folder of its `kind`.
 
-    Raises OutputError where something else is at `path`. `kind` None replaces no other folder. `overwrite`: whether the
-    user named `path` with `--overwrite`; None: the command has no such option.
+    Raises OutputError where something else is at `path`. `kind` None replaces no other folder.
+    `overwrite`: whether the user named `path` with `--overwrite`; None: the command has no such
+    option.
     """
     path = Path(os.path.realpath(path))
     if not path.exists() or (
@@ -427,7 +457,9 @@ def check_replaceable(
 
 
 def holds(kind: FolderKind | None, path: Path) -> bool:
-    """Whether `path` is a folder of that kind, of any version, which is the last word of a format."""
+    """Whether `path` is a folder of that kind, of any version, which is the last word of a
+    format.
+    """
     return (
         kind is not None
         and _format_in(path / kind.record).rpartition(" ")[0] == kind.format.rpartition(" ")[0]
@@ -446,7 +478,8 @@ def _format_in(record: Path) -> str:
 def published_folder(
     path: Path, kind: FolderKind | None, *, overwrite: bool | None = None
 ) -> Iterator[Path]:
-    """A temporary folder to fill, which replaces `path`, or what a link there leads to, when the block succeeds.
+    """A temporary folder to fill, which replaces `path`, or what a link there leads to, when the
+    block succeeds.
 
     Raises as `check_replaceable`.
     """
@@ -483,7 +516,9 @@ def published_folder(
 
 
 def replace_directory(new: Path, path: Path) -> Path:
-    """Renames the folder `new` to `path`; returns the path of the folder it replaced, if any, to be removed."""
+    """Renames the folder `new` to `path`; returns the path of the folder it replaced, if any, to be
+    removed.
+    """
     replaced = rename_aside(path)
     new.rename(path)
     sync(path.parent)
@@ -528,8 +563,9 @@ _PAGE = re.compile(r"\bdocs/[\w/.-]+?\.md(#[\w-]+)?")
 def with_pages_found(text: str) -> str:
     """`text` with every page of docs/ that it names as a user of an installed package can find it.
 
-    In the project's folder the names stay. Elsewhere the table of settings is what a command prints, and other pages
-    have their whole path, if this is a checkout, or are said to be in the source.
+    In the project's folder the names stay. Elsewhere the table of settings is what a command
+    prints, and other pages have their whole path, if this is a checkout, or are said to be in the
+    source.
     """
     if Path("docs/configuration.md").exists():
         return text
@@ -551,7 +587,9 @@ SHIPPED = ("configs", "ds_configs", "slurm", "examples")
 
 
 def shipped() -> Path:
-    """The folder of these: inside an installed package, where setup.py copies them, or else the checkout."""
+    """The folder of these: inside an installed package, where setup.py copies them, or else the
+    checkout.
+    """
     package = Path(__file__).resolve().parent
     inside = package / "shipped"
     return inside if inside.is_dir() else package.parent

@@ -2,8 +2,8 @@
 
     python -m pipeline.local_ranks 2 -m pipeline.train configs/demo.yaml
 
-torchrun exits with 1 whatever its ranks' codes are, waits half a minute for a stopped rank, and starts each rank in a
-session of its own, where it survives when torchrun is killed.
+torchrun exits with 1 whatever its ranks' codes are, waits half a minute for a stopped rank, and
+starts each rank in a session of its own, where it survives when torchrun is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _logger = log.get_logger(__name__)
 def reserved_port() -> Iterator[int]:
     """A free port that the system assigns to no other program during the block.
 
-    It is bound without listening: a program that listens with SO_REUSEADDR, as torch's store does, can still use it.
+    It is bound without listening: a program that listens with SO_REUSEADDR, as torch's store does,
+    can still use it.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as held:
@@ -42,12 +43,13 @@ def reserved_port() -> Iterator[int]:
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Runs `command`, Python's arguments, as `count` ranks and returns their highest exit code, as srun does.
+    """Runs `command`, Python's arguments, as `count` ranks and returns their highest exit code, as
+    srun does.
 
-    After the first rank has ended, the others have EXIT_GRACE_S seconds of the environment, or 15, before they are
-    killed, stopped ones included.
-    Signals to this process are forwarded to all ranks. A rank that a signal ended counts as 128 + the signal's number,
-    but not one that aborts after another has failed: NCCL aborts where a peer is gone.
+    After the first rank has ended, the others have EXIT_GRACE_S seconds of the environment, or 15,
+    before they are killed, stopped ones included. Signals to this process are forwarded to all
+    ranks. A rank that a signal ended counts as 128 + the signal's number, but not one that aborts
+    after another has failed: NCCL aborts where a peer is gone.
     """
     with ExitStack() as started:
         port = started.enter_context(reserved_port())

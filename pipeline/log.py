@@ -1,4 +1,6 @@
-"""Rank-aware logging and progress. Library code asks for a logger; only the command lines call `configure`."""
+"""Rank-aware logging and progress. Library code asks for a logger; only the command lines call
+`configure`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def node() -> str:
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Sends the package's records to stderr. `RANK` and `WORLD_SIZE` are read from the environment."""
+    """Sends the package's records to stderr. `RANK` and `WORLD_SIZE` are read from the
+    environment.
+    """
     handler = _Lines(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(
@@ -68,7 +72,8 @@ _logger = get_logger(__name__)
 def clear_terminal_line() -> None:
     """Erases the line in which the cursor stands, if stderr is a terminal.
 
-    It may hold the progress bar of this process, or of another one, to whose end the next line would be glued.
+    It may hold the progress bar of this process, or of another one, to whose end the next line
+    would be glued.
     """
     if sys.stderr.isatty():
         sys.stderr.write(_ERASED)
@@ -90,9 +95,11 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
     _figures: Sequence[str] = ()
 
     def move_to(self, done: float, figures: Sequence[str] = (), *, show: bool = False) -> None:
-        """Sets how much is done, which may be less than before, and the figures after it; draws if it is time to.
+        """Sets how much is done, which may be less than before, and the figures after it; draws if
+        it is time to.
 
-        The most important figure comes first: a narrow terminal shows as many as fit. `show`: draws in any case.
+        The most important figure comes first: a narrow terminal shows as many as fit. `show`: draws
+        in any case.
         """
         self._figures = figures
         drawn = self.update(done - self.n)
@@ -143,8 +150,9 @@ def progress_bar(
 ) -> ProgressBar:
     """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 
-    On a terminal the bar appears after a second and disappears at the end. Otherwise a line is logged every `every_s`
-    seconds, by default 30. What was `done` earlier does not count for the speed; `scaled` numbers get SI prefixes.
+    On a terminal the bar appears after a second and disappears at the end. Otherwise a line is
+    logged every `every_s` seconds, by default 30. What was `done` earlier does not count for the
+    speed; `scaled` numbers get SI prefixes.
     """
     terminal = sys.stderr.isatty()
     every_s = _BETWEEN_LOG_LINES_S if every_s is None else every_s

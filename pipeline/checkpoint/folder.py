@@ -1,7 +1,9 @@
-"""The checkpoints of one run: choosing the one to resume from, publishing one, and removing old ones.
+"""The checkpoints of one run: choosing the one to resume from, publishing one, and removing old
+ones.
 
-A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is complete; only then
-does the file `latest` name it. To go back further, a user writes an older one's name into `latest`.
+A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is
+complete; only then does the file `latest` name it. To go back further, a user writes an older one's
+name into `latest`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_
 
 DAMAGED = ".damaged"
 ROLLED_BACK = ".rolled_back"
-"""What a run saved after the checkpoint to which it then went back; removed when the next one is complete."""
+"""What a run saved after the checkpoint to which it then went back; removed when the next one is
+complete.
+"""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -39,12 +43,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; None if nothing was saved yet. Raises CheckpointError if it is incomplete."""
+    """The checkpoint that `latest` names; None if nothing was saved yet. Raises CheckpointError if
+    it is incomplete.
+    """
     named = named_checkpoint(folder)
     if named is not None and not (named / MANIFEST_FILE).exists():
         others = ", ".join(path.name for path in all_checkpoints(folder) if path != named) or "none"
         raise CheckpointError(
-            f"{folder / LATEST}: names {named.name}, which is missing or not complete; write another name: {others}"
+            f"{folder / LATEST}: names {named.name}, which is missing or not complete; write "
+            f"another name: {others}"
         )
     return named
 
@@ -56,7 +63,9 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def quarantine(checkpoint: Path, suffix: str = DAMAGED) -> Path:
-    """Renames a checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
+    """Renames a checkpoint, so that it is no candidate and nothing of it is lost; returns its new
+    path.
+    """
     aside = checkpoint.with_name(checkpoint.name + suffix)
     for number in itertools.count(2):
         if not aside.exists():
@@ -81,7 +90,8 @@ def publish(partial: Path, final: Path) -> None:
         check_replaceable(final, CHECKPOINT)
     except OutputError:
         quarantine(final)
-    # An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is removed last.
+    #  An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is
+    # removed last.
     replaced = replace_directory(partial, final)
     set_latest(final)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -93,9 +103,11 @@ def set_latest(checkpoint: Path) -> None:
 
 
 def rollback_to(checkpoint: Path) -> None:
-    """Makes `latest` name `checkpoint`, and renames the later ones: the run's steps after it are void.
+    """Makes `latest` name `checkpoint`, and renames the later ones: the run's steps after it are
+    void.
 
-    So is one whose save was killed before `latest` named it: from the files alone it might be one of those.
+    So is one whose save was killed before `latest` named it: from the files alone it might be one
+    of those.
     """
     set_latest(checkpoint)
     for path in all_checkpoints(checkpoint.parent):
@@ -108,7 +120,8 @@ def superseded(
 ) -> list[int]:
     """Which of the checkpoints after these `steps` (ascending) are to be removed.
 
-    One that lies `rollback_steps` behind the newest stays, with those after it: training may have to go back so far.
+    One that lies `rollback_steps` behind the newest stays, with those after it: training may have
+    to go back so far.
     """
     if not steps:
         return []
@@ -122,7 +135,9 @@ def superseded(
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint, and nothing else. It is renamed first: a kill cannot leave half of it under its name."""
+    """Removes a checkpoint, and nothing else. It is renamed first: a kill cannot leave half of it
+    under its name.
+    """
     if holds(CHECKPOINT, checkpoint):
         aside = rename_aside(checkpoint)
         with contextlib.suppress(

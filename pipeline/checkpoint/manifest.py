@@ -1,4 +1,6 @@
-"""A checkpoint's manifest.json: base, method, position in the run, parallel layout, and the hash of every file."""
+"""A checkpoint's manifest.json: base, method, position in the run, parallel layout, and the hash of
+every file.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class _ManifestSection(BaseModel):
 
 
 class StepRecord(NamedTuple):
-    """What the detection of loss spikes needs of a step: its number, loss, and gradient norm before clipping."""
+    """What the detection of loss spikes needs of a step: its number, loss, and gradient norm before
+    clipping.
+    """
 
     step: int
     loss: float
@@ -58,20 +62,19 @@ class StepRecord(NamedTuple):
 
 
 class Position(_ManifestSection):
-    """The progress of a run, and everything needed to resume it exactly. Immutable: `changed` returns a copy.
+    """The progress of a run, and everything needed to resume it exactly. Immutable: `changed`
+    returns a copy.
 
     A step's samples depend on its number alone, so the position needs no record of the data read.
 
-    Attributes:
-        step, tokens_seen: the steps completed so far, including those that were skipped.
-        seconds: the time spent in training steps, over all attempts.
-        skipped_steps: the numbers, from 1, of the steps that must not change the weights: their loss or gradient was
-            not finite, or a rollback excluded them.
-        recomputed_steps: how many were computed twice, and were finite the second time.
-        rollbacks: how often the run went back to a checkpoint because of a spike.
-        learning_rate_factor: what the schedule's rate is multiplied by; a forgetting budget lowers it.
-        initial_nll_per_token: of each held-out corpus before the first step: forgetting is measured from there.
-        recent: the last steps that changed the weights, oldest first.
+    Attributes: step, tokens_seen: the steps completed so far, including those that were skipped.
+    seconds: the time spent in training steps, over all attempts. skipped_steps: the numbers, from
+    1, of the steps that must not change the weights: their loss or gradient was not finite, or a
+    rollback excluded them. recomputed_steps: how many were computed twice, and were finite the
+    second time. rollbacks: how often the run went back to a checkpoint because of a spike.
+    learning_rate_factor: what the schedule's rate is multiplied by; a forgetting budget lowers it.
+    initial_nll_per_token: of each held-out corpus before the first step: forgetting is measured
+    from there. recent: the last steps that changed the weights, oldest first.
     """
 
     step: int = 0
@@ -93,10 +96,11 @@ class Position(_ManifestSection):
 
 
 class BaseRecord(_ManifestSection):
-    """The base, which the checkpoint does not hold: its path, the SHA-256 of each weight file, and its architecture.
+    """The base, which the checkpoint does not hold: its path, the SHA-256 of each weight file, and
+    its architecture.
 
-    `hub` is where a base from the Hugging Face hub came from, `org/name@commit`. `architecture` is None in a checkpoint
-    of an earlier version.
+    `hub` is where a base from the Hugging Face hub came from, `org/name@commit`. `architecture` is
+    None in a checkpoint of an earlier version.
     """
 
     path: str
@@ -118,10 +122,10 @@ class LayoutRecord(_ManifestSection):
 class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
-    `method` and `data` are those sections of the run configuration, without paths; `expansion` holds the added widths,
-    or is None if nothing is added. `new_rows` is how many rows the extended vocabulary of the folder `vocabulary` has.
-    `corpora` holds a hash of the tokens of each corpus that is read, by the name of its folder; None in a checkpoint of
-    an earlier version.
+    `method` and `data` are those sections of the run configuration, without paths; `expansion`
+    holds the added widths, or is None if nothing is added. `new_rows` is how many rows the extended
+    vocabulary of the folder `vocabulary` has. `corpora` holds a hash of the tokens of each corpus
+    that is read, by the name of its folder; None in a checkpoint of an earlier version.
     """
 
     name: str
@@ -175,7 +179,9 @@ def describe_run(
     tokenizer_fingerprint: str,
     corpora: Mapping[str, str] | None = None,
 ) -> RunRecord:
-    """The record of the run `config`; `corpora` are the hashes of what it reads, None where nothing is read."""
+    """The record of the run `config`; `corpora` are the hashes of what it reads, None where nothing
+    is read.
+    """
     return RunRecord(
         name=config.name,
         base=BaseRecord(
@@ -211,7 +217,8 @@ def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> Layo
 def load_manifest(folder: Path) -> CheckpointManifest:
     """Reads the manifest of the checkpoint in `folder`.
 
-    Raises DamagedCheckpointError if it is missing or damaged, CheckpointError if it is of another version or malicious.
+    Raises DamagedCheckpointError if it is missing or damaged, CheckpointError if it is of another
+    version or malicious.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -235,7 +242,8 @@ def load_manifest(folder: Path) -> CheckpointManifest:
 def check_file(manifest: CheckpointManifest, folder: Path, name: str) -> None:
     """Checks that the file `name` of a checkpoint is, byte for byte, what was written.
 
-    Raises DamagedCheckpointError if it is not, CheckpointStorageError if this node does not see the whole checkpoint.
+    Raises DamagedCheckpointError if it is not, CheckpointStorageError if this node does not see the
+    whole checkpoint.
     """
     path, record = folder / name, manifest.files[name]
     try:
@@ -244,7 +252,8 @@ def check_file(manifest: CheckpointManifest, folder: Path, name: str) -> None:
     except FileNotFoundError:
         if not (folder / MANIFEST_FILE).exists():
             raise CheckpointStorageError(
-                f"{folder}: not visible on {socket.gethostname()}; check the file system there, then start again"
+                f"{folder}: not visible on {socket.gethostname()}; check the file system there, "
+                "then start again"
             ) from None
     raise DamagedCheckpointError(f"{path}: missing, or not what was written; {_USE_ANOTHER}")
 
@@ -257,32 +266,38 @@ def check_same_run(
 ) -> None:
     """Checks that a run can resume from a checkpoint: that `names` of it and the base are the same.
 
-    With its `data` go the corpora. Otherwise raises CheckpointError. The layout may differ. Settings that did not exist
-    when the checkpoint was saved have their defaults; what it does not record (`not_recorded`) is not compared.
+    With its `data` go the corpora. Otherwise raises CheckpointError. The layout may differ.
+    Settings that did not exist when the checkpoint was saved have their defaults; what it does not
+    record (`not_recorded`) is not compared.
     """
     if manifest.run.base.hashes != run.base.hashes:
         raise CheckpointError(
-            f"{folder}: its base {manifest.run.base.path} had other weights than the configuration's base has; "
+            f"{folder}: its base {manifest.run.base.path} had other weights than the "
+            "configuration's base has; "
             "point `base` at that model, or start a run in another folder"
         )
     if changed := changed_entry(manifest.run.base.architecture, run.base.architecture):
         raise CheckpointError(
-            f"{folder}: the config.json of its base {manifest.run.base.path} had another {changed}; put it back as it "
+            f"{folder}: the config.json of its base {manifest.run.base.path} had another "
+            f"{changed}; put it back as it "
             "was, or start a run in another folder"
         )
     saved, wanted = (_compared(record, names) for record in (manifest.run, run))
     if others := [name for name in saved | wanted if saved.get(name) != wanted.get(name)]:
         name, more = others[0], f" and {len(others) - 1} other settings" if len(others) > 1 else ""
         raise CheckpointError(
-            f"{folder}: was trained with another {name} (expected {saved.get(name)!r}, found {wanted.get(name)!r})"
-            f"{more}; set it back, or name another `folder` in the configuration, where a new run begins"
+            f"{folder}: was trained with another {name} (expected {saved.get(name)!r}, found "
+            f"{wanted.get(name)!r})"
+            f"{more}; set it back, or name another `folder` in the configuration, where a new run "
+            "begins"
         )
     if "data" in names:
         _check_same_corpora(manifest, folder, run)
 
 
 def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
-    """Raises CheckpointError where a corpus holds other tokens than the one that the checkpoint was trained on.
+    """Raises CheckpointError where a corpus holds other tokens than the one that the checkpoint was
+    trained on.
 
     Which corpora there are is a setting, and compared with the settings.
     """
@@ -291,14 +306,18 @@ def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunReco
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(
-            f"{folder}: was trained when the corpus {others[0]}{more} held other tokens than it holds now; put that "
-            "corpus back (make it again of the same files), or name another `folder` in the configuration, where a "
+            f"{folder}: was trained when the corpus {others[0]}{more} held other tokens than it "
+            "holds now; put that "
+            "corpus back (make it again of the same files), or name another `folder` in the "
+            "configuration, where a "
             "new run begins"
         )
 
 
 def not_recorded(manifest: CheckpointManifest) -> list[str]:
-    """What a checkpoint of an earlier version does not record, so that nobody can tell whether it changed."""
+    """What a checkpoint of an earlier version does not record, so that nobody can tell whether it
+    changed.
+    """
     run = manifest.run
     lacks = {
         "the config.json of its base": run.base.architecture is None,
@@ -316,7 +335,9 @@ def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with_files(corpus: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a corpus without its source, and with names for its files: without these it is not valid."""
+    """The record of a corpus without its source, and with names for its files: without these it is
+    not valid.
+    """
     files: dict[str, Any] = {"input": ["-"]}
     if sample := corpus.get("sample"):
         files = {"sample": {**sample, "prompts": ["-"]}}

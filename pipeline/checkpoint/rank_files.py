@@ -1,8 +1,11 @@
 """The file of each rank in a checkpoint, and a reader of all of them for any parallel layout.
 
-A rank writes what its optimizer holds: of each trained parameter a run of its flattened shard, in fp32, with its
-moments: Adam's two, or Muon's one under the name of Adam's first. All ZeRO stages, data- and tensor-parallel sizes give
-the same kind of file. It is a safetensors file: nothing in it is executed, and only what is needed is read.
+A rank writes what its optimizer holds: of each trained parameter a run of its flattened shard, in
+fp32, with its
+moments: Adam's two, or Muon's one under the name of Adam's first. All ZeRO stages, data- and
+    tensor-parallel sizes give
+the same kind of file. It is a safetensors file: nothing in it is executed, and only what is needed
+is read.
 """
 
 from __future__ import annotations
@@ -40,11 +43,10 @@ _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 class RankState(NamedTuple):
     """What a rank saves.
 
-    Attributes:
-        first: of each parameter that it holds a part of, the first element of that part in the flattened shard.
-        values: the parts [n], by `<parameter>/<kind>`.
-        adam_step: how many steps Adam has counted, of the type that it counts in.
-        random_state: of the device `cpu` and, with a GPU, `cuda`.
+    Attributes: first: of each parameter that it holds a part of, the first element of that part in
+    the flattened shard. values: the parts [n], by `<parameter>/<kind>`. adam_step: how many steps
+    Adam has counted, of the type that it counts in. random_state: of the device `cpu` and, with a
+    GPU, `cuda`.
     """
 
     tp_rank: int
@@ -97,10 +99,9 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Tensor]:
 class Index(NamedTuple):
     """Where everything is in the files of a checkpoint; read once, for all ranks.
 
-    Attributes:
-        parts: by parameter and tensor-parallel rank, the parts of the flattened shard in their order. Of each: its
-            first element, its length, the number of its file, and where its values begin there: int64 [parts, 4].
-        tp_size: the tensor-parallel size at which it was saved.
+    Attributes: parts: by parameter and tensor-parallel rank, the parts of the flattened shard in
+    their order. Of each: its first element, its length, the number of its file, and where its
+    values begin there: int64 [parts, 4]. tp_size: the tensor-parallel size at which it was saved.
     """
 
     folder: Path
@@ -111,7 +112,9 @@ class Index(NamedTuple):
 
 
 def read_index(folder: Path) -> Index:
-    """Reads the headers of all files of a checkpoint. Raises CheckpointError if one is damaged, or there is none."""
+    """Reads the headers of all files of a checkpoint. Raises CheckpointError if one is damaged, or
+    there is none.
+    """
     files = sorted(folder.glob("rank_*.safetensors"))
     if not files:
         raise CheckpointError(
@@ -138,9 +141,10 @@ def read_index(folder: Path) -> Index:
 class CheckpointReader:
     """The trained parameters and their Adam moments in a checkpoint, merged over all ranks.
 
-    `model` gives each parameter's whole shape and how it is split (it may be on the meta device, and of any
-    tensor-parallel size). A file is opened when a part of it is read. `names` are the parameters that trained. Raises
-    CheckpointError where the checkpoint is damaged, lacks something, or does not fit `model`.
+    `model` gives each parameter's whole shape and how it is split (it may be on the meta device,
+    and of any tensor-parallel size). A file is opened when a part of it is read. `names` are the
+    parameters that trained. Raises CheckpointError where the checkpoint is damaged, lacks
+    something, or does not fit `model`.
     """
 
     def __init__(self, index: Index, model: nn.Module) -> None:
@@ -152,7 +156,8 @@ class CheckpointReader:
         found = {name for name, _ in index.parts}
         if unknown := sorted(found - set(self._parameters)):
             raise CheckpointError(
-                f"{self.folder}: holds {unknown[0]} and {len(unknown) - 1} more, unknown to the model of its manifest; "
+                f"{self.folder}: holds {unknown[0]} and {len(unknown) - 1} more, unknown to the "
+                "model of its manifest; "
                 "use the checkpoint with the method and base it was trained with"
             )
         self.names = [name for name in self._parameters if name in found]
@@ -161,7 +166,8 @@ class CheckpointReader:
             shard = local_shape(full_shape_of(parameter), partition_of(parameter), self.tp_size)
             if parts[:, 1].sum() > prod(shard):
                 raise CheckpointError(
-                    f"{self.folder}: the files of tensor-parallel rank {tp_rank} hold more of {name} than there is; "
+                    f"{self.folder}: the files of tensor-parallel rank {tp_rank} hold more of "
+                    f"{name} than there is; "
                     "use another checkpoint"
                 )
 
@@ -178,7 +184,8 @@ class CheckpointReader:
         return merge(shards, partition, shape[partition.dim or 0])
 
     def read_span(self, name: str, kind: Kind, tp_rank: int, tp_size: int, span: Span) -> Tensor:
-        """Elements `span` of the flattened shard that `tp_rank` of `tp_size` holds of a parameter, or of its moment.
+        """Elements `span` of the flattened shard that `tp_rank` of `tp_size` holds of a parameter,
+        or of its moment.
 
         Reads nothing else if the checkpoint has the same tensor-parallel size.
         """
@@ -211,7 +218,8 @@ class CheckpointReader:
                 at = end
         if at < span[1]:
             raise CheckpointError(
-                f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up {name}; copy the whole "
+                f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up "
+                f"{name}; copy the whole "
                 "folder, from every node, and use it with the method and base it was trained with"
             )
         return torch.from_numpy(values)

@@ -1,7 +1,7 @@
 """The watchdog's messages: lines of JSON over TCP, between rank 0 and every other rank.
 
-Each rank has one connection to rank 0, so that the loss of a process is noticed immediately. The messages do not use a
-collective, because a collective may be what hangs.
+Each rank has one connection to rank 0, so that the loss of a process is noticed immediately. The
+messages do not use a collective, because a collective may be what hangs.
 """
 
 from __future__ import annotations

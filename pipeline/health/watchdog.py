@@ -70,7 +70,8 @@ class RankWatchdog:
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         if self._rank != 0:
-            # Only rank 0, which sees all ranks, can distinguish ranks that hang from ranks that wait.
+            #  Only rank 0, which sees all ranks, can distinguish ranks that hang from ranks that
+            # wait.
             limits = limits.model_copy(update={"hung_after_s": math.inf, "slow_after_s": math.inf})
         self._limits = limits
         self._phases = phases
@@ -113,7 +114,7 @@ class RankWatchdog:
         self._last_message = message
         self._thread.join(timeout=LAST_ACTS_S if self._rank == 0 else None)
 
-    # --- The watchdog's thread ---------------------------------------------------------------------
+    # --- The watchdog's thread ---
 
     def _run(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """The micro-batches of a rank; the samples of a step depend on its number alone.
 
-Every rank of a tensor-parallel group reads the same samples. A thread prepares the next micro-batches.
+Every rank of a tensor-parallel group reads the same samples. A thread prepares the next
+micro-batches.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from pipeline.parallel.topology import Layout
 READ_AHEAD = 2
 """How many micro-batches are prepared while one is computed."""
 Plan = tuple[list[list[int]], list[list[int]]]
-"""The indices of a step's samples: a list per micro-batch, of this rank and of the one with the most to train by KL."""
+"""The indices of a step's samples: a list per micro-batch, of this rank and of the one with the
+most to train by KL.
+"""
 
 
 class MicroBatch(NamedTuple):
-    """The decoder's inputs, tensors of [B, S]; `documents` is None where attention may cross them."""
+    """The decoder's inputs, tensors of [B, S]; `documents` is None where attention may cross
+    them.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -37,10 +42,14 @@ class MicroBatch(NamedTuple):
     kl_rows: int = 0
     """so many sequences, the first, train by KL(base || model)"""
     reference_rows: int = 0
-    """the largest such number among the ranks: the base runs on as many, so that all ranks run the same layers"""
+    """the largest such number among the ranks: the base runs on as many, so that all ranks run the
+    same layers
+    """
 
     def pinned_for(self, device: torch.device) -> MicroBatch:
-        """The same in memory that a GPU can copy by itself; a copy from elsewhere would make the host wait."""
+        """The same in memory that a GPU can copy by itself; a copy from elsewhere would make the
+        host wait.
+        """
         return self if device.type == "cpu" else self._mapped(Tensor.pin_memory)
 
     def on(self, device: torch.device) -> MicroBatch:
@@ -58,8 +67,9 @@ class MicroBatch(NamedTuple):
 class TrainingBatches:
     """The micro-batches of a rank, on its device.
 
-    A thread of its own reads and packs the next ones, and pins them for a GPU: nothing else may read `samples`. What it
-    has read ahead is no state of the run, which resumes from the number of a step. `close` ends it.
+    A thread of its own reads and packs the next ones, and pins them for a GPU: nothing else may
+    read `samples`. What it has read ahead is no state of the run, which resumes from the number of
+    a step. `close` ends it.
     """
 
     def __init__(
@@ -86,7 +96,9 @@ class TrainingBatches:
         self._reader = ThreadPoolExecutor(1, "batches", initializer)
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """The micro-batches of the step after `step` steps; raises DataError where a sample of one cannot be read."""
+        """The micro-batches of the step after `step` steps; raises DataError where a sample of one
+        cannot be read.
+        """
         for number in range(step * self._per_step, (step + 1) * self._per_step):
             if number not in self._ahead:
                 self._expect(range(number, number + 1))
@@ -101,7 +113,8 @@ class TrainingBatches:
     def _expect(self, numbers: range) -> None:
         """Lets the thread read these micro-batches, counted from the beginning of the run.
 
-        Others are forgotten, left over where the run goes on elsewhere: a step computed again or skipped.
+        Others are forgotten, left over where the run goes on elsewhere: a step computed again or
+        skipped.
         """
         for left in self._ahead.keys() - set(numbers):
             self._ahead.pop(left).cancel()
@@ -122,10 +135,11 @@ class TrainingBatches:
         return batch.pinned_for(self.device)
 
     def _plan(self, step: int) -> Plan:
-        """Which samples a step reads; those that train by KL are dealt out first, evenly: no rank has more than rank 0.
+        """Which samples a step reads; those that train by KL are dealt out first, evenly: no rank
+        has more than rank 0.
 
-        In their own order, with many ranks almost every micro-batch would have one on some rank, and all ranks would
-        run the base in almost every one.
+        In their own order, with many ranks almost every micro-batch would have one on some rank,
+        and all ranks would run the base in almost every one.
         """
         batch_size, micro_batch_size = (
             self.schedule.global_batch_size,
@@ -158,7 +172,8 @@ class TrainingBatches:
 def collate(samples: Sequence[Sample], document_mask: bool) -> MicroBatch:
     """Joins samples of S tokens each into a micro-batch of [B, S], on the host.
 
-    Without `document_mask` only padding could be masked; it comes last, where causal attention never reads it.
+    Without `document_mask` only padding could be masked; it comes last, where causal attention
+    never reads it.
     """
     fields = ("tokens", "targets", "positions", "document_ids")
     tokens, targets, positions, ids = (

@@ -1,7 +1,9 @@
-"""Saves and resumes a run. A checkpoint is complete or absent, and a full disk does not end training.
+"""Saves and resumes a run. A checkpoint is complete or absent, and a full disk does not end
+training.
 
-A checkpoint is written to a hidden folder and renamed when all files of all ranks are on the disk and hashed. Then
-`latest` is set to it, and then older ones are removed. So a run that is killed at any moment leaves a complete one.
+A checkpoint is written to a hidden folder and renamed when all files of all ranks are on the disk
+and hashed. Then `latest` is set to it, and then older ones are removed. So a run that is killed at
+any moment leaves a complete one.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ class CheckpointManager:
         timeout: timedelta = COLLECTIVE_TIMEOUT,
         rollback_steps: int = 0,
     ) -> None:
-        """`timeout` is how long the first rank to finish writing waits for the last; a checkpoint that lies
-        `rollback_steps` behind the newest is kept, however few are."""
+        """`timeout` is how long the first rank to finish writing waits for the last; a checkpoint
+        that lies `rollback_steps` behind the newest is kept, however few are."""
         self.folder, self.run, self.layout, self.settings = folder, run, layout, settings
         self.rollback_steps = rollback_steps
         self.failed_saves = 0  # since this attempt began
@@ -80,11 +82,13 @@ class CheckpointManager:
         self._finish: Callable[[], None] = lambda: None
 
     def save(self, engine: Engine, position: Position, *, last: bool = False) -> Path:
-        """Writes a checkpoint of `engine`; every rank must call it. Returns the checkpoint's folder.
+        """Writes a checkpoint of `engine`; every rank must call it. Returns the checkpoint's
+        folder.
 
-        An asynchronous one is complete when `finish`, or the next `save`, returns. On a full or failing disk the
-        earlier checkpoints stay and `failed_saves` counts. The `last` one is waited for and must succeed: else a
-        CheckpointStorageError on rank 0, and SystemExit on the others.
+        An asynchronous one is complete when `finish`, or the next `save`, returns. On a full or
+        failing disk the earlier checkpoints stay and `failed_saves` counts. The `last` one is
+        waited for and must succeed: else a CheckpointStorageError on rank 0, and SystemExit on the
+        others.
         """
         self.finish()
         failed_before, final = self.failed_saves, self.folder / checkpoint_name(position.step)
@@ -104,16 +108,20 @@ class CheckpointManager:
         return final
 
     def finish(self) -> None:
-        """Waits until a background save is complete or has failed; every rank must call it before it exits."""
+        """Waits until a background save is complete or has failed; every rank must call it before
+        it exits.
+        """
         finish, self._finish = self._finish, lambda: None
         finish()
 
     def resume(self, engine: Engine, before: int | None = None) -> Position | None:
-        """Restores `engine` from the newest whole checkpoint, of any layout; every rank must call it.
+        """Restores `engine` from the newest whole checkpoint, of any layout; every rank must call
+        it.
 
-        It tries the checkpoint that `latest` names, or with `before` the newest of fewer than `before` steps. A
-        damaged one is renamed and the one before it is tried. Returns None if nothing was saved yet; raises
-        CheckpointError if a checkpoint belongs to another base or run, or all are damaged.
+        It tries the checkpoint that `latest` names, or with `before` the newest of fewer than
+        `before` steps. A damaged one is renamed and the one before it is tried. Returns None if
+        nothing was saved yet; raises CheckpointError if a checkpoint belongs to another base or
+        run, or all are damaged.
         """
         damaged: tuple[Path, str] | None = None
         while found := broadcast_from_rank0(partial(self._next_candidate, before, damaged)):
@@ -130,8 +138,8 @@ class CheckpointManager:
         return None
 
     def record_rollback(self, position: Position) -> None:
-        """Records `position` in the checkpoint that was restored: a kill before the next save must not forget the
-        rollback and its skipped steps. Every rank must call it."""
+        """Records `position` in the checkpoint that was restored: a kill before the next save must
+        not forget the rollback and its skipped steps. Every rank must call it."""
         checkpoint = self.folder / checkpoint_name(position.step)
 
         def amend() -> None:
@@ -146,7 +154,9 @@ class CheckpointManager:
             )
 
     def _write(self, final: Path, position: Position, state: RankState) -> None:
-        """Writes the files of all ranks and publishes them as a checkpoint, possibly on a background thread."""
+        """Writes the files of all ranks and publishes them as a checkpoint, possibly on a
+        background thread.
+        """
         unfinished = folders.unfinished(final)
         own = rank_file(unfinished, self.rank)
         files: dict[str, CheckpointFile] = {}
@@ -195,7 +205,9 @@ class CheckpointManager:
             folders.discard(path)
 
     def _disk_fault(self, work: Callable[[], object]) -> str | None:
-        """Runs `work`, which every rank must call; returns the first rank's OSError, or None where all succeeded."""
+        """Runs `work`, which every rank must call; returns the first rank's OSError, or None where
+        all succeeded.
+        """
         fault: str | None = None
         try:
             work()
@@ -206,7 +218,9 @@ class CheckpointManager:
     def _next_candidate(
         self, before: int | None, damaged: tuple[Path, str] | None
     ) -> tuple[Path, CheckpointManifest] | None:
-        """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to try."""
+        """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to
+        try.
+        """
         named = named_checkpoint(self.folder)
         if damaged is not None:
             checkpoint, damage = damaged
@@ -219,7 +233,8 @@ class CheckpointManager:
             named is not None or any(self.folder.glob(f"step_*{folders.DAMAGED}*"))
         ):
             raise CheckpointError(
-                f"{self.folder}: no checkpoint is whole; the damaged ones end in {folders.DAMAGED}. Copy a whole one "
+                f"{self.folder}: no checkpoint is whole; the damaged ones end in "
+                f"{folders.DAMAGED}. Copy a whole one "
                 "back, or remove the folder to start the run from step 0"
             )
         elif found and damaged is None and found[0] != named:
@@ -259,7 +274,8 @@ class CheckpointManager:
             engine.restore(index)
             if self.rank == 0:
                 folders.rollback_to(checkpoint)
-            # With more ranks than at the save, the additional ones take the random states of others.
+            #  With more ranks than at the save, the additional ones take the random states of
+            # others.
             return read_random_state(checkpoint, self.rank % manifest.layout.world_size)
 
         random_state = run_on_all_ranks(read)
@@ -270,7 +286,9 @@ class CheckpointManager:
 
 
 def in_background(work: Callable[[], None]) -> Callable[[], None]:
-    """Starts `work` on a thread; the function returned waits for its end, and raises what it raised."""
+    """Starts `work` on a thread; the function returned waits for its end, and raises what it
+    raised.
+    """
     done: Future[None] = Future()
 
     def guarded() -> None:
@@ -280,6 +298,7 @@ def in_background(work: Callable[[], None]) -> Callable[[], None]:
         except BaseException as fault:  # noqa: BLE001  # raised on the main thread
             done.set_exception(fault)
 
-    # A daemon, unlike an executor's: a process that fails must not wait for a thread that waits for another rank.
+    #  A daemon, unlike an executor's: a process that fails must not wait for a thread that waits
+    # for another rank.
     threading.Thread(target=guarded, name="checkpoint writer", daemon=True).start()
     return done.result

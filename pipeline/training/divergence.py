@@ -1,6 +1,8 @@
-"""Divergence: which steps are a spike, how many may be skipped, and the report of a run that is ended.
+"""Divergence: which steps are a spike, how many may be skipped, and the report of a run that is
+ended.
 
-All decisions follow from the run's position, so a resumed run makes the same ones as a run that never stopped.
+All decisions follow from the run's position, so a resumed run makes the same ones as a run that
+never stopped.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ def remembered(
 def find_spike(
     recent: Sequence[StepRecord], stability: Stability, gradient_clipping: float
 ) -> list[StepRecord]:
-    """The last `spike_steps` steps, if each is a spike against the `window` steps before them; else none.
+    """The last `spike_steps` steps, if each is a spike against the `window` steps before them; else
+    none.
 
     That is a loss `loss_increase` nats above their median, or a gradient norm that is clipped and
-    `gradient_norm_factor` times their median. A single bad batch is not a spike: the steps after it are as before.
+    `gradient_norm_factor` times their median. A single bad batch is not a spike: the steps after it
+    are as before.
     """
     before, last = recent[: -stability.spike_steps], list(recent[-stability.spike_steps :])
     if len(before) < stability.window:
@@ -51,7 +55,9 @@ def find_spike(
 
 
 def check_skipped_steps(config: RunConfig, position: Position) -> None:
-    """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call it."""
+    """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call
+    it.
+    """
     skipped, most = len(position.skipped_steps), config.stability.max_skipped_steps
     if skipped > most:
         end_diverged(
@@ -80,7 +86,9 @@ def end_diverged(config: RunConfig, position: Position, reason: str) -> NoReturn
         write_json(path, {**figures, "reason": reason, "settings": settings, "recent": recent})
     raise_on_all_ranks(
         DivergenceError(
-            f"step {position.step}: {reason}; nothing was saved since the last checkpoint, from which the same command "
-            f"resumes; lower schedule.learning_rate, or examine these steps' samples: {path} has the figures"
+            f"step {position.step}: {reason}; nothing was saved since the last checkpoint, from "
+            "which the same command "
+            f"resumes; lower schedule.learning_rate, or examine these steps' samples: {path} has "
+            "the figures"
         )
     )

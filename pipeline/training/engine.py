@@ -32,9 +32,11 @@ def build_model(
     groups: ProcessGroups,
     device: torch.device | None = None,
 ) -> Decoder:
-    """The run's model with unset values; every rank must call it, and holds at most the shard that it will train.
+    """The run's model with unset values; every rank must call it, and holds at most the shard that
+    it will train.
 
-    Under ZeRO-1 and 2 it is made on `device`, where it stays: the shards of a node's ranks may not fit its host memory.
+    Under ZeRO-1 and 2 it is made on `device`, where it stays: the shards of a node's ranks may not
+    fit its host memory.
     """
     partitioning = deepspeed_internals.partitioning_context(config, deepspeed_config, groups)
     on_device = device if device is not None and deepspeed_config.zero_stage < 3 else nullcontext()
@@ -47,10 +49,9 @@ def build_model(
 class Engine:
     """A model that trains under DeepSpeed.
 
-    Attributes:
-        model: the decoder; under ZeRO-3 a parameter has values only while its module runs.
-        trainable_parameters, total_parameters: how many elements the whole model has, each counted once.
-        routed: whether the model chooses a path per token.
+    Attributes: model: the decoder; under ZeRO-3 a parameter has values only while its module runs.
+    trainable_parameters, total_parameters: how many elements the whole model has, each counted
+    once. routed: whether the model chooses a path per token.
     """
 
     def __init__(
@@ -101,22 +102,27 @@ class Engine:
     def backward(self, loss_sum: Tensor) -> None:
         """Adds the gradient of a micro-batch. loss_sum: scalar.
 
-        DeepSpeed averages over accumulated micro-batches and data-parallel ranks. So the gradient of a step is that of
-        the summed loss over `global_batch_size · sequence_length`, however the batch is spread. That of a loss that is
-        not finite is made NaN, which DeepSpeed finds in the norm, on every rank, before it changes any weight.
+        DeepSpeed averages over accumulated micro-batches and data-parallel ranks. So the gradient
+        of a step is that of the summed loss over `global_batch_size · sequence_length`, however the
+        batch is spread. That of a loss that is not finite is made NaN, which DeepSpeed finds in the
+        norm, on every rank, before it changes any weight.
         """
         finite = torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
         self._engine.backward(loss_sum * finite / self._tokens_per_micro_batch)
 
     def step(self, learning_rate: float) -> None:
-        """Ends a micro-batch; after the last of a step it updates the weights, if the gradient is finite."""
+        """Ends a micro-batch; after the last of a step it updates the weights, if the gradient is
+        finite.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
 
     @property
     def step_applied(self) -> bool:
-        """Whether the last step changed weights and moments, as it did if its gradient was finite; all ranks agree."""
+        """Whether the last step changed weights and moments, as it did if its gradient was finite;
+        all ranks agree.
+        """
         return bool(self._engine.was_step_applied())
 
     @property
@@ -131,7 +137,8 @@ class Engine:
 
     @torch.no_grad()
     def logit_chunks(self, *hidden: HiddenStates) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's columns of the logits of each of `hidden`, in chunks of n tokens: [n, columns] in fp32.
+        """This rank's columns of the logits of each of `hidden`, in chunks of n tokens: [n,
+        columns] in fp32.
 
         Every rank must exhaust it. The logits of a whole batch would not fit on a GPU.
         """
@@ -154,7 +161,9 @@ class Engine:
             self.model.train()
 
     def state(self) -> RankState:
-        """What this rank's optimizer holds of the trained parameters, and the random states; the values are views."""
+        """What this rank's optimizer holds of the trained parameters, and the random states; the
+        values are views.
+        """
         first, values, adam_step = deepspeed_internals.optimizer_state(self._engine, self.model)
         random_state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
@@ -169,10 +178,14 @@ class Engine:
         )
 
     def restore(self, index: Index) -> None:
-        """Loads this rank's optimizer state from a checkpoint of any layout; no collective. The base is there."""
+        """Loads this rank's optimizer state from a checkpoint of any layout; no collective. The
+        base is there.
+        """
         reader = CheckpointReader(index, self.model)
         deepspeed_internals.restore(self._engine, self.model, reader, self.tensor_parallel)
 
     def publish_restored(self, step: int) -> None:
-        """Copies what `restore` loaded into the model, the state after `step` steps; every rank must call it."""
+        """Copies what `restore` loaded into the model, the state after `step` steps; every rank
+        must call it.
+        """
         deepspeed_internals.publish(self._engine, self.model, step)

@@ -1,8 +1,10 @@
-"""Muon for the trained matrices of the layers, AdamW for everything else, as one optimizer that ZeRO can partition.
+"""Muon for the trained matrices of the layers, AdamW for everything else, as one optimizer that
+ZeRO can partition.
 
-Muon (Jordan et al. 2024) moves a matrix by its orthogonalised momentum, of which no part can be orthogonalised alone. A
-rank keeps the momentum of the elements that ZeRO and tensor parallelism leave it. For the update the ranks put every
-matrix together, and each that holds a part of it orthogonalises the whole: the result is the same in every layout.
+Muon (Jordan et al. 2024) moves a matrix by its orthogonalised momentum, of which no part can be
+orthogonalised alone. A rank keeps the momentum of the elements that ZeRO and tensor parallelism
+leave it. For the update the ranks put every matrix together, and each that holds a part of it
+orthogonalises the whole: the result is the same in every layout.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ _ITERATIONS = 5
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _SMALLEST_NORM = 1e-7
 _RMS = 0.2
-"""The root mean square of an update over the learning rate, about that of AdamW's: one rate serves both (Liu et al.
-2025, "Muon is scalable for LLM training")."""
+"""The root mean square of an update over the learning rate, about that of AdamW's: one rate serves
+both (Liu et al. 2025, "Muon is scalable for LLM training")."""
 
 
 def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
@@ -69,7 +71,9 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
 def moments_of(
     optimizer: torch.optim.Optimizer, name: str, parameter: nn.Parameter
 ) -> tuple[Kind, ...]:
-    """What the optimizer holds of a parameter beside it. Muon's momentum is called as AdamW's first moment."""
+    """What the optimizer holds of a parameter beside it. Muon's momentum is called as AdamW's first
+    moment.
+    """
     by_muon = isinstance(optimizer, Muon) and is_layer_matrix(name, parameter)
     return ("exp_avg",) if by_muon else ("exp_avg", "exp_avg_sq")
 
@@ -78,12 +82,16 @@ class Muon(torch.optim.AdamW):
     """AdamW, but for the groups marked `muon`. Every rank must call `step`, after `attach`."""
 
     def attach(self, shards: Iterable[OptimizerShard], groups: ProcessGroups) -> None:
-        """Tells what this rank holds of each of Muon's matrices, perhaps nothing, in the same order on every rank."""
+        """Tells what this rank holds of each of Muon's matrices, perhaps nothing, in the same order
+        on every rank.
+        """
         self._shards, self._ranks = list(shards), groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Updates the parameters of the groups as they are now: ZeRO sets them one after the other."""
+        """Updates the parameters of the groups as they are now: ZeRO sets them one after the
+        other.
+        """
         groups = self.param_groups
         for group in groups:
             for flat in group["params"] if group["muon"] else ():
@@ -138,9 +146,11 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """U Vᵀ, about, of the singular value decomposition U S Vᵀ of each of `matrices` [..., out, in]; zeros of zeros.
+    """U Vᵀ, about, of the singular value decomposition U S Vᵀ of each of `matrices` [..., out, in];
+    zeros of zeros.
 
-    As in torch.optim.Muon, which takes single matrices only. In bf16; a CPU, which is slow in it, takes fp32.
+    As in torch.optim.Muon, which takes single matrices only. In bf16; a CPU, which is slow in it,
+    takes fp32.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]

@@ -1,4 +1,6 @@
-"""The trainer of a run: its parts, its loop of steps, validations and checkpoints, and the rollback after a spike."""
+"""The trainer of a run: its parts, its loop of steps, validations and checkpoints, and the rollback
+after a spike.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from pipeline.training.observer import Observer, StepEvent, ValidationEvent
 from pipeline.training.validation import HeldoutScore, Validator, check_preservation
 
 ATTEMPTS = 2
-"""How often a step is computed at most: a transient hardware fault is gone the second time, a fault in the data not."""
+"""How often a step is computed at most: a transient hardware fault is gone the second time, a fault
+in the data not.
+"""
 _logger = log.get_logger(__name__)
 
 
@@ -71,7 +75,8 @@ class Trainer:
         self.engine = Engine(model, config, inputs.deepspeed_config, groups)
         self.batches = TrainingBatches(inputs.samples.training, config, layout, self.rank, device)
         self.validation = Validator(inputs, self.rank, device)
-        # Before the checkpoint is read: the gate also detects a base or an expansion that was damaged in a copy.
+        #  Before the checkpoint is read: the gate also detects a base or an expansion that was
+        # damaged in a copy.
         self.step0_difference: float | None = None
         if self.engine.model.keeps_base and inputs.starts_at_base:
             probe = next(self.batches.of_step(0))
@@ -98,7 +103,8 @@ class Trainer:
     def train(self, signals: StopSignals) -> None:
         """Trains to the last step, or to the step during which a signal came, which it then saves.
 
-        Where training diverged or forgot too much, or the last save failed, rank 0 raises a UserError.
+        Where training diverged or forgot too much, or the last save failed, rank 0 raises a
+        UserError.
         """
         config, phases, checkpoints = self.config, self.phases, self.checkpoints
         phases.finished(self.position.step)
@@ -134,7 +140,8 @@ class Trainer:
         self.finished = True
 
     def take_step(self, signals: StopSignals) -> tuple[StepEvent, bool]:
-        """Takes the next step; returns what observers are told of it, and whether any rank was asked to stop.
+        """Takes the next step; returns what observers are told of it, and whether any rank was
+        asked to stop.
 
         A step whose loss or gradient is not finite is computed once more, then skipped.
         """
@@ -165,7 +172,9 @@ class Trainer:
         return event, stop
 
     def _compute(self, index: int, rate: float, *, stop: bool) -> StepTotals:
-        """Computes the step after `index` steps once; it changes the weights if the gradient is finite."""
+        """Computes the step after `index` steps once; it changes the weights if the gradient is
+        finite.
+        """
         phases, sums, batches = self.phases, StepSums(self.device), self.batches.of_step(index)
         while True:
             with phases("data"):
@@ -185,7 +194,9 @@ class Trainer:
     def _record(
         self, event: StepEvent, totals: StepTotals, rate: float, *, recomputed: bool
     ) -> None:
-        """Records a step that changed the weights: its figures in `event`, what later decisions need in `position`."""
+        """Records a step that changed the weights: its figures in `event`, what later decisions
+        need in `position`.
+        """
         figures = event.figures
         if totals.nll_per_token is not None:  # a small batch may be rehearsed as a whole
             figures["loss"] = totals.nll_per_token
@@ -202,7 +213,9 @@ class Trainer:
             self.position = self.position.changed(recomputed_steps=count)
 
     def _validate(self, event: StepEvent) -> UserError | None:
-        """Scores the held-out parts after a step, whose `event` gets the figures; returns what ends the run, if any."""
+        """Scores the held-out parts after a step, whose `event` gets the figures; returns what ends
+        the run, if any.
+        """
         self.scores = self.validation.run(self.engine)
         validation = ValidationEvent(self.position, self.scores, score_figures(self.scores))
         for observer in self.observers:
@@ -212,7 +225,9 @@ class Trainer:
         return validation.stop
 
     def _validate_ends(self) -> None:
-        """Scores the model before its first step (the reference for forgetting), or where no step is left."""
+        """Scores the model before its first step (the reference for forgetting), or where no step
+        is left.
+        """
         if 0 < self.position.step < self.config.schedule.steps:
             return
         with self.phases("validation"):
@@ -225,7 +240,9 @@ class Trainer:
             self.position = self.position.changed(initial_nll_per_token=initial)
 
     def _roll_back(self, spike: Sequence[StepRecord]) -> None:
-        """Restores the newest checkpoint before `spike`, whose samples are then skipped; without one, ends the run."""
+        """Restores the newest checkpoint before `spike`, whose samples are then skipped; without
+        one, ends the run.
+        """
         config, position = self.config, self.position
         skipped = range(
             spike[0].step - 1, spike[-1].step + 1
@@ -256,7 +273,9 @@ class Trainer:
 
 
 ObserverFactory = Callable[[Trainer], Iterable[Observer]]
-"""Makes a run's observers on every rank; `pipeline.observers.make_observers` makes those of the configuration."""
+"""Makes a run's observers on every rank; `pipeline.observers.make_observers` makes those of the
+configuration.
+"""
 
 
 def hash_base(inputs: Inputs) -> None:
@@ -313,13 +332,17 @@ class StepTotals(NamedTuple):
 
 
 class StepSums:
-    """Adds up a step's micro-batches on the device; one collective and one wait bring all ranks' sums together."""
+    """Adds up a step's micro-batches on the device; one collective and one wait bring all ranks'
+    sums together.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(8, dtype=torch.float64, device=device)
 
     def add(self, losses: Losses, targets: Tensor, kl_rows: int) -> None:
-        """Adds a micro-batch of targets [B, S], of which the first `kl_rows` sequences are rehearsed."""
+        """Adds a micro-batch of targets [B, S], of which the first `kl_rows` sequences are
+        rehearsed.
+        """
         predicted = targets != IGNORED
         self._sums[0] += losses.nll.sum()
         self._sums[1] += predicted[kl_rows:].sum()

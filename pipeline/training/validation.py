@@ -1,4 +1,5 @@
-"""Held-out scores (perplexity, bits per byte, answers), and the preservation check before the first step.
+"""Held-out scores (perplexity, bits per byte, answers), and the preservation check before the first
+step.
 
 A score is identical to the last bit in every parallel layout.
 """
@@ -76,12 +77,14 @@ class Validator:
 
     def _score(self, engine: Engine, samples: HeldoutSamples) -> HeldoutScore:
         count = min(self.settings.max_sequences, len(samples))
-        # One row per sequence, each filled by one rank: the sum below has the same order in every layout.
+        #  One row per sequence, each filled by one rank: the sum below has the same order in every
+        # layout.
         rows = torch.zeros(count, 6, dtype=torch.float64, device=self.device)
         for first in range(0, count, self.micro_batch_size * self.dp_size):
             start = first + self.dp_rank * self.micro_batch_size
             own = range(min(start, count), min(start + self.micro_batch_size, count))
-            # All ranks must run the same forwards: sample 0 fills up a micro-batch where this rank has too few.
+            #  All ranks must run the same forwards: sample 0 fills up a micro-batch where this rank
+            # has too few.
             read = [samples[index] for index in (*own, *[0] * (self.micro_batch_size - len(own)))]
             batch = collate(read, self.document_mask).pinned_for(self.device).on(self.device)
             losses = engine.loss(batch)
@@ -101,16 +104,19 @@ class Validator:
 
 
 def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tensor:
-    """Per sequence: the number of answers, of first tokens that greedy decoding would choose, the sum of these tokens'
-    probabilities, and the number of whole answers that greedy decoding would give.
+    """Per sequence: the number of answers, of first tokens that greedy decoding would choose, the
+    sum of these tokens' probabilities, and the number of whole answers that greedy decoding would
+    give.
 
-    targets, answer_starts: [B, S]; the losses without gradients. Returns float64 [B, 4]. An answer that the end of the
+    targets, answer_starts: [B, S]; the losses without gradients. Returns float64 [B, 4]. An answer
+        that the end of the
     sample cuts counts by its part in the sample.
     """
     assert losses.is_greedy_choice is not None
     starts = answer_starts.double()
     probabilities = losses.nll.double().neg().exp()
-    # Answers are numbered from 1 in each sequence; number 0 is the rest of one that began in an earlier sample.
+    #  Answers are numbered from 1 in each sequence; number 0 is the rest of one that began in an
+    # earlier sample.
     answer = answer_starts.long().cumsum(dim=1)
     missed = (targets != IGNORED) & ~losses.is_greedy_choice
     misses = torch.zeros(
@@ -123,11 +129,11 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
 
 
 def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float:
-    """The preservation check: the largest difference between the model's logits and those of its base alone, over all ranks'
-    probes; every rank must call it.
+    """The preservation check: the largest difference between the model's logits and those of its
+    base alone, over all ranks' probes; every rank must call it.
 
-    The base runs through the same weights and kernels at the same layout: unless it is exactly 0.0, rank 0 raises a
-    PreservationError, and the others SystemExit.
+    The base runs through the same weights and kernels at the same layout: unless it is exactly 0.0,
+    rank 0 raises a PreservationError, and the others SystemExit.
     """
     with engine.evaluating():
         hidden = engine.hidden_states(probe, "model"), engine.hidden_states(probe, "base")
@@ -148,7 +154,8 @@ def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> 
             remedy += "; if it persists, set NCCL_NVLS_ENABLE=0: NVLink's reductions may add up in any order"
         raise_on_all_ranks(
             PreservationError(
-                f"{source}: at step 0 the logits of method {config.method.name} differ from the base model's by up to "
+                f"{source}: at step 0 the logits of method {config.method.name} differ from the "
+                "base model's by up to "
                 f"{difference:.3g}, expected 0.0; {remedy}"
             )
         )

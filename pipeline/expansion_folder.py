@@ -19,6 +19,7 @@ from pipeline.files import (
     is_plain_name,
     published_folder,
     read_record,
+    with_checksum,
     write_json,
 )
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, read_shard
@@ -168,9 +169,8 @@ def write_expansion(
             save_file(held, folder / file)
             file_of |= dict.fromkeys(held, file)
             hashes[file] = file_hash(folder / file)
-        write_json(
-            folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes}
-        )
+        manifest = {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes}
+        write_json(folder / MANIFEST, with_checksum(manifest))
 
 
 def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -39,7 +39,7 @@ from pipeline.errors import (
 )
 
 TEMPORARY_SUFFIX = ".partial"
-_CHECKSUM = "checksum"
+CHECKSUM = "checksum"
 """The key of a record's checksum, in its file."""
 LONGEST_NAME = 255
 """bytes that Linux file systems allow in a file's name; a longer one would fill a message"""
@@ -159,9 +159,22 @@ def read_text(path: Path, error: type[UserError], advice: str = "copy it again")
 def read_object(
     path: Path, error: type[UserError], advice: str = "copy it again"
 ) -> dict[str, Any]:
-    """The object in a JSON file. Raises as `read_bytes`, and `error` for other content."""
+    """The object in a JSON file.
+
+    Raises:
+        UserError: as `read_bytes` and `parse_object`.
+    """
+    return parse_object(read_bytes(path, error, advice), path, error, advice)
+
+
+def parse_object(data: bytes, path: Path, error: type[UserError], advice: str) -> dict[str, Any]:
+    """The JSON object in `data`, the content of `path`.
+
+    Raises:
+        UserError: an `error`, ending with `advice`, if there is anything else in it.
+    """
     try:
-        value = orjson.loads(read_bytes(path, error, advice))
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as fault:
         raise error(f"{path}: not JSON ({fault}); {advice}") from None
     if not isinstance(value, dict):
@@ -177,22 +190,39 @@ def read_record(
     *,
     needs_checksum: bool = False,
 ) -> _Schema:
-    """The JSON object in a file as a `schema`, compared with the checksum that `write_record` put
-    into it.
+    """The JSON object in a file as a `schema`, compared with the checksum of `write_record`.
 
-    Earlier versions wrote none; with `needs_checksum` their records are refused, because a changed
-    one looks the same.
-
-    Raises as `read_object`, and `error` for a record of another schema, and for one that was
-    changed.
+    Raises:
+        UserError: as `read_object` and `check_checksum`; an `error` if it is of another schema.
     """
     content = read_object(path, error, advice)
-    expected = content.pop(_CHECKSUM, None)
+    checksum = content.pop(CHECKSUM, None)
     try:
         record = schema.model_validate(content)
     except ValidationError as fault:
         raise error(f"{path}: {first_fault(fault)}; {advice}") from None
-    if expected is None and needs_checksum:
+    check_checksum(content, checksum, path, error, advice, is_required=needs_checksum)
+    return record
+
+
+def check_checksum(
+    content: dict[str, Any],
+    expected: object,
+    path: Path,
+    error: type[UserError],
+    advice: str,
+    *,
+    is_required: bool = False,
+) -> None:
+    """Compares a record's `content`, without its checksum, with the checksum that was `expected`.
+
+    Earlier versions wrote none, so that None is accepted. Where the checksum `is_required`, it is
+    refused, because a record that was changed by hand may lack it too.
+
+    Raises:
+        UserError: an `error`, ending with `advice`, if they differ.
+    """
+    if expected is None and is_required:
         raise error(
             f"{path}: has no checksum: an earlier version wrote it, or it was changed; {advice}"
         )
@@ -201,12 +231,13 @@ def read_record(
             f"{path}: does not match its checksum: it was changed or damaged after it was written; "
             f"{advice}"
         )
-    return record
 
 
 def _checksum_of(content: dict[str, Any]) -> str | None:
-    """The hash of a record's content; None of what no record holds, such as lists a thousand
-    deep.
+    """The hash of a record's content.
+
+    None where orjson cannot write what it has read, such as lists a thousand deep: no record holds
+    them.
     """
     try:
         return json_hash(content)
@@ -417,10 +448,14 @@ def write_json(path: Path, value: object) -> None:
 def write_record(path: Path, record: BaseModel) -> None:
     """Writes `record` as JSON with a checksum of its content, for `read_record`.
 
-    A schema alone accepts a number that a disk, a copy or a hand has changed.
+    A schema alone would accept a number that a disk, a copy or a hand has changed.
     """
-    content = record.model_dump(mode="json")
-    write_json(path, content | {_CHECKSUM: json_hash(content)})
+    write_json(path, with_checksum(record.model_dump(mode="json")))
+
+
+def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
+    """The `content` of a record and its checksum."""
+    return {**content, CHECKSUM: json_hash(content)}
 
 
 class FolderKind(NamedTuple):

@@ -239,7 +239,7 @@ def start_deepspeed() -> None:
 
 KILL_POINTS = {
     "before the files are hashed": ("training.checkpointing", "file_hash"),
-    "before the folder is renamed": ("checkpoint.manifest", "write_json"),
+    "before the folder is renamed": ("checkpoint.manifest", "write_record"),
     "before the old one is removed": ("checkpoint.folder", "discard"),
 }
 

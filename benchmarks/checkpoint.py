@@ -134,7 +134,7 @@ class Saver:
     """Saves `engine` in each of the ways."""
 
     def __init__(self, config: RunConfig, engine: Engine, zero_stage: int) -> None:
-        from pipeline.training.checkpointing import Checkpoints
+        from pipeline.training.checkpointing import CheckpointManager
 
         base = BaseFolder(config.base, read_spec(config.base))
         base.set_known_hashes({})
@@ -142,7 +142,7 @@ class Saver:
         layout = describe_layout(Layout(RANKS), zero_stage, torch.bfloat16)
         self.folder, self.engine = config.folder, engine
         self.checkpoints = {
-            way: Checkpoints(
+            way: CheckpointManager(
                 self.folder / way,
                 run,
                 layout,

@@ -14,7 +14,7 @@ from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import (
     SAME_MODEL,
     SAME_OVER_A_RUN,
-    Manifest,
+    CheckpointManifest,
     check_same_run,
     describe_run,
     load_manifest,
@@ -204,7 +204,7 @@ class RunInputs:
         check_no_checkpoint_is_lost(config)
         return False
 
-    def _check_continues(self, checkpoint: Path, manifest: Manifest, *, finished: bool) -> None:
+    def _check_continues(self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool) -> None:
         """Raises CheckpointError where this run cannot be the one that wrote the checkpoint."""
         with torch.device("meta"):
             model = build_model(self.config, self.base.spec, SINGLE)

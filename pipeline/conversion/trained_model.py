@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from pipeline import log
-from pipeline.checkpoint.manifest import MANIFEST_FILE, Manifest, load_manifest
+from pipeline.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, load_manifest
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
@@ -52,7 +52,7 @@ class TrainedModel:
 
     checkpoint: Path
     base: BaseFolder
-    manifest: Manifest
+    manifest: CheckpointManifest
     settings: Method
     method: TrainingMethod
     structure: Decoder
@@ -245,7 +245,7 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
     }
 
 
-def _whole_vocabulary(spec: DecoderSpec, manifest: Manifest) -> DecoderSpec:
+def _whole_vocabulary(spec: DecoderSpec, manifest: CheckpointManifest) -> DecoderSpec:
     """The base's architecture with the new rows of a run as part of its vocabulary."""
     new_tokens = manifest.run.new_rows
     if not new_tokens:

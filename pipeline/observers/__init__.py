@@ -1,4 +1,6 @@
-"""The observers of a run, which receive the events of the training loop (`pipeline.training.observer`)."""
+"""The observers of a run, which receive the events of the training loop
+(`pipeline.training.observer`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pipeline.training.trainer import Trainer
 
 
 def make_observers(trainer: Trainer) -> list[Observer]:
-    """The observers of the run's configuration, those that measure first; every rank must call it."""
+    """The observers of the run's configuration, those that measure first; every rank must call
+    it.
+    """
     config, position = trainer.config, trainer.position
     observers: list[Observer] = [
         Drift(trainer),

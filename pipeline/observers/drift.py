@@ -1,4 +1,6 @@
-"""How far a model has drifted from its base: their KL divergence at every validation, on a single batch."""
+"""How far a model has drifted from its base: their KL divergence at every validation, on a single
+batch.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from pipeline.training.trainer import Trainer
 
 
 class Drift(Observer):
-    """Measures a model on the first held-out samples of the base's own domain, which are the same on every rank.
+    """Measures a model on the first held-out samples of the base's own domain, which are the same
+    on every rank.
 
-    Nothing without a held-out part of role replay, or if the base itself trains: then there is no reference.
+    Nothing without a held-out part of role replay, or if the base itself trains: then there is no
+    reference.
     """
 
     def __init__(self, trainer: Trainer) -> None:

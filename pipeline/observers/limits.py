@@ -14,7 +14,9 @@ _logger = log.get_logger(__name__)
 
 
 class ForgettingBudget(Observer):
-    """Measures forgetting, the growth of perplexity on replayed corpora since step 0; beyond the budget, acts."""
+    """Measures forgetting, the growth of perplexity on replayed corpora since step 0; beyond the
+    budget, acts.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.budget = config.forgetting
@@ -36,9 +38,11 @@ class ForgettingBudget(Observer):
 def apply_forgetting_budget(
     event: ValidationEvent, budget: Forgetting, *, has_gate: bool = False
 ) -> None:
-    """Compares rank 0's figures with the budget and acts alike on all ranks; every rank must call it.
+    """Compares rank 0's figures with the budget and acts alike on all ranks; every rank must call
+    it.
 
-    `has_gate`: a gate is fitted after training. Messages then say that the figures are of the model without it.
+    `has_gate`: a gate is fitted after training. Messages then say that the figures are of the model
+        without it.
     """
     limits = {"forgetting": budget.max_increase, "kl_from_base": budget.max_kl_from_base}
 
@@ -63,6 +67,7 @@ def apply_forgetting_budget(
     warn_on_rank0(_logger, "step %d: %s", step, beyond)
     if budget.action == "stop":
         event.stop = ForgettingError(
-            f"step {step}: {beyond}; this step is saved. Convert it, or raise the budget in `forgetting` and start "
+            f"step {step}: {beyond}; this step is saved. Convert it, or raise the budget in "
+            "`forgetting` and start "
             "again"
         )

@@ -1,7 +1,7 @@
 """The figures of every step: in metrics.jsonl, in TensorBoard's format, and as a line of progress.
 
-A run that resumes from step k, or rolls back to it, drops what was written after k, so that each step has one line. A
-run that begins again keeps what was written, as metrics.jsonl.1.
+A run that resumes from step k, or rolls back to it, drops what was written after k, so that each
+step has one line. A run that begins again keeps what was written, as metrics.jsonl.1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _logger = log.get_logger(__name__)
 
 
 def board_folder(folder: Path) -> Path:
-    """Where TensorBoard's files of the run in `folder` are: it names a run by the path below what it is shown."""
+    """Where TensorBoard's files of the run in `folder` are: it names a run by the path below what
+    it is shown.
+    """
     board = folder / BOARD
     if any(board.glob("events.*")):  # of an attempt of an earlier version, which goes on there
         return board
@@ -32,7 +34,9 @@ def board_folder(folder: Path) -> Path:
 
 
 class MetricsFiles(Observer):
-    """Writes the figures of every step. A full disk delays lines of metrics.jsonl, and TensorBoard lacks its steps."""
+    """Writes the figures of every step. A full disk delays lines of metrics.jsonl, and TensorBoard
+    lacks its steps.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
@@ -108,7 +112,9 @@ class MetricsFiles(Observer):
 
 
 def keep_aside(path: Path) -> None:
-    """Renames a metrics.jsonl with figures of steps, and says so: a run that begins again replaces none of them."""
+    """Renames a metrics.jsonl with figures of steps, and says so: a run that begins again replaces
+    none of them.
+    """
     if not any(line["step"] for line in read_metrics(path)):
         return
     names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
@@ -122,7 +128,9 @@ def keep_aside(path: Path) -> None:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk."""
+    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room
+    on the disk.
+    """
     with suppress(FileNotFoundError), path.open("rb+") as file:
         end = at = 0
         for line in file if step else ():

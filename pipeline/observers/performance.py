@@ -56,7 +56,8 @@ class PerformanceMetrics(Observer):
 
 
 class Profiler(Observer):
-    """Traces the configured steps with torch.profiler, on the configured ranks, each as a span `ProfilerStep#<step>`.
+    """Traces the configured steps with torch.profiler, on the configured ranks, each as a span
+    `ProfilerStep#<step>`.
 
     A step begins where the one before it is reported, and so includes that one's save.
     """

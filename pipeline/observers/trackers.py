@@ -1,8 +1,8 @@
 """Experiment trackers: log the figures of each step to Weights & Biases or MLflow too.
 
-A fault of a tracker ends no run: it is one error line, and the attempt continues without it. All attempts at a run log
-into one tracked run, whose id is recorded in the run folder. Both services only append: a step that is computed again
-is there twice, and the later value is valid.
+A fault of a tracker ends no run: it is one error line, and the attempt continues without it. All
+attempts at a run log into one tracked run, whose id is recorded in the run folder. Both services
+only append: a step that is computed again is there twice, and the later value is valid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ End = Callable[[bool], None]
 
 
 class Tracker(Observer):
-    """A run that is tracked by `service`: `start` begins or continues it, and returns how to log a step and to end."""
+    """A run that is tracked by `service`: `start` begins or continues it, and returns how to log a
+    step and to end.
+    """
 
     def __init__(self, service: str, start: Callable[[], tuple[Log, End]]) -> None:
         self._service, self._failed = service, False
@@ -69,7 +71,9 @@ def make_trackers(config: RunConfig) -> list[Observer]:
 
 
 def _recorded_id(config: RunConfig, service: str) -> tuple[Path, str | None]:
-    """The file of the tracked run's id in the run folder, and the id that an earlier attempt has recorded there."""
+    """The file of the tracked run's id in the run folder, and the id that an earlier attempt has
+    recorded there.
+    """
     path = config.folder / f"{service}_run_id"
     return path, path.read_text(encoding="utf-8").strip() if path.exists() else None
 
@@ -98,14 +102,17 @@ def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
 
     def end(finished: bool) -> None:
         run.finish(exit_code=int(not finished))
-        # `finish` does not wait until W&B's own process has written the last figures to the offline file.
+        #  `finish` does not wait until W&B's own process has written the last figures to the
+        # offline file.
         teardown(exit_code=int(not finished))
 
     return lambda event: run.log({"step": event.step, **event.figures}), end
 
 
 def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]:
-    """On a server, or in a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain folders)."""
+    """On a server, or in a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain
+    folders).
+    """
     # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")

@@ -18,7 +18,7 @@ from pipeline.deepspeed_config import (
     DeepSpeedConfig,
     accumulation_steps,
     deepspeed_config_of,
-    why_not_zero3,
+    zero3_unsupported_reason,
 )
 from pipeline.errors import BaseModelError, UserError
 from pipeline.log import counted
@@ -163,7 +163,7 @@ class Estimator:
         sizes = {
             size for size in TP_SIZES if size <= min(self.cluster.gpus, self.cluster.gpus_per_node)
         }
-        stages = (1, 2, 3) if why_not_zero3(self.config) is None else (1, 2)
+        stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
         for choice in starmap(
             Choice, product(stages, sorted(sizes | {own.tp_size}), CHECKPOINTINGS)
         ):

@@ -1,6 +1,7 @@
 """All uses of DeepSpeed's undocumented attributes; no other module reads or sets them.
 
-Tried with DeepSpeed 0.19.8. The tests of training and conversion check that each attribute still means the same.
+Tried with DeepSpeed 0.19.8. The tests of training and conversion check that each attribute still
+means the same.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 def init_distributed(backend: str, timeout: timedelta) -> None:
     """Joins the ranks that the environment describes."""
     if backend == "gloo":
-        # Otherwise its first use compiles a shared-memory all-reduce for 33 s, which gloo does not need.
+        #  Otherwise its first use compiles a shared-memory all-reduce for 33 s, which gloo does not
+        # need.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
@@ -50,7 +52,8 @@ def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: L
     """Raises ConfigError, in one line, for a file that DeepSpeed's own reader refuses."""
     values = deepspeed_config.merged(config.schedule, layout)
     micro_batches = config.schedule.micro_batch_size * values["gradient_accumulation_steps"]
-    # DeepSpeed compares it with the number of data-parallel ranks, for which it takes all ranks here.
+    #  DeepSpeed compares it with the number of data-parallel ranks, for which it takes all ranks
+    # here.
     values["train_batch_size"] = micro_batches * dist.get_world_size()
     try:
         DeepSpeedReader(values)
@@ -74,7 +77,9 @@ def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: L
 def partitioning_context(
     config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
 ) -> AbstractContextManager[Any]:
-    """Within it, ZeRO-3 partitions each parameter on creation; call `attach_zero_partitions` afterwards."""
+    """Within it, ZeRO-3 partitions each parameter on creation; call `attach_zero_partitions`
+    afterwards.
+    """
     if not deepspeed_config.partitions_at_once:
         return nullcontext()
     context: AbstractContextManager[Any] = _PartitionedUnset(
@@ -87,7 +92,9 @@ def partitioning_context(
 
 
 class _PartitionedUnset(deepspeed.zero.Init):  # type: ignore[misc]
-    """Partitions parameters without broadcasting their values, which are not set yet: their memory is never touched."""
+    """Partitions parameters without broadcasting their values, which are not set yet: their memory
+    is never touched.
+    """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
         self._convert_to_deepspeed_param(param)
@@ -95,7 +102,9 @@ class _PartitionedUnset(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 def attach_zero_partitions(model: nn.Module) -> None:
-    """Puts a `ZeroPartition` on every parameter that ZeRO-3 has partitioned, as `zero_partition`."""
+    """Puts a `ZeroPartition` on every parameter that ZeRO-3 has partitioned, as
+    `zero_partition`.
+    """
     parameter: Any  # it has DeepSpeed's attributes
     for parameter in model.parameters():
         if hasattr(parameter, "ds_tensor"):
@@ -114,7 +123,9 @@ def attach_zero_partitions(model: nn.Module) -> None:
 def optimizer_state(
     engine: Any, model: nn.Module
 ) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:
-    """What this rank's optimizer holds: `first`, `values` (views) and `adam_step` of a `RankState`; no collective."""
+    """What this rank's optimizer holds: `first`, `values` (views) and `adam_step` of a `RankState`;
+    no collective.
+    """
     first, values, adam_step = {}, {}, torch.tensor(0.0)
     for name, shard in _optimizer_shards(model, engine.optimizer):
         slots, moments = _slots(engine, name, shard)
@@ -126,7 +137,9 @@ def optimizer_state(
 
 @torch.no_grad()
 def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorParallel) -> None:
-    """Sets the fp32 weights, moments and step count of this rank's optimizer; no collective. `publish` follows."""
+    """Sets the fp32 weights, moments and step count of this rank's optimizer; no collective.
+    `publish` follows.
+    """
     for name, shard in _optimizer_shards(model, engine.optimizer):
         slots, moments = _slots(engine, name, shard)
         slots["step"] = reader.adam_step.clone().to(shard.flat.device)
@@ -141,7 +154,9 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
 def _slots(
     engine: Any, name: str, shard: OptimizerShard
 ) -> tuple[dict[str, Tensor], tuple[Kind, ...]]:
-    """What the optimizer holds for `shard.flat`, as it makes it itself if it has made no step yet, and its moments."""
+    """What the optimizer holds for `shard.flat`, as it makes it itself if it has made no step yet,
+    and its moments.
+    """
     optimizer = engine.optimizer.optimizer
     slots: dict[str, Tensor] = optimizer.state[shard.flat]
     moments = moments_of(optimizer, name, shard.parameter)
@@ -153,13 +168,16 @@ def _slots(
 
 @torch.no_grad()
 def publish(engine: Any, model: nn.Module, step: int) -> None:
-    """Copies the restored weights into the model and sets the engine's step count; every rank must call it."""
+    """Copies the restored weights into the model and sets the engine's step count; every rank must
+    call it.
+    """
     engine.global_steps = step
     optimizer = engine.optimizer
     if not _is_zero3(optimizer):
         optimizer.update_lp_params()
         return
-    # Every rank keeps small parameters whole; the epilogue gathers them again from the partitions set here.
+    #  Every rank keeps small parameters whole; the epilogue gathers them again from the partitions
+    # set here.
     optimizer.checkpoint_event_prologue()
     for _, shard in _optimizer_shards(model, optimizer):
         partition = zero_partition_of(shard.parameter)
@@ -181,7 +199,9 @@ def _optimizer_shards(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, O
 
 
 def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:
-    """Tells Muon, if that is the optimizer, what this rank holds of its matrices; every rank in one order."""
+    """Tells Muon, if that is the optimizer, what this rank holds of its matrices; every rank in one
+    order.
+    """
     optimizer, muon = engine.optimizer, engine.optimizer.optimizer
     if not isinstance(muon, Muon):
         return
@@ -212,7 +232,9 @@ def _shard_of_zero3(parameter: nn.Parameter, optimizer: Any) -> OptimizerShard:
 
 
 def _shard(parameter: nn.Parameter, optimizer: Any) -> OptimizerShard | None:
-    """ZeRO-1 and 2 concatenate the parameters of a group and cut the result: a rank may hold none of a parameter."""
+    """ZeRO-1 and 2 concatenate the parameters of a group and cut the result: a rank may hold none
+    of a parameter.
+    """
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None

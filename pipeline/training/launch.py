@@ -1,4 +1,6 @@
-"""Launch: a process's rank from its environment, the process group, signals that ask for a stop, and the exit."""
+"""Launch: a process's rank from its environment, the process group, signals that ask for a stop,
+and the exit.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ from pipeline.log import node
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in a collective, until the run's configuration is read."""
 
-# Each launcher's names for a process's rank, its rank on the node, and the number of processes. OpenMPI comes before
-# Slurm, because its mpirun starts its own daemons with srun and their variables reach the processes too.
+#  Each launcher's names for a process's rank, its rank on the node, and the number of processes.
+# OpenMPI comes before Slurm, because its mpirun starts its own daemons with srun and their
+# variables reach the processes too.
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -56,21 +59,24 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """This process's place from the variables of torchrun, srun or mpirun; a world of one without them.
+    """This process's place from the variables of torchrun, srun or mpirun; a world of one without
+    them.
 
-    Raises:
-        LayoutError: a variable is missing, the world is not the allocation, or an address cannot be reached.
+    Raises: LayoutError: a variable is missing, the world is not the allocation, or an address
+    cannot be reached.
     """
     names = next((names for names in _LAUNCHERS if names[-1] in environment), ())
     rank, local_rank, world_size = [_number(environment, name) for name in names] or (0, 0, 1)
-    # A process started without its launcher would train alone, or wait for ranks that nobody starts.
+    #  A process started without its launcher would train alone, or wait for ranks that nobody
+    # starts.
     expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
     tasks = _number(
         environment, "SLURM_NTASKS", default=1
     )  # torchrun under srun may start several ranks a task
     if (expected and world_size != expected) or (not expected and world_size < tasks):
         raise LayoutError(
-            f"rank {rank} on {node()} is one of {world_size} process(es), but {expected or tasks} were allocated; "
+            f"rank {rank} on {node()} is one of {world_size} process(es), but {expected or tasks} "
+            "were allocated; "
             "start them with slurm/cpt_korean.sh or srun (EXPECTED_WORLD_SIZE overrides)"
         )
     if world_size == 1:
@@ -79,8 +85,10 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
         raise LayoutError(
-            f"{' and '.join(missing)} not set, and {world_size} processes need a rendezvous; start them with "
-            "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first node's address"
+            f"{' and '.join(missing)} not set, and {world_size} processes need a rendezvous; start "
+            "them with "
+            "slurm/cpt_korean.sh, which derives it from the allocation, or set it to the first "
+            "node's address"
         )
     launch = Launch(
         rank,
@@ -93,14 +101,17 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         remedy = "set MASTER_ADDR to the first node's address (HOST_COUNT=1 if all nodes are this machine)"
         _check_reachable("MASTER_ADDR", launch.master_addr, remedy)
         if "GLOO_SOCKET_IFNAME" not in environment:
-            # gloo listens at the address of the node's own name and sends it to the others: often it is 127.0.1.1.
+            #  gloo listens at the address of the node's own name and sends it to the others: often
+            # it is 127.0.1.1.
             remedy = "set NETWORK_INTERFACE in slurm/site.env (or GLOO_SOCKET_IFNAME), or correct its /etc/hosts"
             _check_reachable("the node's own name", socket.gethostname(), remedy)
     return launch
 
 
 def _check_reachable(what: str, name: str, remedy: str) -> None:
-    """Raises LayoutError where other hosts cannot reach the address that this node knows for `name`."""
+    """Raises LayoutError where other hosts cannot reach the address that this node knows for
+    `name`.
+    """
     try:
         address = resolved(name)
     except OSError as error:
@@ -127,7 +138,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def initialise(launch: Launch) -> torch.device:
-    """Joins the ranks through DeepSpeed (NCCL on GPUs, gloo on CPUs) and returns this rank's device.
+    """Joins the ranks through DeepSpeed (NCCL on GPUs, gloo on CPUs) and returns this rank's
+    device.
 
     Raises:
         LayoutError: the node has fewer GPUs than ranks.
@@ -138,7 +150,8 @@ def initialise(launch: Launch) -> torch.device:
     os.environ.setdefault(
         "TORCH_GLOO_LAZY_INIT", "1"
     )  # else each group holds a socket to each of a thousand ranks
-    # DeepSpeed's engine refuses a LOCAL_RANK that is not mpirun's, as with bound GPUs, or in a shell under mpirun.
+    #  DeepSpeed's engine refuses a LOCAL_RANK that is not mpirun's, as with bound GPUs, or in a
+    # shell under mpirun.
     under_mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None) is not None
     os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
     from pipeline.training import (
@@ -160,21 +173,26 @@ def initialise(launch: Launch) -> torch.device:
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         raise RendezvousError(
             f"rank {launch.rank} on {node()} could not meet the others at "
-            f"{launch.master_addr}:{launch.master_port} ({str(error).splitlines()[0]}); another program may use that "
+            f"{launch.master_addr}:{launch.master_port} ({str(error).splitlines()[0]}); another "
+            "program may use that "
             "port: a requeued job takes another one, or set MASTER_PORT"
         ) from None
     return device
 
 
 def slurm_binds_gpus(environment: Mapping[str, str]) -> bool:
-    """Whether srun may show each task only its own GPUs: --gpus-per-task, or --tres-per-task=gres/gpu:1."""
+    """Whether srun may show each task only its own GPUs: --gpus-per-task, or
+    --tres-per-task=gres/gpu:1.
+    """
     return "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get(
         "SLURM_TRES_PER_TASK", ""
     )
 
 
 def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
-    """Which of the `visible` GPUs is this rank's; `bound` says that its launcher may show each only its own."""
+    """Which of the `visible` GPUs is this rank's; `bound` says that its launcher may show each only
+    its own.
+    """
     if bound and visible == 1:
         return 0
     if local_rank >= visible:
@@ -186,8 +204,8 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
 
 
 def extend_collectives(limits: Watchdog) -> timedelta:
-    """Lets collectives take longer than the watchdog allows any phase, so that it names the missing rank before gloo or
-    NCCL end those that wait for it; returns how long."""
+    """Lets collectives take longer than the watchdog allows any phase, so that it names the missing
+    rank before gloo or NCCL end those that wait for it; returns how long."""
     timeout = max(
         COLLECTIVE_TIMEOUT, timedelta(seconds=2 * max(limits.hung_after_s, limits.slow_after_s))
     )
@@ -196,7 +214,9 @@ def extend_collectives(limits: Watchdog) -> timedelta:
 
 
 def use_deterministic_kernels() -> None:
-    """Makes torch and cuBLAS compute the same bits each time, where they can; NCCL needs the user's NCCL_ALGO."""
+    """Makes torch and cuBLAS compute the same bits each time, where they can; NCCL needs the user's
+    NCCL_ALGO.
+    """
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
     )  # read with the first product, which is yet to come
@@ -209,8 +229,9 @@ def use_deterministic_kernels() -> None:
 
 
 def leave_after(program: Callable[[], None]) -> NoReturn:
-    """Runs `program`, which ends in `sys.exit`, and ends the process with its code, without the interpreter's clean-up:
-    threads of DeepSpeed's groups sometimes abort it then, and a finished run would count as failed."""
+    """Runs `program`, which ends in `sys.exit`, and ends the process with its code, without the
+    interpreter's clean-up: threads of DeepSpeed's groups sometimes abort it then, and a finished
+    run would count as failed."""
     code: object = None
     try:
         program()
@@ -226,11 +247,13 @@ def leave_after(program: Callable[[], None]) -> NoReturn:
 
 
 class StopSignals:
-    """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`, which the loop reads at every step.
+    """While it is entered, SIGTERM, SIGUSR1 and SIGINT only set `received`, which the loop reads at
+    every step.
 
-    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process without saving: it
-    raises KeyboardInterrupt. Python does that only once the main thread is back from a collective, which it may never
-    be; another thread learns of the second Ctrl-C from `is_insistent`.
+    A handler may interrupt a collective, so it does nothing else. A second Ctrl-C ends the process
+    without saving: it raises KeyboardInterrupt. Python does that only once the main thread is back
+    from a collective, which it may never be; another thread learns of the second Ctrl-C from
+    `is_insistent`.
     """
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -245,7 +268,8 @@ class StopSignals:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        # Into it the interpreter writes the number of each signal as it arrives, whatever the main thread does.
+        #  Into it the interpreter writes the number of each signal as it arrives, whatever the main
+        # thread does.
         self._previous_wakeup = signal.set_wakeup_fd(
             self._writer.fileno(), warn_on_full_buffer=False
         )

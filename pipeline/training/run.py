@@ -1,4 +1,6 @@
-"""One attempt at a training run: read, build, train, save; it resumes where an earlier attempt stopped."""
+"""One attempt at a training run: read, build, train, save; it resumes where an earlier attempt
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.files import write_json
 from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
-from pipeline.health.watchdog import Watchdog, lost_a_peer
+from pipeline.health.watchdog import RankWatchdog, lost_a_peer
 from pipeline.parallel.ranks import broadcast_from_rank0
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
@@ -34,7 +36,9 @@ from pipeline.training.launch import StopSignals, extend_collectives, use_determ
 from pipeline.training.trainer import ObserverFactory, Trainer
 
 STACKS = "stacks"
-"""The folder, in the run folder, of the stack traces that the watchdog writes when it ends a run."""
+"""The folder, in the run folder, of the stack traces that the watchdog writes when it ends a
+run.
+"""
 _logger = log.get_logger(__name__)
 
 
@@ -44,7 +48,9 @@ def run_training(
     make_observers: ObserverFactory,
     changes: Sequence[str] = (),
 ) -> int:
-    """Trains the run that `config_path` and `changes` describe; every rank must call it. Returns the exit code."""
+    """Trains the run that `config_path` and `changes` describe; every rank must call it. Returns
+    the exit code.
+    """
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
         config = broadcast_from_rank0(lambda: load_config(config_path, changes))
@@ -69,8 +75,9 @@ def run_training(
 
 @contextmanager
 def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
-    """Records in `folder` the fault that ends the block. What follows from another rank's fault is not: a SystemExit,
-    and a broken connection, which the watchdog records with the name of that rank."""
+    """Records in `folder` the fault that ends the block. What follows from another rank's fault is
+    not: a SystemExit, and a broken connection, which the watchdog records with the name of that
+    rank."""
     try:
         yield
     except Exception as error:
@@ -99,8 +106,9 @@ def attempt(
 ) -> int:
     """Trains until the end or a signal, and returns the exit code.
 
-    The end is on record before observers end, because a tracker may wait for its service; the watchdog then lets all
-    ranks end together, because a launcher kills those that end long after the first.
+    The end is on record before observers end, because a tracker may wait for its service; the
+    watchdog then lets all ranks end together, because a launcher kills those that end long after
+    the first.
     """
     config = inputs.config
 
@@ -112,14 +120,15 @@ def attempt(
     with ExitStack() as ending:
         with _faults_on_record(config.folder, phases):
             stacks = config.folder / STACKS
-            watchdog = Watchdog(
+            watchdog = RankWatchdog(
                 config.watchdog, phases, stacks, record_verdict, signals.is_insistent
             )
             ending.enter_context(watchdog)
             trainer = Trainer(inputs, device, phases, make_observers)
 
             def end_observers(kind: object, error: BaseException | None, trace: object) -> None:
-                # Not after a fault of the program, or of another rank: an observer might wait for it.
+                #  Not after a fault of the program, or of another rank: an observer might wait for
+                # it.
                 if error is None or isinstance(error, (UserError, SystemExit)):
                     for observer in trainer.observers:
                         observer.on_end(finished=trainer.finished)

@@ -321,9 +321,10 @@ def with_new_tokens_of(method: str) -> Journey:
 
 
 def change_run(checkpoint: Path, **changes: Any) -> None:
-    """Changes the manifest's record of the run."""
+    """Changes the manifest's record of the run, and removes the checksum of the manifest."""
     values = json.loads((checkpoint / "manifest.json").read_text())
     values["run"] |= changes
+    del values["checksum"]
     (checkpoint / "manifest.json").write_text(json.dumps(values))
 
 

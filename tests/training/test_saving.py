@@ -113,7 +113,9 @@ def _save_twice(folder: Path) -> tuple[object, ...]:
     engine: Any = SimpleNamespace(
         state=lambda: RankState(0, 1, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {})
     )
-    checkpoints = checkpointing.Checkpoints(folder, record(), LAYOUT, Settings(asynchronous=True))
+    checkpoints = checkpointing.CheckpointManager(
+        folder, record(), LAYOUT, Settings(asynchronous=True)
+    )
     write, returned = checkpointing.write_rank_file, threading.Event()
 
     def slowly(path, value):

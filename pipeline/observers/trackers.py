@@ -102,7 +102,7 @@ def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
 
     def end(finished: bool) -> None:
         run.finish(exit_code=int(not finished))
-        #  `finish` does not wait until W&B's own process has written the last figures to the
+        # `finish` does not wait until W&B's own process has written the last figures to the
         # offline file.
         teardown(exit_code=int(not finished))
 

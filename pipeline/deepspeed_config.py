@@ -190,7 +190,7 @@ class DeepSpeedConfig:
             "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
             "gradient_accumulation_steps": accumulation_steps(schedule, layout.dp_size),
             "gradient_clipping": schedule.gradient_clipping,
-            #  The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at
+            # The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at
             # the first start.
             "zero_force_ds_cpu_optimizer": False,
             # Muon is our own, and unknown to DeepSpeed.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#  `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process
+# `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process
 # with 128 + its number.
 
 FINISHED = 0

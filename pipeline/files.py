@@ -395,7 +395,7 @@ def publish_first(unfinished: Path, path: Path) -> bool:
             except FileExistsError:
                 return False
             except OSError as fault:
-                #  Some file systems have no hard links (FAT, many of FUSE), and some no such rename
+                # Some file systems have no hard links (FAT, many of FUSE), and some no such rename
                 # (NFS).
                 if rename is _rename_under_claim or fault.errno not in _UNSUPPORTED:
                     raise

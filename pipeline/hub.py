@@ -27,7 +27,7 @@ _TERMS = (
     "*USE_POLICY*",
 )
 _WEIGHTS = "*.safetensors"
-#  Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated
+# Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated
 # files.
 _IGNORED = ("*/*", "consolidated*")
 ADVICE = (

@@ -70,7 +70,7 @@ class RankWatchdog:
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         if self._rank != 0:
-            #  Only rank 0, which sees all ranks, can distinguish ranks that hang from ranks that
+            # Only rank 0, which sees all ranks, can distinguish ranks that hang from ranks that
             # wait.
             limits = limits.model_copy(update={"hung_after_s": math.inf, "slow_after_s": math.inf})
         self._limits = limits

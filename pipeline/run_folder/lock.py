@@ -192,7 +192,7 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:
     own = LockOwner.this_process()
-    #  An earlier start of this job lives if Slurm lost contact with its node. A later attempt may
+    # An earlier start of this job lives if Slurm lost contact with its node. A later attempt may
     # succeed.
     is_earlier = owner.job is not None and owner.job == own.job and owner.restart != own.restart
     return FolderTakenError(

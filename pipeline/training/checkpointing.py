@@ -303,8 +303,7 @@ class CheckpointManager:
             engine.restore(index)
             if self.rank == 0:
                 folders.rollback_to(checkpoint)
-            #  With more ranks than at the save, the additional ones take the random states of
-            # others.
+            # With more ranks than at the save, the additional ones take other ranks' states.
             return read_random_state(checkpoint, self.rank % manifest.layout.world_size)
 
         random_state = run_on_all_ranks(read)
@@ -328,7 +327,7 @@ def in_background(work: Callable[[], None]) -> Callable[[], None]:
         except BaseException as fault:  # noqa: BLE001  # raised on the main thread
             done.set_exception(fault)
 
-    #  A daemon, unlike an executor's: a process that fails must not wait for a thread that waits
+    # A daemon, unlike an executor's: a process that fails must not wait for a thread that waits
     # for another rank.
     threading.Thread(target=guarded, name="checkpoint writer", daemon=True).start()
     return done.result

@@ -71,7 +71,7 @@ class Engine:
         self.total_parameters = 0
         for name, parameter in model.named_parameters():
             if name.startswith(REFERENCE):
-                continue  # a frozen copy of what trains, for KL: no part of the model
+                continue  # the frozen copy of the base, for KL, is no part of the model
             size = prod(full_shape_of(parameter))
             self.total_parameters += size
             if parameter.requires_grad:

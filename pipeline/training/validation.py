@@ -97,8 +97,7 @@ class Validator:
         nll_per_token = math.nan
         if tokens > 0:
             nll_per_token = nll / tokens
-        # Bits per byte compares models of different tokenizers. Both counts are those of the whole
-        # held-out part, with tokens as this tokenizer has them.
+        # Both counts are of the whole held-out part: see `HeldoutSamples`.
         bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
         score = None
         if answers > 0:
@@ -138,17 +137,21 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
     assert losses.is_greedy_choice is not None
     starts = answer_starts.double()
     probabilities = losses.nll.double().neg().exp()
-    #  Answers are numbered from 1 in each sequence; number 0 is the rest of one that began in an
+    # Answers are numbered from 1 in each sequence; number 0 is the rest of one that began in an
     # earlier sample.
     answer = answer_starts.long().cumsum(dim=1)
     missed = (targets != IGNORED) & ~losses.is_greedy_choice
-    misses = torch.zeros(
-        len(targets), targets.shape[1] + 1, dtype=torch.float64, device=targets.device
-    )
-    misses.scatter_add_(1, answer, missed.double())
-    whole = misses.gather(1, answer) == 0
-    found = [starts, starts * losses.is_greedy_choice, starts * probabilities, starts * whole]
-    return torch.stack([values.sum(dim=1) for values in found], dim=1)
+    batch_size, length = targets.shape
+    misses = torch.zeros(batch_size, length + 1, dtype=torch.float64, device=targets.device)
+    misses.scatter_add_(1, answer, missed.double())  # [B, S + 1]: the misses of each answer
+    is_whole = misses.gather(1, answer) == 0  # [B, S]: whether this token's answer has none
+    sums = [
+        starts.sum(dim=1),
+        (starts * losses.is_greedy_choice).sum(dim=1),
+        (starts * probabilities).sum(dim=1),
+        (starts * is_whole).sum(dim=1),
+    ]
+    return torch.stack(sums, dim=1)
 
 
 def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> float:

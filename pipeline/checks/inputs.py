@@ -204,7 +204,9 @@ class RunInputs:
         check_no_checkpoint_is_lost(config)
         return False
 
-    def _check_continues(self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool) -> None:
+    def _check_continues(
+        self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool
+    ) -> None:
         """Raises CheckpointError where this run cannot be the one that wrote the checkpoint."""
         with torch.device("meta"):
             model = build_model(self.config, self.base.spec, SINGLE)

@@ -169,8 +169,8 @@ class TrainingBatches:
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
         )
-        no_rows = [0] * len(samples)
-        return StepPlan(samples, no_rows, no_rows)
+        no_kl = [0] * len(samples)
+        return StepPlan(samples, no_kl, no_kl)
 
     def _plan_with_kl(self, first: int) -> StepPlan:
         """Deals out the samples that train by KL before the others, evenly over all micro-batches.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipeline.training.step_totals import StepSums
 
 from pipeline.methods import method_for
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE
 from pipeline.training.batches import MicroBatch
+from pipeline.training.step_totals import StepSums
 from tests.widened import METHODS, SEED, Watched
 
 META = torch.device("meta")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline.training.step_totals import StepSums, StepTotals
 
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.model.chunked_loss import Losses
 from pipeline.training.batches import MicroBatch
+from pipeline.training.step_totals import StepSums, StepTotals
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
 from tests.training.runs import in_turn, make_run, metrics, train

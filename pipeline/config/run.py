@@ -156,7 +156,7 @@ class Forgetting(Section):
     """factor of lower_learning_rate, each time"""
 
 
-class Watchdog(Section):
+class WatchdogSettings(Section):
     """When a run with lost or hung ranks ends, to be restarted."""
 
     beat_every_s: PositiveFloat = 5.0
@@ -178,7 +178,7 @@ class Parallel(Section):
     """between shared layers a rank holds its share of each sequence only: less memory"""
 
 
-class Validation(Section):
+class ValidationSettings(Section):
     """Held-out perplexity during the run, for each corpus with a held-out part."""
 
     every_steps: PositiveInt = 100
@@ -187,7 +187,7 @@ class Validation(Section):
     """of each held-out part"""
 
 
-class Checkpoints(Section):
+class CheckpointSettings(Section):
     """When to save, and which checkpoints to keep."""
 
     every_steps: PositiveInt = 500
@@ -200,7 +200,7 @@ class Checkpoints(Section):
     """continue training while a copy in host memory is written"""
 
     @model_validator(mode="after")
-    def _kept_steps_are_saved(self) -> Checkpoints:
+    def _kept_steps_are_saved(self) -> CheckpointSettings:
         if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
             raise ValueError(
                 f"keep_every_steps must be a multiple of every_steps {self.every_steps}"
@@ -235,9 +235,9 @@ class RunConfig(Section):
     """fitted after training; default: none"""
     parallel: Parallel = Parallel()
     """layout of the ranks"""
-    validation: Validation = Validation()
+    validation: ValidationSettings = ValidationSettings()
     """held-out scores during the run"""
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: CheckpointSettings = CheckpointSettings()
     """when to save"""
     stability: Stability = Stability()
     """handling of bad steps"""
@@ -245,7 +245,7 @@ class RunConfig(Section):
     """how much may be lost"""
     preflight: Preflight = Preflight()
     """checks before the first step"""
-    watchdog: Watchdog = Watchdog()
+    watchdog: WatchdogSettings = WatchdogSettings()
     """when lost or hung ranks end the run"""
     metrics: Metrics = Metrics()
     """MFU and progress lines"""

@@ -68,7 +68,7 @@ class Watchdog:
 
     def __init__(
         self,
-        limits: settings.Watchdog,
+        limits: settings.WatchdogSettings,
         phases: Phases,
         stacks: Path,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
@@ -195,7 +195,7 @@ class Watchdog:
         sys.stdout.flush()
 
 
-def heartbeat_interval_s(limits: settings.Watchdog, ranks: int) -> float:
+def heartbeat_interval_s(limits: settings.WatchdogSettings, ranks: int) -> float:
     """Rank 0 hears some 100 heartbeats a second, however many ranks; of each, two before it is given up."""
     return max(limits.beat_every_s, min(ranks / 100, limits.dead_after_s / 2))
 

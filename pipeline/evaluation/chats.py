@@ -120,7 +120,7 @@ def _chats_in(file: Path) -> Iterator[Chat]:
 
 
 def _messages_in(line: bytes) -> list[dict[str, Any]]:
-    """The messages of a line of JSON; none if the line, or one of its messages, is something else."""
+    """The messages of a line of JSON; none if one of them, or the line, is something else."""
     messages = []
     try:
         for found in orjson.loads(line)["messages"]:

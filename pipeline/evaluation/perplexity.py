@@ -70,7 +70,10 @@ class Score:
 
 
 class _Sequence(NamedTuple):
-    """The tokens of a document, `ids: [S]`; those from `first_scored` on are `bytes` bytes of text."""
+    """The tokens of a document, `ids: [S]`, scored from `first_scored` on.
+
+    The scored ones are `bytes` bytes of text.
+    """
 
     ids: Tensor
     first_scored: int
@@ -205,7 +208,7 @@ def _whole_text(document: Text) -> str:
 def windows(
     length: int, context: int, stride: int, first_scored: int = 1
 ) -> Iterator[tuple[int, int, int]]:
-    """Windows over a sequence of `length` tokens: (start, stop, first of its tokens that is scored).
+    """Windows over `length` tokens: (start, stop, the first of its tokens that is scored).
 
     Tokens before `first_scored`, at least one, are only read. Each window begins `stride` tokens
     after the last one and scores what that one did not. So every scored token sees at least
@@ -223,7 +226,10 @@ def windows(
 def _encode(
     documents: Iterable[Text], tokenizer: Tokenizer, prefix: Sequence[int], max_bytes: int
 ) -> tuple[list[_Sequence], bool]:
-    """The documents within the limit, each after `prefix`, and whether these are all."""
+    """The documents within the limit, each after `prefix`, and whether these are all and whole.
+
+    Bytes of a document count where its tokens are scored.
+    """
     sequences: list[_Sequence] = []
     whole = True
     left = max_bytes

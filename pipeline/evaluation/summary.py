@@ -1,4 +1,4 @@
-"""The summary of a finished run: its scores before and after, its cost, and where its results are."""
+"""The summary of a finished run: its scores before and after, its cost, and where results are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The peak memory of one GPU, by kind, and the disk space of checkpoints.
 
-The peak is in the backward pass of a step's last micro-batch. The optimizer's update comes after the
-activations are freed; its copies count where they are larger.
+The peak is in the backward pass of a step's last micro-batch. The optimizer's update comes after
+the activations are freed; its copies count where they are larger.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
 
 
 def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
-    """The error for a `folder` without enough disk space for the checkpoints still to be written."""
+    """The error for a `folder` without enough disk space for the checkpoints to come."""
     return PreflightError(
         f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, "
         f"found {free_bytes / 1e9:.3g} GB free; "

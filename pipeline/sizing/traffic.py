@@ -1,8 +1,8 @@
 """What a GPU sends in a step, by purpose and by link; what ZeRO partitions, and what it gathers.
 
 Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a
-reduce-scatter, and twice that in an all-reduce. All n edges of a ring carry the same; with m members
-on each node, one edge in m leaves it.
+reduce-scatter, and twice that in an all-reduce. All n edges of a ring carry the same; with m
+members on each node, one edge in m leaves it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gatheri
         return Gathering(0, 0)
     whole = _elements(partitioned)
 
-    # The reuse distance counts the way from the forward pass to the backward pass and back.
+    # From a use in the forward pass to the reuse in the backward pass, all later parameters are
+    # read twice: half of the distance is what stays.
     kept = zero.elements("stage3_max_reuse_distance") // 2
     if zero.elements("stage3_prefetch_bucket_size"):
         kept = max(kept, zero.elements("stage3_max_live_parameters"))

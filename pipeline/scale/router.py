@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale_math import keeps_preserved_path
 
 
 @torch.no_grad()
@@ -22,5 +23,5 @@ def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParal
     sums = torch.stack([product, *squares])
     if tp.size > 1:
         dist.all_reduce(sums, group=tp.group)
-    product, norm_p, norm_a = sums
-    return product > threshold * (norm_p * norm_a).sqrt()
+    product, square_p, square_a = sums
+    return keeps_preserved_path(product, square_p, square_a, threshold)

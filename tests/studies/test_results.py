@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.files import write_json, write_record
-from pipeline.scale.gate_folder import HeldoutText
+from pipeline.gating.folder import HeldoutText
 from pipeline.studies.report import tables
 from pipeline.studies.report.page import page
 from pipeline.studies.report.runs import group, parts, value_of

@@ -28,11 +28,11 @@ import yaml
 
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.checks.checklist import begin
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
-from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess

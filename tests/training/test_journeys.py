@@ -42,8 +42,7 @@ from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
 from pipeline.hf.folder import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
-from pipeline.hf.remote_code.scale_streams import StreamPath
-from pipeline.hf.remote_code.scale_vocabulary import ScaleOutput
+from pipeline.hf.remote_code.scale_streams import ScaleOutput, StreamPath
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
 from pipeline.methods.vocabulary import with_new_rows

@@ -44,7 +44,7 @@ from pipeline.errors import (
     PreflightError,
     UserError,
 )
-from pipeline.hf.folder import base_config
+from pipeline.hf.base_files import base_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.served_tokenizer import check_future_export
 from pipeline.methods.scale import check_named_expansion, made_expansion

@@ -38,9 +38,9 @@ from pipeline.files import (
     write_text,
 )
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
-from pipeline.hf.folder import code_files, dtype_name, write_hf_folder
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
+from pipeline.hf.write import code_files, dtype_name, write_hf_folder
 from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 

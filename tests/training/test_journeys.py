@@ -40,7 +40,7 @@ from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.scale_streams import ScaleOutput, StreamPath
 from pipeline.methods import method_for

@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> None:
     _logger.info(
         "evaluating %s: loading the libraries, then each model", ", ".join(map(str, options.model))
     )
-    from pipeline.hf.folder import check_hf_config
+    from pipeline.hf.load import check_hf_config
 
     for model in options.model:  # before the other models have been scored for hours
         check_hf_config(model, trust_remote_code=options.trust_remote_code)

@@ -33,6 +33,10 @@ class Schedule(Section):
     """share of the peak that is left at the end"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """of matrices; vectors do not decay"""
+    learning_rate_factors: dict[str, PositiveFloat] = {}
+    """Factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or pattern of parameter names (docs/methods.md)."""
+    weight_decay_factors: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """Factors of weight_decay, by kind of block or pattern of parameter names."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """of AdamW"""
     gradient_clipping: PositiveFloat = 1.0

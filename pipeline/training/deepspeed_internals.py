@@ -185,17 +185,23 @@ def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:
     optimizer, muon = engine.optimizer, engine.optimizer.optimizer
     if not isinstance(muon, Muon):
         return
-    matrices = [
-        weight for name, weight in named_trained_parameters(model) if is_layer_matrix(name, weight)
-    ]
+    matrices = {
+        name: weight
+        for name, weight in named_trained_parameters(model)
+        if is_layer_matrix(name, weight)
+    }
     if _is_zero3(optimizer):
-        muon.attach([_shard_of_zero3(weight, optimizer) for weight in matrices], groups)
+        muon.attach([_shard_of_zero3(weight, optimizer) for weight in matrices.values()], groups)
         return
-    (flat,) = muon.param_groups[0]["params"]  # Muon's group comes first
-    muon.attach(
-        [_shard(weight, optimizer) or OptimizerShard(weight, flat, 0, 0, 0) for weight in matrices],
-        groups,
-    )
+    flat_of: dict[str, Tensor] = {}
+    for group in muon.param_groups:
+        (flat,) = group["params"]
+        flat_of |= dict.fromkeys(group["names"], flat)
+    shards: list[OptimizerShard] = []
+    for name, weight in matrices.items():
+        # A rank that holds no element of a matrix still takes part in putting it together.
+        shards.append(_shard(weight, optimizer) or OptimizerShard(weight, flat_of[name], 0, 0, 0))
+    muon.attach(shards, groups)
 
 
 def _is_zero3(optimizer: Any) -> bool:

@@ -111,7 +111,7 @@ class Engine:
     def step(self, learning_rate: float) -> None:
         """Ends a micro-batch; after the last of a step it updates the weights, if the gradient is finite."""
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["learning_rate_factor"]
         self._engine.step()
 
     @property

@@ -60,7 +60,7 @@ def test_the_folder_holds_the_expansion_only_and_is_the_same_whenever_it_is_made
     upscale(ADAPT, base("llama"), tmp_path / "again", SEED)
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["init_expansion"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["initial_expansion"]
 
 
 def test_a_router_and_norm_may_change_after_the_expansion_is_made(base, folder):
@@ -88,7 +88,7 @@ def test_an_expansion_of_a_base_whose_config_changed_is_refused(base, folder, tm
     change_json(changed / "config.json", **changes)
     with pytest.raises(
         BaseModelError,
-        match=r"init_expansion: the config.json of its base .* had another \w+ \(expected",
+        match=r"initial_expansion: the config.json of its base .* had another \w+ \(expected",
     ):
         load(open_base(changed), folder)
     manifest = json.loads((folder / MANIFEST).read_text())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline.checks.inputs import Inputs, check_fits
+from pipeline.checks.inputs import RunInputs, check_fits
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.formats import unsupported_reason
@@ -135,7 +135,7 @@ def fault(pair: tuple[str, str], folder: Path) -> str | None:
     (folder / "config.json").write_text(json.dumps(architecture))
     try:
         config = load_config(path)
-        assert Inputs(config, 2).deepspeed_config
+        assert RunInputs(config, 2).deepspeed_config
         spec = read_spec(folder / "config.json") if architecture else STORIES_SPEC
         check_fits(config, replace(spec, new_tokens=5 * ("vocabulary" in pair)))
     except UserError as error:

@@ -15,7 +15,7 @@ from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig
 from pipeline.conversion.convert import newest_checkpoint
 from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.data.corpus.token_corpus import MANIFEST
+from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary

@@ -44,7 +44,7 @@ def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
             f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
         )
     return NewTokens(
-        [piece.replaces for piece in record.pieces], config.vocabulary.initial, record.tokenizer
+        [new.replaces for new in record.tokens], config.vocabulary.initial, record.tokenizer
     )
 
 

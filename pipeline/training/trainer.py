@@ -15,7 +15,7 @@ from pipeline import log
 from pipeline.checkpoint.folder import remove_unfinished
 from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, describe_run
 from pipeline.checks.checklist import check_allocation
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.schedule import learning_rate
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.errors import UserError
@@ -48,7 +48,11 @@ class Trainer:
     """A run that is about to start or to resume; every rank makes it and calls its methods."""
 
     def __init__(
-        self, inputs: Inputs, device: torch.device, phases: Phases, make_observers: ObserverFactory
+        self,
+        inputs: RunInputs,
+        device: torch.device,
+        phases: Phases,
+        make_observers: ObserverFactory,
     ) -> None:
         """Checks the allocation, loads the model and the newest checkpoint."""
         config, layout = inputs.config, inputs.layout
@@ -259,7 +263,7 @@ ObserverFactory = Callable[[Trainer], Iterable[Observer]]
 """Makes a run's observers on every rank; `pipeline.observers.make_observers` makes those of the configuration."""
 
 
-def hash_base(inputs: Inputs) -> None:
+def hash_base(inputs: RunInputs) -> None:
     """Hashes the files of the base and of the initial expansion, divided among the ranks."""
     base, own_share = inputs.base, slice(dist.get_rank(), None, dist.get_world_size())
 
@@ -277,7 +281,7 @@ def hash_base(inputs: Inputs) -> None:
     )
 
 
-def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> Decoder:
+def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> Decoder:
     """The model before its first step; each rank reads only what it will hold."""
     started = time.perf_counter()
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
@@ -59,7 +59,7 @@ class HeldoutScore:
 class Validation:
     """Scores the model on the first `max_sequences` samples of each held-out part."""
 
-    def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
+    def __init__(self, inputs: RunInputs, rank: int, device: torch.device) -> None:
         config, layout = inputs.config, inputs.layout
         self.heldout, self.device = inputs.samples.heldout, device
         self.settings, self.micro_batch_size = config.validation, config.schedule.micro_batch_size

@@ -318,7 +318,7 @@ def _verify(folder: Path, name: str, export: Export) -> None:
         columns = torch.arange(expected.shape[-1])
         # Its pieces may have other ids here, and those of other expansions come before or behind.
         columns[export.base_rows :] += (
-            model.pieces[model.names.index(name)].start - export.base_rows
+            model.new_tokens[model.names.index(name)].start - export.base_rows
         )
         found = model(columns[tokens], use_cache=False).logits[..., columns]
         if not torch.equal(found, expected):

@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     from pipeline.checkpoint.folder import latest_checkpoint  # after --help: they load torch
-    from pipeline.conversion.trained_model import describe_checkpoint
+    from pipeline.checkpoint.trained_model import describe_checkpoint
 
     folder = arguments.checkpoint
     if (folder / CHECKPOINTS).is_dir():

@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import Format, Purpose
 from pipeline.conversion.merged import merged_export
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
+from pipeline.gating.gate import NUMBERS
 from pipeline.hf import Exported
 from pipeline.hf.folder import Export, PlannedTensor, base_config, code_files, dtype_name
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.gate import DECAY, NUMBERS
 from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale_math import GATE_DECAY
 
 
 def unsupported_reason(
@@ -124,7 +125,10 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
         for name, shape in model.shapes.items()
     ]
     if gate is not None:
-        config |= {"gate_decay": DECAY, **{f"gate_{name}": getattr(gate, name) for name in NUMBERS}}
+        config |= {
+            "gate_decay": GATE_DECAY,
+            **{f"gate_{name}": getattr(gate, name) for name in NUMBERS},
+        }
         # In fp32 whatever the rest is: 16 bits would change decisions.
         tensors += [
             PlannedTensor(

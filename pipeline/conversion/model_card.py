@@ -17,8 +17,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from pipeline import log
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import title_of
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_text, write_text

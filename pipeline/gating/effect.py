@@ -10,23 +10,24 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.run import RunConfig
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples
+from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
+from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.output import NEVER, perplexity
+from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
-from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
+from pipeline.scale_math import NEVER
 
 
 @torch.no_grad()
 def measure(
-    decoder: Decoder, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
+    decoder: Decoder, gate: FittedGate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
 ) -> tuple[dict[str, HeldoutText], float | None]:
     """The effect of `gate` on the first held-out samples, as many of each corpus as validation reads.
 

@@ -41,6 +41,7 @@ from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import choose_path
 
 ActivationCheckpointing = Literal["none", "collaborative", "all"]
 """Which layers the backward pass recomputes."""
@@ -329,14 +330,11 @@ class Decoder(nn.Module):
 
         if plan.routed:
             adapted, preserved, closed = run_routed_with_gate(layers, streams, gate.layer, closes)
-            x, x_up = self.final_norm(*adapted)
-            preserved_x, _ = self.final_norm(*preserved)
-            x = torch.where(closed, preserved_x, x)
+            x, x_up = choose_path(closed, self.final_norm(*preserved), self.final_norm(*adapted))
         else:
             streams, closed = run_gated(layers, streams, gate.layer, plan.l_fp, closes)
-            x, x_up = self.final_norm(*streams)
-        # Zeros add exactly nothing to the logits.
-        x_up = x_up.masked_fill(closed, 0)
+            final = self.final_norm(*streams)
+            x, x_up = choose_path(closed, final, final)
         return HiddenStates(x, x_up, closed=closed.squeeze(-1)).one_token_a_row()
 
     def add_reference(self) -> None:

@@ -28,6 +28,7 @@ from pipeline.scale.widened_linear import (
     WidenedRowLinear,
 )
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
+from pipeline.scale_math import frequencies_by_length, rotary_table, rotate
 
 
 class DecoderLayer(nn.Module):
@@ -242,9 +243,10 @@ class RotaryEmbedding:
         """The table in `dtype` for positions: [B, S] or [S]."""
         frequencies = self._on_device(spec.frequencies, positions.device)
         if spec.context is not None and spec.long_frequencies is not None:
-            is_longer = _lengths(positions, documents).unsqueeze(-1) > spec.context
-            frequencies = torch.where(
-                is_longer, self._on_device(spec.long_frequencies, positions.device), frequencies
+            long_frequencies = self._on_device(spec.long_frequencies, positions.device)
+            lengths = _lengths(positions, documents)
+            frequencies = frequencies_by_length(
+                lengths, spec.context, frequencies, long_frequencies
             )
         return RotaryTable(frequencies, positions, spec.attention_factor, dtype)
 
@@ -273,20 +275,10 @@ class RotaryTable:
         self, frequencies: Tensor, positions: Tensor, factor: float, dtype: torch.dtype
     ) -> None:
         """frequencies: [R / 2], or those of each token [..., R / 2]; positions: [B, S] or [S]; `factor` scales both."""
-        angles = positions.float().unsqueeze(-1) * frequencies
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-        self.cos = (angles.cos() * factor).to(dtype)
-        self.sin = (angles.sin() * factor).to(dtype)
+        cos, sin = rotary_table(frequencies, positions, factor, dtype)
+        self.cos = cos.unsqueeze(-2)
+        self.sin = sin.unsqueeze(-2)
 
     def rotate(self, heads: Tensor) -> Tensor:
         """heads: [B, S, H, K] -> the same shape; the channels beyond R stay unchanged."""
-        width = self.cos.shape[-1]
-        rotated = heads[..., :width]
-        half = width // 2
-        partner = torch.cat([-rotated[..., half:], rotated[..., :half]], dim=-1)
-        rotated = rotated * self.cos + partner * self.sin
-        return (
-            rotated
-            if width == heads.shape[-1]
-            else torch.cat([rotated, heads[..., width:]], dim=-1)
-        )
+        return rotate(heads, self.cos, self.sin)

@@ -17,6 +17,7 @@ from pipeline.parallel.embedding import VOCABULARY
 from pipeline.parallel.sharding import sharded_parameter
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.router import mixed_logits_, mixed_streams, preserved_tokens
+from pipeline.scale_math import NEVER, separate_products
 
 CHUNK_ELEMENTS = 2**25
 """How many logits exist at a time on a CPU: 128 MiB in fp32."""
@@ -25,8 +26,6 @@ GPU_CHUNK_ELEMENTS = 2**27
 (full fine-tuning) longer on an H100 (docs/gpu.md), because each chunk adds to the whole gradient of the output's
 weights.
 """
-NEVER = -1e30
-"""A logit whose probability is 0. It is finite, because KL subtracts such logits."""
 
 
 def perplexity(nats: float) -> float:
@@ -167,9 +166,8 @@ class OutputProjection(nn.Module):
         """W_out x in fp32; the base's own columns are the same to the bit whether others follow them or not."""
         if self.base_columns == self.columns:
             return F.linear(x, self.base).float()
-        # Two products: how a matrix product rounds may depend on its number of columns.
-        widths = [self.base_columns, len(self.base) - self.base_columns]
-        return torch.cat([F.linear(x, part) for part in self.base.split(widths)], dim=1).float()
+        rows = [self.base_columns, len(self.base) - self.base_columns]
+        return separate_products(x, self.base, rows).float()
 
     def _route(self, z_p: Tensor, z_a: Tensor) -> Tensor:
         """Which tokens take Route's preserved path: bool [n]. One all-reduce where the vocabulary is split."""

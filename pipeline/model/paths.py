@@ -107,7 +107,7 @@ def run_routed(layers: LayerPass, adapted: Streams, preserved: Streams) -> tuple
 
 
 class TokenGate(Protocol):
-    """Decides per token whether the model may differ from its base (`pipeline.scale.gate.Gate`)."""
+    """Decides per token whether the model may differ from its base (`pipeline.gating.gate.FittedGate`)."""
 
     @property
     def layer(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import keeps_preserved_path
 
 
 @torch.no_grad()
@@ -33,7 +34,7 @@ def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParal
     if tp.size > 1:
         dist.all_reduce(sums, group=tp.group)
     product, square_p, square_a = sums
-    return product > threshold * (square_p * square_a).sqrt()
+    return keeps_preserved_path(product, square_p, square_a, threshold)
 
 
 def mixed_logits_(z_p: Tensor, z_a: Tensor, preserved: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.hf.folder import load_hf_model, write_hf_folder
 from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES

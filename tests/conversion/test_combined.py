@@ -29,7 +29,7 @@ from pipeline.hf.remote_code.modeling_scale_combined import (
     CombinedForCausalLM,
     is_of_base,
 )
-from pipeline.hf.remote_code.scale_vocabulary import NEVER
+from pipeline.hf.remote_code.scale_math import NEVER
 from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
@@ -296,7 +296,7 @@ def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path
     model, served = load_hf_model(folder), load_tokenizer(folder)
     everything = torch.tensor([served.reference.encode(["".join(TEXTS.values())]).ids.tolist()])
     for name, other in zip(owners, reversed(owners), strict=True):
-        own, others = (model.pieces[model.names.index(one)] for one in (name, other))
+        own, others = (model.new_tokens[model.names.index(one)] for one in (name, other))
         tokens = torch.tensor(
             [load_tokenizer(exports[name]).reference.encode([TEXTS[name]]).ids.tolist()]
         )

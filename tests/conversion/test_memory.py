@@ -29,7 +29,7 @@ import json, sys, threading, time
 from pathlib import Path
 from pipeline.hf import folder as hf_folder
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.trained_model import open_trained
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 
 hf_folder.FILE_BYTES = 2**21  # a file is whole in memory

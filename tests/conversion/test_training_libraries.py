@@ -128,8 +128,8 @@ def test_adapters_on_the_expansions_blocks_leave_closed_text_to_the_bit(name, me
     model = load(name, method, opens=opens)
     tokens = some_tokens(model.config, 4, 24)
     is_closed = torch.ones_like(tokens, dtype=torch.bool)
-    x_up = model.streams(model.embedding(tokens), tokens=tokens)[0].x_up
-    if len(x_up):
+    x_up = model.streams(model.embedding(tokens), tokens=tokens).paths[0].x_up
+    if x_up is not None:
         is_closed = (x_up == 0).all(-1)
     if method == "adapt":  # whose closed tokens attend to open ones
         is_closed = is_closed.cummin(1).values

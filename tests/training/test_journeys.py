@@ -28,11 +28,11 @@ import yaml
 
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.checks.checklist import begin
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
-from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess
@@ -42,8 +42,7 @@ from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
 from pipeline.hf.folder import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
-from pipeline.hf.remote_code.scale_streams import StreamPath
-from pipeline.hf.remote_code.scale_vocabulary import ScaleOutput
+from pipeline.hf.remote_code.scale_streams import ScaleOutput, StreamPath
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
 from pipeline.methods.vocabulary import with_new_tokens

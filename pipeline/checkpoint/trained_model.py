@@ -18,6 +18,7 @@ from pipeline.checkpoint.manifest import MANIFEST_FILE, Manifest, load_manifest
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
+from pipeline.gating.gate import FittedGate
 from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
@@ -30,7 +31,6 @@ from pipeline.model.streaming import stream_weights
 from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.gate import Gate
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_norm import WidenedNorm
 
@@ -58,7 +58,7 @@ class TrainedModel:
     structure: Decoder
     stored: Decoder
     reader: CheckpointReader
-    gate: Gate | None = None
+    gate: FittedGate | None = None
     stored_scale: float | None = None
 
     @property

@@ -20,7 +20,7 @@ from pipeline.files import (
     read_record,
     write_record,
 )
-from pipeline.scale.gate import NUMBERS, Gate
+from pipeline.gating.gate import NUMBERS, FittedGate
 
 GATE_FOLDER = "gate"
 """Where a run's gate is, in the run's folder."""
@@ -93,7 +93,7 @@ class GateRecord(BaseModel):
     """SHA-256 of gate.safetensors"""
 
 
-def write_gate(folder: Path, gate: Gate, record: GateRecord) -> None:
+def write_gate(folder: Path, gate: FittedGate, record: GateRecord) -> None:
     """Writes a gate to `folder`, completely or not at all; replaces an earlier one.
 
     Raises OutputError if `folder` is something else.
@@ -122,7 +122,7 @@ def open_record(folder: Path) -> GateRecord:
         ) from None
 
 
-def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
+def open_gate(folder: Path) -> tuple[FittedGate, GateRecord]:
     """The gate that `write_gate` wrote to `folder`, and its record.
 
     Raises CheckpointError if it is missing or damaged.
@@ -137,4 +137,4 @@ def open_gate(folder: Path) -> tuple[Gate, GateRecord]:
             f"{path}: damaged or missing (another SHA-256 than in {GATE_RECORD}); {_AGAIN}"
         )
     tensors = {name: tensor.float() for name, tensor in load(content).items()}
-    return Gate(**record.model_dump(include=set(NUMBERS)), **tensors), record
+    return FittedGate(**record.model_dump(include=set(NUMBERS)), **tensors), record

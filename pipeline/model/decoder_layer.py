@@ -1,8 +1,9 @@
-"""A decoder layer on two streams, with the features of a `DecoderSpec`: norms, causal self-attention, feed-forward.
+"""A decoder layer on two streams, with the features of a `DecoderSpec`: norms, causal
+self-attention, feed-forward.
 
-SCALE adds attention heads and inner width and keeps them separate from the base's: base and added heads attend in two
-calls. So the base's call is the same as in the base model, and has no backward pass where the base stream depends on no
-trained parameter.
+SCALE adds attention heads and inner width and keeps them separate from the base's: base and added
+heads attend in two calls. So the base's call is the same as in the base model, and has no backward
+pass where the base stream depends on no trained parameter.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ from pipeline.scale_math import frequencies_by_length, rotary_table, rotate
 
 
 class DecoderLayer(nn.Module):
-    """x: [B, S, D], x_up: [B, S, U] -> the same shapes; with sequence parallelism [B, S / tp_size, ...].
+    """x: [B, S, D], x_up: [B, S, U] -> the same shapes; with sequence parallelism [B, S / tp_size,
+    ...].
 
-    `collaborative`: at or above `l_fp`, where the base stream may depend on trained parameters. `added`: a layer that
-    the base does not have. `masked` skips what was added to the base's path: every W12, the adapters, and an added
-    layer as a whole. As a mask [B, S, 1] it skips W12 for some of the tokens.
+    `collaborative`: at or above `l_fp`, where the base stream may depend on trained parameters.
+    `added`: a layer that the base does not have. `masked` skips what was added to the base's path:
+    every W12, the adapters, and an added layer as a whole. As a mask [B, S, 1] it skips W12 for
+    some of the tokens.
     """
 
     def __init__(
@@ -221,7 +224,8 @@ def _hidden(base: Widths, added: Widths | None) -> Parts:
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers of one kind share in a pass: the rotary table, and the attention kernel for the batch."""
+    """What the layers of one kind share in a pass: the rotary table, and the attention kernel for
+    the batch."""
 
     rotary: RotaryTable | None
     attend: Attend
@@ -230,8 +234,8 @@ class Context:
 class RotaryEmbedding:
     """Makes the rotary tables of a decoder. Base and added heads use the same ones.
 
-    The frequencies are copied to the device once: a copy for every batch would make the host wait for the GPU. They are
-    not a buffer, because DeepSpeed would cast a buffer to 16 bits.
+    The frequencies are copied to the device once: a copy for every batch would make the host wait
+    for the GPU. They are not a buffer, because DeepSpeed would cast a buffer to 16 bits.
     """
 
     def __init__(self) -> None:
@@ -269,12 +273,14 @@ def _lengths(positions: Tensor, documents: Documents | None) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin of the angles at given positions, each [(B,) S, 1, R]; R channels of a head are rotated."""
+    """cos and sin of the angles at given positions, each [(B,) S, 1, R]; R channels of a head are
+    rotated."""
 
     def __init__(
         self, frequencies: Tensor, positions: Tensor, factor: float, dtype: torch.dtype
     ) -> None:
-        """frequencies: [R / 2], or those of each token [..., R / 2]; positions: [B, S] or [S]; `factor` scales both."""
+        """frequencies: [R / 2], or those of each token [..., R / 2]; positions: [B, S] or [S];
+        `factor` scales both."""
         cos, sin = rotary_table(frequencies, positions, factor, dtype)
         self.cos = cos.unsqueeze(-2)
         self.sin = sin.unsqueeze(-2)

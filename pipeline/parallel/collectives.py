@@ -1,9 +1,10 @@
 """The collectives of tensor parallelism.
 
-Layers compute with their shards in regions, between `enter_region` and `leave_region` (Megatron's f and g). Inside,
-every rank sees all positions and has its own features. Between regions every rank has all features: of all positions,
-or, with `sequence_parallel`, of its own run of positions (Korthikanti et al. 2022). The traffic is the same, since an
-all-reduce is a reduce-scatter and an all-gather:
+Layers compute with their shards in regions, between `enter_region` and `leave_region` (Megatron's f
+and g). Inside, every rank sees all positions and has its own features. Between regions every rank
+has all features: of all positions, or, with `sequence_parallel`, of its own run of positions
+(Korthikanti et al. 2022). The traffic is the same, since an all-reduce is a reduce-scatter and an
+all-gather:
 
     |                          | forward        | backward       |
     |--------------------------|----------------|----------------|
@@ -12,8 +13,9 @@ all-reduce is a reduce-scatter and an all-gather:
     | enter, sequence-parallel | all-gather     | reduce-scatter |
     | leave, sequence-parallel | reduce-scatter | all-gather     |
 
-Several tensors travel in one message: a layer with two streams needs no more collectives than a layer with one. A
-stream that needs no gradient takes part in the forward pass only and gets no graph.
+Several tensors travel in one message: a layer with two streams needs no more collectives than a
+layer with one. A stream that needs no gradient takes part in the forward pass only and gets no
+graph.
 """
 
 from __future__ import annotations
@@ -31,22 +33,24 @@ _Exchange = Callable[[Sequence[Tensor], TensorParallel], list[Tensor]]
 
 
 def enter_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
-    """Before column-parallel products: each stream over all positions, [B, S, ...]; None stays None."""
+    """Before column-parallel products: each stream over all positions, [B, S, ...]; None stays
+    None."""
     if tp.sequence_parallel:
         return _exchange(tp, gather_together, scatter_sums_together, streams)
     return _exchange(tp, _as_they_are, sum_together, streams)
 
 
 def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]:
-    """After row-parallel products: the sums over the ranks, [B, S, ...], or this rank's positions of them; None stays
-    None."""
+    """After row-parallel products: the sums over the ranks, [B, S, ...], or this rank's positions
+    of them; None stays None."""
     if tp.sequence_parallel:
         return _exchange(tp, scatter_sums_together, gather_together, streams)
     return _exchange(tp, sum_together, _as_they_are, streams)
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The identity on a replicated parameter of any shape; its gradient is summed over the ranks of `group`."""
+    """The identity on a replicated parameter of any shape; its gradient is summed over the ranks of
+    `group`."""
     summed: Tensor = _SumGradient.apply(tensor, group)
     return summed
 
@@ -71,7 +75,8 @@ def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
 
 
 def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """Each rank's positions of `tensors`, [B, S / tp_size, ...], joined to [B, S, ...] in one all-gather."""
+    """Each rank's positions of `tensors`, [B, S / tp_size, ...], joined to [B, S, ...] in one
+    all-gather."""
     own = torch.cat([tensor.reshape(-1) for tensor in tensors])
     gathered = own.new_empty(tp.size * len(own))
     dist.all_gather_single(gathered, own, group=tp.group)
@@ -83,8 +88,8 @@ def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tenso
 
 
 def scatter_sums_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """The sums of `tensors`, [B, S, ...], over the ranks: this rank's positions [B, S / tp_size, ...], in one
-    reduce-scatter."""
+    """The sums of `tensors`, [B, S, ...], over the ranks: this rank's positions [B, S / tp_size,
+    ...], in one reduce-scatter."""
     runs = [tensor.unflatten(1, (tp.size, -1)).movedim(1, 0) for tensor in tensors]
     flat = torch.cat([run.flatten(1) for run in runs], dim=1)
     own = flat.new_empty(flat.shape[1])
@@ -100,7 +105,8 @@ def _as_they_are(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
 def _exchange(
     tp: TensorParallel, there: _Exchange, back: _Exchange, streams: tuple[Tensor | None, ...]
 ) -> tuple[Any, ...]:
-    """Sends streams `there`, and their gradients `back`, in one call each. Some need to travel in neither direction."""
+    """Sends streams `there`, and their gradients `back`, in one call each. Some need to travel in
+    neither direction."""
     travels = [
         stream is not None and (stream.requires_grad or there is not _as_they_are)
         for stream in streams

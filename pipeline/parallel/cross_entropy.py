@@ -1,6 +1,8 @@
-"""Losses of logits whose vocabulary is split over the ranks: cross-entropy, KL divergence, and greedy choices.
+"""Losses of logits whose vocabulary is split over the ranks: cross-entropy, KL divergence, and
+greedy choices.
 
-Each function of this module is a collective over the tensor-parallel group: all its ranks call it together.
+Each function of this module is a collective over the tensor-parallel group: all its ranks call it
+together.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ IGNORED = -100
 def nll_and_logit_gradient_(
     logits: Tensor, targets: Tensor, *, first: int, vocab_size: int, tp: TensorParallel
 ) -> tuple[Tensor, Tensor]:
-    """The negative log likelihood of each target, and its gradient with respect to the logits, written over them.
+    """The negative log likelihood of each target, and its gradient with respect to the logits,
+    written over them.
 
-    logits: [N, V / tp_size] in fp32, the columns from token `first` on (columns past `vocab_size` are padding);
-    targets: [N], `IGNORED` where nothing is predicted (nll and gradient are zero there).
-    Returns nll: [N] and the gradient of their sum: [N, V / tp_size], which is `logits` itself.
+    logits: [N, V / tp_size] in fp32, the columns from token `first` on (columns past `vocab_size`
+    are padding); targets: [N], `IGNORED` where nothing is predicted (nll and gradient are zero
+    there). Returns nll: [N] and the gradient of their sum: [N, V / tp_size], which is `logits`
+    itself.
     """
     _mask_padding_(logits, first, vocab_size)
     largest = logits.amax(dim=1)
@@ -57,12 +61,14 @@ def kl_and_logit_gradient_(
     vocab_size: int,
     tp: TensorParallel,
 ) -> tuple[Tensor, Tensor]:
-    """KL(reference || model) of each token in nats, and its gradient with respect to the model's logits.
+    """KL(reference || model) of each token in nats, and its gradient with respect to the model's
+    logits.
 
-    logits, reference: [N, V / tp_size] in fp32 as in `nll_and_logit_gradient_`; both are overwritten. ignored: bool
+    logits, reference: [N, V / tp_size] in fp32 as in `nll_and_logit_gradient_`; both are
+    overwritten. ignored: bool
     [N]; the divergence and the gradient of these tokens are zero.
-    Returns kl: [N] and the gradient of its sum: [N, V / tp_size], which is `logits` itself. Equal logits give exact
-    zeros.
+    Returns kl: [N] and the gradient of its sum: [N, V / tp_size], which is `logits` itself. Equal
+    logits give exact zeros.
     """
     columns = max(0, min(vocab_size - first, logits.shape[1]))
     logits[:, columns:] = 0  # padding has no gradient
@@ -93,7 +99,8 @@ def kl_and_logit_gradient_(
 
 
 def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """The token that greedy decoding chooses in each row: int64 [N]; the first of several with the largest logit.
+    """The token that greedy decoding chooses in each row: int64 [N]; the first of several with the
+    largest logit.
 
     `logits` are as in `nll_and_logit_gradient_`; only their padding is overwritten.
     """

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNED_BYTES = 16
-"""What the rows of every matrix in a grouped product, and in its backward pass, must be a multiple of."""
+"""What the rows of every matrix in a grouped product, and in its backward pass, must be a multiple
+of."""
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ from pipeline.parallel.topology import TensorParallel
 class ColumnParallelLinear(nn.Module):
     """`Y = W X + b`, with the rows of W (and of b) split over the ranks.
 
-    `units` is how many indivisible groups the rows form (heads). x: [..., in], y: [..., out / tp_size].
+    `units` is how many indivisible groups the rows form (heads). x: [..., in], y: [..., out /
+    tp_size].
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """The partial product of `Y = W X`, with the columns of W split over the ranks.
 
-    x: [..., in / tp_size], y: [..., out], a partial sum over the ranks; rank 0's part includes the bias.
+    x: [..., in / tp_size], y: [..., out], a partial sum over the ranks; rank 0's part includes the
+    bias.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class ReplicatedLinear(nn.Module):
 class ExpertLinear(nn.Module):
     """`Y = W_e X` for the rows of each expert e, with W: [experts, out, in].
 
-    Rows and columns of each expert's matrix are split over the ranks as `dim` says: 1 `out`, 2 `in`; with 2 results are
-    partial sums. x: [N, in], sorted by expert; ends: int32 [experts], where the rows of each end; y: [N, out].
+    Rows and columns of each expert's matrix are split over the ranks as `dim` says: 1 `out`, 2
+    `in`; with 2 results are partial sums. x: [N, in], sorted by expert; ends: int32 [experts],
+    where the rows of each end; y: [N, out].
     """
 
     def __init__(
@@ -106,11 +109,13 @@ def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorPar
 
 
 class LowRankAdapter(nn.Module):
-    """s B A x, to be added to W x: x: [..., in] -> [..., out], a partial sum over the ranks if W is row-parallel.
+    """s B A x, to be added to W x: x: [..., in] -> [..., out], a partial sum over the ranks if W is
+    row-parallel.
 
-    W: [out, in] is `weight`, s is `scale`, A: [rank, in], B: [out, rank]. If W is split by rows, so is B; if by
-    columns, so is A. The other factor is replicated, but each rank applies it to its part only, so its gradient is
-    summed over the ranks. A and B are parameters of this module, so that ZeRO-3 gathers both at once.
+    W: [out, in] is `weight`, s is `scale`, A: [rank, in], B: [out, rank]. If W is split by rows, so
+    is B; if by columns, so is A. The other factor is replicated, but each rank applies it to its
+    part only, so its gradient is summed over the ranks. A and B are parameters of this module, so
+    that ZeRO-3 gathers both at once.
     """
 
     def __init__(

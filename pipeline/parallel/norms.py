@@ -22,9 +22,11 @@ NormKind = Literal["rmsnorm", "layernorm"]
 
 @dataclass(frozen=True)
 class NormedChannels:
-    """How an RMSNorm's mean square counts channels: the first `size` fully, the others times `rest_scale`.
+    """How an RMSNorm's mean square counts channels: the first `size` fully, the others times
+    `rest_scale`.
 
-    Such a base was widened before, and its folder stores the others times `rest_scale`. The divisor is the full width.
+    Such a base was widened before, and its folder stores the others times `rest_scale`. The divisor
+    is the full width.
     """
 
     size: int
@@ -38,7 +40,8 @@ class NormedChannels:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
+    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its
+    positions.
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None
     ) -> Tensor:
-        """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the caller has it: a second
-        copy would be kept for the backward pass."""
+        """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the
+        caller has it: a second copy would be kept for the backward pass."""
         weight = self.shared(self.weight, self.tp)
         x_fp32 = x.float() if x_fp32 is None else x_fp32
         if mean_square is None:
@@ -73,7 +76,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x − mean) / std · weight + bias; x: [..., size]. Mean and variance are those of `statistics_of` where given."""
+    """(x − mean) / std · weight + bias; x: [..., size]. Mean and variance are those of
+    `statistics_of` where given."""
 
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()

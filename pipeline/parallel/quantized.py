@@ -1,7 +1,8 @@
 """A frozen matrix stored in 8 or 4 bits, and its product with activations.
 
-The stored form is one tensor of bytes: the codes of the elements, row after row, then their scales in fp32. Bytes
-survive what DeepSpeed and `Module.to` do to weights of a floating-point type: they would cast the scales to 16 bits.
+The stored form is one tensor of bytes: the codes of the elements, row after row, then their scales
+in fp32. Bytes survive what DeepSpeed and `Module.to` do to weights of a floating-point type: they
+would cast the scales to 16 bits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _NF4 = (
 )  # fmt: skip
 _TABLE_BYTES = 256 * 2 * 4
 _ALIGNED = 16
-"""Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it, too."""
+"""Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it,
+too."""
 _ENCODED = 2**20
 """Elements that are encoded at a time: their copies in fp32 stay in a processor's cache."""
 
@@ -50,12 +52,12 @@ _ENCODED = 2**20
 class Quantization:
     """How a matrix [rows, columns] is stored.
 
-    fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns, packed and decoded as
-    by bitsandbytes; after the scales comes the table of the two values of each byte, because a table made on the host
-    would be a copy to the device in every product.
+    fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns,
+    packed and decoded as by bitsandbytes; after the scales comes the table of the two values of
+    each byte, because a table made on the host would be a copy to the device in every product.
 
-    `fp8_device`: the type of the devices that compute products in fp8, if any: a field, because a layer that is
-    compiled cannot ask for a GPU's generation.
+    `fp8_device`: the type of the devices that compute products in fp8, if any: a field, because a
+    layer that is compiled cannot ask for a GPU's generation.
     """
 
     precision: QuantizedPrecision
@@ -122,9 +124,11 @@ class Quantization:
 
 
 def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tensor]:
-    """Whole rows [rows, columns] -> their codes: uint8 [rows, row_bytes], and scales: fp32 [rows, blocks].
+    """Whole rows [rows, columns] -> their codes: uint8 [rows, row_bytes], and scales: fp32 [rows,
+    blocks].
 
-    A scale depends on the whole row, or block. So what is stored of an element is the same however rows are split.
+    A scale depends on the whole row, or block. So what is stored of an element is the same however
+    rows are split.
     """
     matrix = matrix.float()
     if precision == "fp8":
@@ -143,12 +147,14 @@ def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tenso
 
 
 def _fp8_scales(matrix: Tensor) -> Tensor:
-    """The scale of each row [rows, columns], so that its largest element becomes the largest in fp8: fp32 [rows, 1]."""
+    """The scale of each row [rows, columns], so that its largest element becomes the largest in
+    fp8: fp32 [rows, 1]."""
     return matrix.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(FP8).max
 
 
 def rounded(matrix: Tensor, precision: QuantizedPrecision) -> Tensor:
-    """The matrix [..., columns] that a model computes with which stores `matrix` in `precision`, in fp32."""
+    """The matrix [..., columns] that a model computes with which stores `matrix` in `precision`, in
+    fp32."""
     flat = matrix.flatten(0, -2)
     quantization = Quantization(precision, *flat.shape)
     stored = torch.empty(quantization.size, dtype=torch.uint8)
@@ -164,21 +170,24 @@ def quantization_of(parameter: Tensor) -> Quantization | None:
 def stored_parameter(
     parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int
 ) -> nn.Parameter:
-    """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called `name` in messages.
+    """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called
+    `name` in messages.
 
-    Those of all experts [experts, out, in] are stored as one, with experts · out rows. Raises ConfigError if
-    `parameter` trains, or the split over the ranks cuts blocks.
+    Those of all experts [experts, out, in] are stored as one, with experts · out rows. Raises
+    ConfigError if `parameter` trains, or the split over the ranks cuts blocks.
     """
     if parameter.requires_grad:
         raise ConfigError(
-            f"base_precision: {name} trains, which a matrix in {precision} cannot; set base_precision: bf16, or take "
+            f"base_precision: {name} trains, which a matrix in {precision} cannot; set "
+            "base_precision: bf16, or take "
             "method scale or lora"
         )
     shape, partition = full_shape_of(parameter), partition_of(parameter)
     *rows_of, columns = local_shape(shape, partition, tp_size)
     if precision == "nf4" and columns < shape[-1] and columns % BLOCK:
         raise ConfigError(
-            f"base_precision: nf4 has blocks of {BLOCK} columns, which parallel.tp_size {tp_size} would cut in {name} "
+            f"base_precision: nf4 has blocks of {BLOCK} columns, which parallel.tp_size {tp_size} "
+            f"would cut in {name} "
             f"with {shape[-1]} columns; take a smaller parallel.tp_size, or fp8"
         )
     rows = prod(rows_of)
@@ -195,14 +204,16 @@ def stored_parameter(
 
 
 def _gpu_computes_in_fp8() -> bool:
-    """Whether this rank's GPU computes products in fp8: Hopper does, later ones if this torch has kernels for them."""
+    """Whether this rank's GPU computes products in fp8: Hopper does, later ones if this torch has
+    kernels for them."""
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     return is_hopper and computes_in_fp8("cuda")
 
 
 @cache
 def computes_in_fp8(device: str) -> bool:
-    """Whether this torch has a product in fp8 with a scale for each row for the device, by trying one."""
+    """Whether this torch has a product in fp8 with a scale for each row for the device, by trying
+    one."""
     quantization = Quantization("fp8", _ALIGNED, _ALIGNED)
     stored = torch.empty(quantization.size, dtype=torch.uint8, device=device)
     ones = torch.ones(_ALIGNED, _ALIGNED, dtype=torch.bfloat16, device=device)
@@ -215,7 +226,8 @@ def computes_in_fp8(device: str) -> bool:
 
 
 def read_partition(parameter: Tensor) -> Partition:
-    """How the matrix is split of which a rank reads its part to quantise it: with all that its scales depend on."""
+    """How the matrix is split of which a rank reads its part to quantise it: with all that its
+    scales depend on."""
     quantization, partition = quantization_of(parameter), partition_of(parameter)
     assert quantization is not None
     splits_columns = partition.dim == len(full_shape_of(parameter)) - 1
@@ -224,7 +236,8 @@ def read_partition(parameter: Tensor) -> Partition:
 
 @torch.no_grad()
 def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets this rank's shard of a quantised `parameter`; `read` returns rows of what `read_partition` says."""
+    """Sets this rank's shard of a quantised `parameter`; `read` returns rows of what
+    `read_partition` says."""
     quantization, partition, shape = (
         quantization_of(parameter),
         partition_of(parameter),
@@ -249,9 +262,10 @@ def frozen_product(
 ) -> Tensor:
     """`W x + b` with a stored W: [out, in] and a frozen b: [out]. x: [..., in] -> [..., out].
 
-    With `ends` W holds the maps of all experts, as in `grouped_product`. On GPUs from Hopper on for which torch has the
-    kernel, a product with fp8 in bf16 is computed in fp8, with a scale for each row of x; elsewhere W is decoded. The
-    backward pass decodes it again, so that only its bytes are held between the two.
+    With `ends` W holds the maps of all experts, as in `grouped_product`. On GPUs from Hopper on for
+    which torch has the kernel, a product with fp8 in bf16 is computed in fp8, with a scale for each
+    row of x; elsewhere W is decoded. The backward pass decodes it again, so that only its bytes are
+    held between the two.
     """
     product: Tensor = _FrozenProduct.apply(x, stored, bias, ends, quantization)
     return product
@@ -301,7 +315,8 @@ def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
 def product_in_fp8(
     x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None
 ) -> Tensor:
-    """`W x + b` for a W in fp8, with x: [..., in] rounded to fp8 row by row; [..., out] in the type of x."""
+    """`W x + b` for a W in fp8, with x: [..., in] rounded to fp8 row by row; [..., out] in the type
+    of x."""
     rows = x.flatten(0, -2)
     scales = _fp8_scales(rows)
     product = torch._scaled_mm(

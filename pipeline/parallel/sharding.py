@@ -22,11 +22,12 @@ from pipeline.parallel.topology import TensorParallel
 class Partition:
     """How one tensor is split over `tp_size` ranks.
 
-    `dim` is the dimension that is split (None: replicated). `units` is how many indivisible parts that dimension has:
-    attention heads, or single rows. If `units` divides by `tp_size`, each rank holds consecutive units; if `tp_size` is
-    a multiple of `units`, `tp_size / units` consecutive ranks hold the same unit. A `padded` dimension, the vocabulary,
-    is zero-padded to a multiple of `tp_size` instead. Other sizes are refused before a model is built: by `model.spec`
-    for the base, by `scale.plan` for the expansion.
+    `dim` is the dimension that is split (None: replicated). `units` is how many indivisible parts
+    that dimension has: attention heads, or single rows. If `units` divides by `tp_size`, each rank
+    holds consecutive units; if `tp_size` is a multiple of `units`, `tp_size / units` consecutive
+    ranks hold the same unit. A `padded` dimension, the vocabulary, is zero-padded to a multiple of
+    `tp_size` instead. Other sizes are refused before a model is built: by `model.spec` for the
+    base, by `scale.plan` for the expansion.
     """
 
     dim: int | None = None
@@ -78,7 +79,8 @@ def split(full: Tensor, partition: Partition, tp_rank: int, tp_size: int) -> Ten
 
 
 def merge(shards: Sequence[Tensor], partition: Partition, size: int) -> Tensor:
-    """The whole tensor from all ranks' shards, in rank order; `size` is the unpadded length of the split dimension."""
+    """The whole tensor from all ranks' shards, in rank order; `size` is the unpadded length of the
+    split dimension."""
     if partition.dim is None or len(shards) == 1:
         return shards[0]
     step = partition.replicas(len(shards))
@@ -102,7 +104,8 @@ class StoredTensor(Protocol):
 def read_shard(
     stored: StoredTensor, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None = None
 ) -> Tensor:
-    """The shard of `stored` that `tp_rank` holds, as `split` gives it, or `rows` of it; reads nothing else."""
+    """The shard of `stored` that `tp_rank` holds, as `split` gives it, or `rows` of it; reads
+    nothing else."""
     shape = stored.get_shape()
     first, stop = rows or (0, local_shape(shape, partition, tp_size)[0])
     if partition.dim == 1:
@@ -121,8 +124,9 @@ def sharded_parameter(
 ) -> nn.Parameter:
     """An empty parameter holding this rank's shard of a tensor of `shape`.
 
-    It carries `tp_partition` (ZeRO-3 sets an attribute `partition`) and `full_shape`. DeepSpeed counts a parameter in
-    the gradient norm on rank 0, or wherever `tensor_model_parallel` is set: on one holder of every shard.
+    It carries `tp_partition` (ZeRO-3 sets an attribute `partition`) and `full_shape`. DeepSpeed
+    counts a parameter in the gradient norm on rank 0, or wherever `tensor_model_parallel` is set:
+    on one holder of every shard.
     """
     parameter = nn.Parameter(torch.empty(local_shape(shape, partition, tp.size)))
     parameter.tp_partition = partition  # type: ignore[attr-defined]
@@ -143,7 +147,8 @@ def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """`parameter`, of any shape; if several ranks hold the same shard, a view whose gradient is summed over them.
+    """`parameter`, of any shape; if several ranks hold the same shard, a view whose gradient is
+    summed over them.
 
     For a parameter that each of these ranks applies to a different part of the work.
     """
@@ -154,7 +159,8 @@ def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """The replicated `parameter`, of any shape, with its gradient summed over the ranks under sequence parallelism.
+    """The replicated `parameter`, of any shape, with its gradient summed over the ranks under
+    sequence parallelism.
 
     A norm or map between regions then sees one rank's positions only.
     """
@@ -173,10 +179,11 @@ def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parame
 
 @dataclass(frozen=True)
 class ZeroPartition:
-    """The part of a flattened shard that this data-parallel rank holds: `length` elements from element `first` on.
+    """The part of a flattened shard that this data-parallel rank holds: `length` elements from
+    element `first` on.
 
-    Under ZeRO-3 every parameter has one as `zero_partition`, set by `pipeline.training`. `values` have the same length
-    on all ranks, so those of the last ranks end in padding, or consist of it.
+    Under ZeRO-3 every parameter has one as `zero_partition`, set by `pipeline.training`. `values`
+    have the same length on all ranks, so those of the last ranks end in padding, or consist of it.
     """
 
     values: Tensor
@@ -192,9 +199,11 @@ def zero_partition_of(parameter: Tensor) -> ZeroPartition | None:
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """The run of a parameter's flattened shard, from element `first` on, that this rank's optimizer updates.
+    """The run of a parameter's flattened shard, from element `first` on, that this rank's optimizer
+    updates.
 
-    `flat` holds the fp32 weights of many parameters in a row, this piece's from `start` on; so does each moment.
+    `flat` holds the fp32 weights of many parameters in a row, this piece's from `start` on; so does
+    each moment.
     """
 
     parameter: nn.Parameter
@@ -209,7 +218,8 @@ class OptimizerShard:
 
 
 def held_values(parameter: Tensor) -> Tensor:
-    """What this rank holds of `parameter`: the shard, or a flat part of it once ZeRO-3 has partitioned it."""
+    """What this rank holds of `parameter`: the shard, or a flat part of it once ZeRO-3 has
+    partitioned it."""
     partition = zero_partition_of(parameter)
     return parameter if partition is None else partition.values
 
@@ -219,9 +229,11 @@ _PARTS_OF_EXPERTS = 8
 
 @torch.no_grad()
 def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed rows are read.
+    """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed
+    rows are read.
 
-    A parameter of all experts of a layer [experts, out, in] is read in parts, so that it is never held twice.
+    A parameter of all experts of a layer [experts, out, in] is read in parts, so that it is never
+    held twice.
     """
     shape = local_shape(full_shape_of(parameter), partition_of(parameter), tp.size)
     held = zero_partition_of(parameter)

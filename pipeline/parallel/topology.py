@@ -23,7 +23,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.world_size % self.tp_size:
             raise LayoutError(
-                f"parallel.tp_size: expected a divisor of the number of ranks, {self.world_size}, found {self.tp_size}"
+                f"parallel.tp_size: expected a divisor of the number of ranks, {self.world_size}, "
+                f"found {self.tp_size}"
             )
 
     @property
@@ -60,7 +61,8 @@ class Layout:
 class TensorParallel:
     """One rank's view of its tensor-parallel group. A group of one needs no process group.
 
-    `sequence_parallel`: between regions, activations are split by position; see `parallel.collectives`.
+    `sequence_parallel`: between regions, activations are split by position; see
+    `parallel.collectives`.
     """
 
     rank: int = 0
@@ -81,13 +83,15 @@ def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
     """Raises LayoutError if a sequence cannot be split evenly over the ranks."""
     if tp.sequence_parallel and sequence_length % tp.size:
         raise LayoutError(
-            f"data.sequence_length: parallel.sequence_parallel needs a multiple of parallel.tp_size {tp.size}, found "
+            "data.sequence_length: parallel.sequence_parallel needs a multiple of "
+            f"parallel.tp_size {tp.size}, found "
             f"{sequence_length}"
         )
 
 
 class ProcessGroups:
-    """The process groups of a layout, created by all ranks in one order; also the `mpu` object of DeepSpeed."""
+    """The process groups of a layout, created by all ranks in one order; also the `mpu` object of
+    DeepSpeed."""
 
     def __init__(
         self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False
@@ -110,7 +114,8 @@ class ProcessGroups:
         )
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        # A rank waits for its own group's ranks only: a thousand groups, made by all ranks each, would take minutes.
+        # A rank waits for its own group's ranks only: a thousand groups, made by all ranks each,
+        # would take minutes.
         own = next(ranks for ranks in groups if self.rank in ranks)
         return dist.new_group(own, timeout=self._timeout, use_local_synchronization=True)
 

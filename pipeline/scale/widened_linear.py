@@ -1,4 +1,5 @@
-"""The width-expanded linear map of SCALE, Eq. 1 of the paper (https://aclanthology.org/2026.findings-acl.2037/).
+"""The width-expanded linear map of SCALE, Eq. 1 of the paper
+(https://aclanthology.org/2026.findings-acl.2037/).
 
                       in      in_up
                    +-------+-------+
@@ -7,11 +8,13 @@
     [ y_up ] out_up|  W21  |  W22  |  [ x_up ]      W21  base_to_expansion
                    +-------+-------+                W22  expansion_to_expansion
 
-Preserve has no W12, so that y is the base model's own in every layer. Adapt has it in the layers from `l_fp` on.
+Preserve has no W12, so that y is the base model's own in every layer. Adapt has it in the layers
+from `l_fp` on.
 
-The two streams x and x_up are separate tensors, and each block is a separate submodule, for three reasons. The base
-stream runs the same matrix products as the base model, to the bit. Autograd builds no graph for W where x depends on no
-trained parameter. ZeRO-3 gathers W and the new blocks separately.
+The two streams x and x_up are separate tensors, and each block is a separate submodule, for three
+reasons. The base stream runs the same matrix products as the base model, to the bit. Autograd
+builds no graph for W where x depends on no trained parameter. ZeRO-3 gathers W and the new blocks
+separately.
 
 On one tensor-parallel rank, every block is a shard: a new block is split over the ranks like W.
 tests/scale/test_widened_linear.py compares the four blocks with one dense matrix.
@@ -33,12 +36,14 @@ from pipeline.parallel.topology import TensorParallel
 from pipeline.scale_math import masked_sum
 
 Streams = tuple[Tensor, Tensor | None]
-"""The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U], None where nothing is added."""
+"""The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U], None where nothing is
+added."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The size of one side of a block, and how many indivisible units (heads, or single features) it consists of."""
+    """The size of one side of a block, and how many indivisible units (heads, or single features)
+    it consists of."""
 
     size: int
     units: int
@@ -51,9 +56,10 @@ Parts = tuple[Part, Part | None]
 class WidenedLinear(nn.Module):
     """Y = W X + W12 X^up and Y^up = W21 X + W22 X^up, or Y = W X alone without an expansion.
 
-    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only.
-    LoRA adds an `adapter` to W. `masked` skips W12 and the adapter, so that y is the base's; as a mask [..., 1] it does
-    so for some of the tokens, exactly, for W12 alone: an adapter counts then for all.
+    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in
+    collaborative layers only. LoRA adds an `adapter` to W. `masked` skips W12 and the adapter, so
+    that y is the base's; as a mask [..., 1] it does so for some of the tokens, exactly, for W12
+    alone: an adapter counts then for all.
     """
 
     kind: type[ColumnParallelLinear] | type[RowParallelLinear]
@@ -105,12 +111,14 @@ def base_maps(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class WidenedColumnLinear(WidenedLinear):
-    """The widened query, key, value, gate and up maps: blocks are split by rows, inputs are not split."""
+    """The widened query, key, value, gate and up maps: blocks are split by rows, inputs are not
+    split."""
 
     kind = ColumnParallelLinear
 
 
 class WidenedRowLinear(WidenedLinear):
-    """The widened output and down maps: blocks are split by columns, results are partial sums over the ranks."""
+    """The widened output and down maps: blocks are split by columns, results are partial sums over
+    the ranks."""
 
     kind = RowParallelLinear

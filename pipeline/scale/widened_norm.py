@@ -1,6 +1,7 @@
 """The norms of the two streams, and of the added heads' queries and keys.
 
-The paper leaves open which statistics normalise the expansion stream; `WidenedNorm` has both answers.
+The paper leaves open which statistics normalise the expansion stream; `WidenedNorm` has both
+answers.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pipeline.scale_math import sum_of_squares
 
 
 class WidenedNorm(nn.Module):
-    """x: [..., D], x_up: [..., U] -> the same shapes, normalised; each stream has its own gains (and biases).
+    """x: [..., D], x_up: [..., U] -> the same shapes, normalised; each stream has its own gains
+    (and biases).
 
-    The base stream is normalised by its own statistics only, otherwise it would not be preserved. The paper does not
-    specify which `statistics` normalise the expansion stream: `separate` are its own; `base` are those of the base
-    stream, so that a trained model can be exported as an ordinary wider one. `normed`: how those count its channels.
+    The base stream is normalised by its own statistics only, otherwise it would not be preserved.
+    The paper does not specify which `statistics` normalise the expansion stream: `separate` are its
+    own; `base` are those of the base stream, so that a trained model can be exported as an ordinary
+    wider one. `normed`: how those count its channels.
     """
 
     def __init__(
@@ -47,7 +50,8 @@ class WidenedNorm(nn.Module):
         self._stored_scale: float | None = None
 
     def as_stored(self, scale: float) -> None:
-        """From now on computes as an ordinary norm over both streams, where added channels are stored times `scale`."""
+        """From now on computes as an ordinary norm over both streams, where added channels are
+        stored times `scale`."""
         self._stored_scale = scale
         if self.normed is not None:
             self.normed = NormedChannels(self.normed.size, scale)
@@ -79,9 +83,10 @@ class WidenedNorm(nn.Module):
 class WidenedHeadNorm(nn.Module):
     """The RMSNorm of queries or keys: [..., H·K] and [..., H_up·K] -> the same shapes.
 
-    Every `size` channels, a head or all heads, are normalised by their own statistics, so what the added heads do
-    leaves the base's alone. The added heads have gains of their own (`expansion_size` channels), or with None those of
-    the base: an ordinary wider model has one gain for all its heads.
+    Every `size` channels, a head or all heads, are normalised by their own statistics, so what the
+    added heads do leaves the base's alone. The added heads have gains of their own
+    (`expansion_size` channels), or with None those of the base: an ordinary wider model has one
+    gain for all its heads.
     """
 
     def __init__(

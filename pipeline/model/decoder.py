@@ -12,15 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.model.attention import Attend, Documents, attention_kernel
 from pipeline.model.chunked_loss import Losses
-from pipeline.model.decoder_layer import (
-    Context,
-    DecoderLayer,
-    RotaryEmbedding,
-    RotaryTable,
-    widened_norm,
-)
+from pipeline.model.decoder_layer import Context, DecoderLayer, widened_norm
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.mixture import Load, MixtureFeedForward, balance_loss, recorded_loads
+from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.output import OutputProjection
 from pipeline.model.paths import (
     LayerPass,
@@ -34,6 +28,7 @@ from pipeline.model.paths import (
     run_widened,
 )
 from pipeline.model.reference import run_beside_base
+from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.linear import LowRankAdapter
@@ -99,10 +94,8 @@ class Decoder(nn.Module):
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
-        hidden_size, hidden_up = (
-            spec.widths.hidden_size,
-            plan.expansion.hidden_size if plan else None,
-        )
+        hidden_size = spec.widths.hidden_size
+        hidden_up = None if plan is None else plan.expansion.hidden_size
         self.rotary = RotaryEmbedding()
         self.embedding = WidenedEmbedding(
             spec.vocab_size, hidden_size, hidden_up, new_tokens=spec.new_tokens, tp=tp
@@ -111,17 +104,18 @@ class Decoder(nn.Module):
             DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp)
             for layer in range(spec.num_layers)
         )
-        ffns = (layer.ffn for layer in self.layers)
-        self.mixtures = [ffn.base for ffn in ffns if isinstance(ffn, MixtureFeedForward)]
+        self.mixtures: list[Mixture] = []
+        for layer in self.layers:
+            if isinstance(layer.ffn, MixtureFeedForward):
+                self.mixtures.append(layer.ffn.base)
         self.final_norm = widened_norm(spec, plan, tp)
         self._is_routed = plan is not None and plan.routed
-        threshold = plan.router_threshold if plan else 0.0
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,
             hidden_up,
             new_tokens=spec.new_tokens,
-            threshold=threshold,
+            threshold=0.0 if plan is None else plan.router_threshold,
             softcap=spec.output_softcap,
             tp=tp,
         )
@@ -252,7 +246,9 @@ class Decoder(nn.Module):
             return x, x_up
         # transformers rounds the factor to the type of the weights.
         scale = torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device="cpu").item()
-        return x * scale, None if x_up is None else x_up * scale
+        if x_up is not None:
+            x_up = x_up * scale
+        return x * scale, x_up
 
     def _layer_pass(self, batch: TokenBatch, dtype: torch.dtype) -> LayerPass:
         """All layers, with the rotary tables and attention kernels of the batch in `dtype`."""

@@ -46,13 +46,12 @@ class PhaseState(NamedTuple):
 
 
 class Phases:
-    """The phases of one rank's main thread: `with phases("forward"): ...`. Any thread may read
-    `state`.
+    """The phases of one rank's main thread: `with phases("forward"): ...`.
 
-    Time outside of all phases is "other", or "start" before the first step. An inner phase
-    interrupts the outer one, so that every second counts once. On a GPU a change of phase records a
-    CUDA event instead of the host's clock, because the host runs ahead of the GPU. The events are
-    read after the step, when the host has waited for the loss anyway.
+    Any thread may read `state`. Time outside of all phases is "other", or "start" before the first
+    step. An inner phase interrupts the outer one, so that every second counts once. On a GPU a
+    change of phase records a CUDA event instead of the host's clock, because the host runs ahead of
+    the GPU. The events are read after the step, when the host has waited for the loss anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,9 +79,7 @@ class Phases:
         self._add_up()
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each phase since the last call. On a GPU, call it after a
-        synchronization.
-        """
+        """The seconds of each phase since the last call; a GPU must be synchronized."""
         self._marks.append((self.state.phase, self._now()))
         self._add_up()
         spent = dict(self._spent)
@@ -219,9 +216,7 @@ class RankHealth:
             self.verdict = verdict
 
     def extend_deadline(self, pause_s: float) -> None:
-        """Extends all deadlines by `pause_s`, in which this process was stopped and could not
-        listen.
-        """
+        """Extends all deadlines by `pause_s`, during which this process was stopped."""
         for rank in self._heard:
             self._heard[rank] += pause_s
 

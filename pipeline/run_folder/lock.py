@@ -1,10 +1,9 @@
-"""A lock for a single process per run folder, or per stage, on shared file systems where flock is
-unreliable.
+"""A lock for one process per run folder and stage, without flock.
 
-The lock is a file that is created exclusively and names its owner, which touches it every few
-seconds. Another process removes it once the owner is known to be gone, as a process of the same
-machine can be, or has not touched it for a minute by the file server's clock:
-docs/adr/0011-one-job-a-run-folder.md.
+flock is unreliable on shared file systems. The lock is a file that is created exclusively and names
+its owner, which touches it every few seconds. Another process removes it once the owner is known to
+be gone, as a process of the same machine can be, or has not touched it for a minute by the file
+server's clock: docs/adr/0011-one-job-a-run-folder.md.
 """
 
 from __future__ import annotations
@@ -37,15 +36,16 @@ _logger = log.get_logger(__name__)
 
 
 class LockOwner(BaseModel):
-    """A process that owns a lock.
+    """A process, as the owner of a lock or of a record.
 
     Attributes:
-        job, restart: its Slurm job and the job's restart; None outside Slurm.
+        job: its Slurm job; None outside Slurm.
+        restart: how often that job was restarted.
         machine: the id of its machine's last boot, and its PID namespace: containers on one host
             have their own.
         process_started: when it started, in clock ticks after the boot. A later process with the
             same `pid` differs in it.
-        since: when it took the lock, in seconds of the epoch.
+        since: when this record was made, in seconds of the epoch.
     """
 
     model_config = ConfigDict(frozen=True)

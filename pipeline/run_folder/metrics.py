@@ -1,6 +1,4 @@
-"""Reads a run's metrics.jsonl, one line per step, even after a kill; means and spreads of
-figures.
-"""
+"""Reads a run's metrics.jsonl, which has a line per step; means and spreads of figures."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; infinite if a value is, such as the perplexity of a run that
-    diverged.
-    """
+    """The arithmetic mean; infinite if a value is, as the perplexity of a diverged run."""
     if not all(map(math.isfinite, values)):
         return math.inf
     return fmean(values)

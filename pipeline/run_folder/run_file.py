@@ -1,5 +1,6 @@
-"""`run.yaml` in a run's folder: the run as it was last started, which every command takes in place
-of its file.
+"""`run.yaml` in a run's folder: the run as it was last started.
+
+Every command takes the folder in place of the run's file.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ _logger = log.get_logger(__name__)
 
 
 def write_run(config: RunConfig) -> None:
-    """Writes `<folder>/run.yaml`, unless the user wrote the file there; logs the lines that
-    change.
-    """
+    """Writes `<folder>/run.yaml`, unless the user wrote it; logs the lines that change."""
     path = config.folder / RUN_FILE
     values = config.model_dump(mode="json", exclude_unset=True)
     _name_hub_model(values, "base")

@@ -1,6 +1,4 @@
-"""What Slurm says of a job: whether it still runs, waits in the queue, was cancelled, or ended
-otherwise.
-"""
+"""The state of a Slurm job: it runs, waits in the queue, was cancelled, or ended otherwise."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ class SlurmJob(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slurm_job(job: str) -> SlurmJob | None:
-    """The state of the job with the number `job`; None where there is no Slurm, or it does not know
-    the job.
+    """The state of the job with the number `job`; None where Slurm does not know it.
 
     slurmctld forgets a job some minutes after its end; the accounting, where there is one, still
     knows it.

@@ -1,5 +1,4 @@
-"""Divergence: which steps are a spike, how many may be skipped, and the report of a run that is
-ended.
+"""Divergence: which steps are a spike, how many may be skipped, and the report at the end.
 
 All decisions follow from the run's position, so a resumed run makes the same ones as a run that
 never stopped.

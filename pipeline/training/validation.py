@@ -1,5 +1,4 @@
-"""Held-out scores (perplexity, bits per byte, answers), and the preservation check before the first
-step.
+"""Held-out scores (perplexity, bits per byte, answers), and the preservation check.
 
 A score is identical to the last bit in every parallel layout.
 """

@@ -80,7 +80,7 @@ class Trainer:
         self.batches = TrainingBatches(
             inputs.samples.training, config, inputs.layout, self.rank, device
         )
-        self.validation = Validator(inputs, self.rank, device)
+        self.validator = Validator(inputs, self.rank, device)
         # Before the checkpoint is read, so that it also detects a base or an expansion that was
         # damaged in a copy.
         self.step0_difference: float | None = None
@@ -233,7 +233,7 @@ class Trainer:
         Returns the error that ends the run, if an observer set one.
         """
         with self.phases("validation"):
-            self.scores = self.validation.run(self.engine)
+            self.scores = self.validator.validate(self.engine)
             validation = ValidationEvent(self.position, self.scores, score_figures(self.scores))
             for observer in self.observers:
                 observer.on_validation(validation)
@@ -249,7 +249,7 @@ class Trainer:
         if 0 < self.position.step < self.config.schedule.steps:
             return
         with self.phases("validation"):
-            self.scores = self.validation.run(self.engine)
+            self.scores = self.validator.validate(self.engine)
         if self.position.step == 0:
             event = StepEvent(0, 0, seconds=None, figures=score_figures(self.scores))
             for observer in self.observers:

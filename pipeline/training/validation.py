@@ -76,7 +76,7 @@ class Validator:
         self.dp_rank = layout.dp_rank(rank)
         self.dp_size = layout.dp_size
 
-    def run(self, engine: Engine) -> dict[str, HeldoutScore]:
+    def validate(self, engine: Engine) -> dict[str, HeldoutScore]:
         """The score of every corpus that has a held-out part; every rank must call it."""
         with engine.evaluating():
             return {name: self._score(engine, samples) for name, samples in self.heldout.items()}

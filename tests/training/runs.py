@@ -151,7 +151,7 @@ def train(
     start_deepspeed()
     from pipeline.observers import make_observers
     from pipeline.training import trainer
-    from pipeline.training.run import run_training
+    from pipeline.training.attempt import run_training
 
     if kill_at is not None and os.environ["RANK"] == "0":
         _kill_in_second_save(kill_at)

@@ -76,8 +76,8 @@ def by_transformers() -> dict[str, Any]:
 def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
     """On a rank: the figures of the model before its first step, and the summed nll of an epoch."""
     trainer = prepared(config)
-    (score,) = trainer.validation.run(trainer.engine).values()
-    sequences = len(trainer.validation.heldout["pairs"])
+    (score,) = trainer.validator.validate(trainer.engine).values()
+    sequences = len(trainer.validator.heldout["pairs"])
     total, read = 0.0, 0
     for batch in (batch for step in range(sequences) for batch in trainer.batches.of_step(step)):
         if read < sequences:

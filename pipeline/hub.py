@@ -15,7 +15,7 @@ from pipeline.errors import BaseModelError, faults_of_library
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt")
-# An export passes them on, and its own card quotes the base's (pipeline/hf/folder.py).
+# An export passes them on, and its own card quotes the base's (pipeline/hf/base_files.py).
 _TERMS = (
     "README.md",
     "LICEN[CS]E*",

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import CHECKPOINT, MANIFEST_FILE
+from pipeline.config.run import RunConfig
 from pipeline.errors import CheckpointError, OutputError
 from pipeline.files import (
     check_replaceable,
@@ -57,6 +58,21 @@ def latest_checkpoint(folder: Path) -> Path | None:
         f"{folder / LATEST}: names {named.name}, which is missing or not complete; write another "
         f"name: {', '.join(others) or 'none'}"
     )
+
+
+def newest_checkpoint(config: RunConfig) -> Path:
+    """The checkpoint that a run's `checkpoints/latest` names.
+
+    Raises:
+        CheckpointError: the run has saved none, or `latest` names none.
+    """
+    checkpoint = latest_checkpoint(config.checkpoint_folder)
+    if checkpoint is None:
+        latest = config.checkpoint_folder / LATEST
+        raise CheckpointError(
+            f"{latest}: no such file; the run has no checkpoint yet: train it first"
+        )
+    return checkpoint
 
 
 def candidates(folder: Path) -> list[Path]:

@@ -227,7 +227,7 @@ def describe_run(
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocabulary=vocabulary,
-        new_rows=base.spec.new_rows,
+        new_rows=base.spec.new_tokens,
     )
 
 

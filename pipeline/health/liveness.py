@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from pipeline.config.run import Watchdog
+from pipeline.config.run import WatchdogSettings
 from pipeline.errors import INTERRUPTED, LOST_RANK
 
 Phase = Literal[
@@ -172,7 +172,7 @@ class RankHealth:
     All times are measured by the clock of the rank that judges: the ranks have no common clock.
     """
 
-    def __init__(self, ranks: Iterable[int], limits: Watchdog, now: float) -> None:
+    def __init__(self, ranks: Iterable[int], limits: WatchdogSettings, now: float) -> None:
         self._limits = limits
         self._heard = dict.fromkeys(ranks, now)
         self._reports: dict[int, RankReport] = {}

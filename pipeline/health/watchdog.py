@@ -61,7 +61,7 @@ class RankWatchdog:
 
     def __init__(
         self,
-        limits: settings.Watchdog,
+        limits: settings.WatchdogSettings,
         phases: Phases,
         stacks: Path,
         on_verdict: Callable[[Verdict], None] = lambda _: None,
@@ -215,7 +215,7 @@ class RankWatchdog:
         sys.stdout.flush()
 
 
-def heartbeat_interval_s(limits: settings.Watchdog, ranks: int) -> float:
+def heartbeat_interval_s(limits: settings.WatchdogSettings, ranks: int) -> float:
     """The seconds between two heartbeats of each of `ranks` ranks.
 
     Rank 0 receives about 100 heartbeats a second, however many ranks there are. At least two of

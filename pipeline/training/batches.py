@@ -32,8 +32,8 @@ class MicroBatch(NamedTuple):
     Attributes:
         tokens, targets, positions: [B, S].
         documents: None where attention may cross documents.
-        kl_rows: how many sequences, the first ones, train by KL(base || model).
-        reference_rows: the largest `kl_rows` among the ranks. The base runs on so many sequences
+        kl_sequences: how many sequences, the first ones, train by KL(base || model).
+        reference_sequences: the largest `kl_sequences` among the ranks. The base runs on so many sequences
             on every rank, so that all ranks run the same layers and the same collectives.
     """
 
@@ -41,8 +41,8 @@ class MicroBatch(NamedTuple):
     targets: Tensor
     positions: Tensor
     documents: Documents | None
-    kl_rows: int = 0
-    reference_rows: int = 0
+    kl_sequences: int = 0
+    reference_sequences: int = 0
 
     def pinned_for(self, device: torch.device) -> MicroBatch:
         """The same in pinned memory, which a GPU copies without making the host wait."""
@@ -71,12 +71,12 @@ class StepPlan(NamedTuple):
 
     Attributes:
         samples: the global indices of the samples.
-        kl_rows, reference_rows: see `MicroBatch`.
+        kl_sequences, reference_sequences: see `MicroBatch`.
     """
 
     samples: list[list[int]]
-    kl_rows: list[int]
-    reference_rows: list[int]
+    kl_sequences: list[int]
+    reference_sequences: list[int]
 
 
 class TrainingBatches:
@@ -152,7 +152,8 @@ class TrainingBatches:
         samples = [self.samples[index] for index in self._plan.samples[place]]
         batch = collate(samples, self.document_mask)
         batch = batch._replace(
-            kl_rows=self._plan.kl_rows[place], reference_rows=self._plan.reference_rows[place]
+            kl_sequences=self._plan.kl_sequences[place],
+            reference_sequences=self._plan.reference_sequences[place],
         )
         return batch.pinned_for(self.device)
 
@@ -168,8 +169,8 @@ class TrainingBatches:
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
         )
-        no_rows = [0] * len(samples)
-        return StepPlan(samples, no_rows, no_rows)
+        no_kl = [0] * len(samples)
+        return StepPlan(samples, no_kl, no_kl)
 
     def _plan_with_kl(self, first: int) -> StepPlan:
         """Deals out the samples that train by KL before the others, evenly over all micro-batches.
@@ -187,8 +188,8 @@ class TrainingBatches:
             own = ordered[start + self.dp_rank :: micro_batches]
             of_rank0 = ordered[start::micro_batches]
             plan.samples.append(own)
-            plan.kl_rows.append(sum(map(self._is_kl, own)))
-            plan.reference_rows.append(sum(map(self._is_kl, of_rank0)))
+            plan.kl_sequences.append(sum(map(self._is_kl, own)))
+            plan.reference_sequences.append(sum(map(self._is_kl, of_rank0)))
         return plan
 
     def _is_kl(self, index: int) -> bool:

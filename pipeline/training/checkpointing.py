@@ -37,7 +37,7 @@ from pipeline.checkpoint.rank_files import (
     read_random_state,
     write_rank_file,
 )
-from pipeline.config.run import Checkpoints as CheckpointSettings
+from pipeline.config.run import CheckpointSettings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash
 from pipeline.parallel.ranks import (

@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from pipeline.config.run import Watchdog
+from pipeline.config.run import WatchdogSettings
 from pipeline.errors import LayoutError, RendezvousError
 from pipeline.log import node
 
@@ -235,7 +235,7 @@ def device_index(local_rank: int, visible: int, *, bound: bool) -> int:
     return local_rank
 
 
-def extend_collectives(limits: Watchdog) -> timedelta:
+def extend_collectives(limits: WatchdogSettings) -> timedelta:
     """Lets collectives take longer than the watchdog allows any phase; returns how long.
 
     The watchdog then names the missing rank before gloo or NCCL end the ranks that wait for it.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.data.dataset.packing import IGNORED
-from pipeline.model.output import Losses
+from pipeline.model.chunked_loss import Losses
 from pipeline.parallel.ranks import summed
 from pipeline.training.batches import MicroBatch
 from pipeline.training.engine import Engine
@@ -61,12 +61,12 @@ class StepSums:
         self._sums = torch.zeros(8, dtype=torch.float64, device=device)
 
     def add(self, losses: Losses, batch: MicroBatch) -> None:
-        """Adds a micro-batch. Its first `kl_rows` sequences train by KL, the others do not."""
+        """Adds a micro-batch. Its first `kl_sequences` sequences train by KL, the others do not."""
         is_predicted = batch.targets != IGNORED
         self._sums[0] += losses.nll.sum()
-        self._sums[1] += is_predicted[batch.kl_rows :].sum()
+        self._sums[1] += is_predicted[batch.kl_sequences :].sum()
         self._sums[2] += losses.kl.sum()
-        self._sums[3] += is_predicted[: batch.kl_rows].sum()
+        self._sums[3] += is_predicted[: batch.kl_sequences].sum()
         self._sums[4] += (losses.preserved & is_predicted).sum()
 
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:

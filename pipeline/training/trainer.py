@@ -13,7 +13,7 @@ from pipeline import log
 from pipeline.checkpoint.folder import remove_unfinished
 from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, describe_run
 from pipeline.checks.checklist import check_allocation
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.schedule import learning_rate
 from pipeline.errors import UserError
 from pipeline.files import file_hash
@@ -54,7 +54,11 @@ class Trainer:
     """
 
     def __init__(
-        self, inputs: Inputs, device: torch.device, phases: Phases, make_observers: ObserverFactory
+        self,
+        inputs: RunInputs,
+        device: torch.device,
+        phases: Phases,
+        make_observers: ObserverFactory,
     ) -> None:
         """Checks the allocation, then loads the model and the newest checkpoint."""
         config = inputs.config
@@ -307,7 +311,7 @@ ObserverFactory = Callable[[Trainer], Iterable[Observer]]
 """
 
 
-def hash_base(inputs: Inputs) -> None:
+def hash_base(inputs: RunInputs) -> None:
     """Hashes the files of the base and of the initial expansion, divided among the ranks.
 
     Every rank must call it; all get the hashes of all files of the base.
@@ -330,7 +334,7 @@ def hash_base(inputs: Inputs) -> None:
     base.set_known_hashes(hashes)
 
 
-def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> Decoder:
+def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> Decoder:
     """The model before its first step; each rank reads only what it will hold."""
     started = time.perf_counter()
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)

@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.errors import PreservationError
-from pipeline.model.output import Losses, perplexity
+from pipeline.model.chunked_loss import Losses
+from pipeline.model.output import perplexity
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
@@ -64,7 +65,7 @@ class HeldoutScore:
 class Validator:
     """Scores the model on the first `max_sequences` samples of each held-out part."""
 
-    def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
+    def __init__(self, inputs: RunInputs, rank: int, device: torch.device) -> None:
         config = inputs.config
         layout = inputs.layout
         self.heldout = inputs.samples.heldout

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.checkpoint.rank_files import CheckpointReader, RankState, write_rank_file
-from pipeline.conversion.trained_model import open_trained
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.parallel.sharding import Partition, merge, partition_of
 from tests.bases import STORIES

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
-from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base

@@ -18,7 +18,7 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.verify import GRANTED, Report, check, probe_maker
 from pipeline.data.sources.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import NEEDED
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale

@@ -33,8 +33,8 @@ class MicroBatch(NamedTuple):
         tokens, targets, positions: [B, S].
         documents: None where attention may cross documents.
         kl_sequences: how many sequences, the first ones, train by KL(base || model).
-        reference_sequences: the largest `kl_sequences` among the ranks. The base runs on so many sequences
-            on every rank, so that all ranks run the same layers and the same collectives.
+        reference_sequences: the largest `kl_sequences` among the ranks. The base runs on so many
+            sequences on every rank, so that all ranks run the same layers and collectives.
     """
 
     tokens: Tensor

@@ -389,6 +389,7 @@ def publish_first(unfinished: Path, path: Path) -> bool:
     `unfinished` is gone in any case.
     """
     try:
+        # Each kind of file system has one of these.
         for rename in (_rename_by_link, _rename_without_replacing, _rename_under_claim):
             try:
                 rename(unfinished, path)
@@ -408,6 +409,7 @@ def publish_first(unfinished: Path, path: Path) -> bool:
 
 
 def _rename_by_link(old: Path, new: Path) -> None:
+    # Unlike a rename, a link fails where `new` exists; `publish_first` then removes `old`.
     os.link(old, new)
 
 

@@ -67,7 +67,7 @@ def configure(level: int = logging.INFO) -> None:
     root = logging.getLogger("pipeline")
     root.handlers[:] = [handler]
     root.setLevel(level)
-    root.propagate = False
+    root.propagate = False  # a library may have configured the root logger
 
 
 _logger = get_logger(__name__)

@@ -66,6 +66,7 @@ class Phases:
 
         After an exception the phase stays, to show where the exception was raised.
         """
+        # No try: after an exception the phase must stay.
         outer = self.state.phase
         self._enter(phase)
         with record_function(phase):  # names it in a trace
@@ -190,6 +191,7 @@ class RankHealth:
             del self._heard[rank]
             self._reports.pop(rank, None)
             return
+        # Any message is a sign of life.
         self._heard[rank] = now
         if "report" in message:
             self._reports[rank] = RankReport(**message["report"])

@@ -146,6 +146,7 @@ class Attempt:
             return
         self.start = record
         self.end = None
+        # A later stage of the same attempt, such as the conversion, trains nothing.
         if record.training is not None:
             self.training = record.training
 
@@ -321,6 +322,7 @@ def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
         attempt_series, number = series_and_number(attempt.name)
         if attempt_series == series and number <= own_number:
             attempts[number] = attempt
+    # Its own end is not on record yet, and perhaps not even its start.
     just_ended = attempts.setdefault(own_number, Attempt(this_attempt(), newest))
     just_ended.add(StageEnd(stage=stage, checkpoint_step=newest, exit_code=exit_code))
 

@@ -64,6 +64,7 @@ def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - tail_bytes))
         for text in file:
+            # A kill cuts a line short, and so does a tail that begins within a line.
             with suppress(orjson.JSONDecodeError):
                 line = orjson.loads(text)
                 if isinstance(line, dict) and "step" in line:

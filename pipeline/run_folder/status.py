@@ -19,6 +19,7 @@ from pipeline.run_folder.metrics import METRICS, only_numbers, read_metrics
 from pipeline.run_folder.slurm_job import SlurmJob, slurm_job
 
 TRAINING = "training.json"
+# Only the end of metrics.jsonl, which may have a million lines, is read.
 _RECENT_STEPS = 50
 _TAIL_BYTES = 2**18
 _RESUMES = "it resumes with its job, or by the same command"
@@ -109,6 +110,7 @@ def read_status(folder: Path) -> RunStatus:
         if speed > 0:
             tokens_per_second = round(speed, 1)
             trains_now = state == "running" and attempts[-1].training is not None
+            # Steps after the newest checkpoint are computed again at a resume.
             resumes_at = step if trains_now else saved
             if not is_trained(folder) and state in ("running", "waiting", "stopped"):
                 tokens_left = (training.steps - resumes_at) * training.tokens_per_step
@@ -139,6 +141,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
     """The state of a run and the reason for it."""
+    # Training touches its lock every few seconds: that is surer than any record.
     owner = living_owner(lock_path(folder))
     if owner is not None:
         return "running", f"train: {owner}"

@@ -118,6 +118,8 @@ class Trainer:
         config = self.config
         self.phases.finished(self.position.step)
         self._validate_ends()
+        # All ranks take the same branches: every decision follows from totals and scores that are
+        # reduced over all ranks.
         while self.position.step < config.schedule.steps:
             event, stop_requested = self.take_step(signals)
             self.phases.finished(event.step)
@@ -189,6 +191,7 @@ class Trainer:
         """
         sums = StepSums(self.device)
         batches = self.batches.of_step(index)
+        # To wait for the next micro-batch is a phase of its own.
         while True:
             with self.phases("data"):
                 batch = next(batches, None)

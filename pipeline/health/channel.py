@@ -115,7 +115,6 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Sends a message: from rank 0 to all others, from another rank to rank 0."""
-        # A line is far smaller than a socket's buffer: it is sent whole, or not at all.
         line = encode(message)
         for peer in self.peers.values():
             # A peer that is gone is reported by `receive`; one that reads nothing misses the line.

@@ -50,7 +50,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 @torch.no_grad()
 def by_transformers() -> dict[str, Any]:
-    """Each pair alone: the nll of the answer with its end, its first token, and whether greedy decoding gives it."""
+    """Each pair alone: the nll of the answer with its end, its first token, and whether greedy
+    decoding gives it.
+    """
     model = AutoModelForCausalLM.from_pretrained(STORIES)
     encode = load_tokenizer(STORIES).reference.encode
     rows = []

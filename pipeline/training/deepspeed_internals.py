@@ -235,7 +235,8 @@ def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:
         if _is_zero3(optimizer):
             shards.append(_shard_of_zero3(weight, optimizer))
             continue
-        (flat,) = muon.param_groups[0]["params"]  # Muon's group comes first
+        # ZeRO-1 and 2 keep a group as one flat tensor.
+        (flat,) = next(group["params"] for group in muon.param_groups if name in group["names"])
         nothing = OptimizerShard(weight, flat, 0, 0, 0)
         shards.append(_shard(weight, optimizer) or nothing)
     muon.attach(shards, groups)

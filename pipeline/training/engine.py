@@ -125,7 +125,7 @@ class Engine:
         It does not if the gradient is not finite.
         """
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["learning_rate_factor"]
         self._engine.step()
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.config.run import GateFeatures
 from pipeline.gating.folder import GateRecord
-from pipeline.gating.gate import FittedGate, deepest_gate_layer
+from pipeline.gating.gate import FittedGate
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
 

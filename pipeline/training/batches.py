@@ -125,7 +125,7 @@ class TrainingBatches:
                 self._read_ahead(range(number, number + 1))
             batch = self._ahead.pop(number).result()
             yield batch.on(self.device)
-            # Only now: the thread would slow down this one, which has just given the GPU its work.
+            # Not before the yield: threads of Python take turns, and only now has the GPU its work.
             self._read_ahead(range(number + 1, min(number + 1 + READ_AHEAD, self._end)))
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ _PASSING = _FULL | {
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code for an exception: its own, that of the system's fault, or INTERNAL_FAULT.
+    """The exit code for an exception; INTERNAL_FAULT if it is neither ours nor the system's.
 
     A file system that refuses a path is the user's fault to correct; one that is full or fails may
     recover.

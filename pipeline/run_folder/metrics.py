@@ -108,7 +108,7 @@ class History(NamedTuple):
         validations: all validations, the one at step 0 included.
         forgetting: the corpora with figures of forgetting.
         learning_rate: the highest learning rate.
-        peak_memory_gib: the highest memory of rank 0: on GPUs that of its tensors, on CPUs the host
+        peak_memory_gib: the highest memory of rank 0: on a GPU its tensors, on a CPU the host
             memory of its process.
     """
 

@@ -327,7 +327,7 @@ def change_run(checkpoint: Path, **changes: Any) -> None:
     """Changes the manifest's record of the run, and removes the checksum of the manifest."""
     values = json.loads((checkpoint / "manifest.json").read_text())
     values["run"] |= changes
-    del values["checksum"]
+    values.pop("checksum", None)
     (checkpoint / "manifest.json").write_text(json.dumps(values))
 
 

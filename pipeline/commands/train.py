@@ -76,7 +76,7 @@ def _train(arguments: argparse.Namespace) -> int:
     device = launch.initialise(launch.read_launch(os.environ))
     log.configure()  # again: now the environment says which rank this is, whatever launcher started it
     from pipeline.observers import make_observers
-    from pipeline.training.run import (
+    from pipeline.training.attempt import (
         run_training,
     )  # DeepSpeed chooses its accelerator when it is imported
 

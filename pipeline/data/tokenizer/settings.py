@@ -8,6 +8,8 @@ from typing import Any
 AS_IT_IS = "PreTrainedTokenizerFast"
 """The class that reads tokenizer.json as it is; version 5 calls it TokenizersBackend, and knows both names."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# Settings by which `transformers` would build parts of the tokenizer anew.
+_REBUILDING = ("add_prefix_space", "add_bos_token", "add_eos_token")
 # How `transformers` adds a special token that its settings name by its spelling alone.
 _ADDED_BY_NAME = {
     "single_word": False,
@@ -24,19 +26,21 @@ def read_as_it_is(config: Mapping[str, Any], described: Mapping[str, Any]) -> di
     They name its class. What the file says itself is left out: `transformers` would build those parts anew. Special
     tokens that are not as the library adds them by their names are described as in the file.
     """
-    rebuilding = ("add_prefix_space", "add_bos_token", "add_eos_token")
-    settings = {key: value for key, value in config.items() if key not in rebuilding}
+    settings = dict(config)
+    for key in _REBUILDING:
+        settings.pop(key, None)
     settings["tokenizer_class"] = AS_IT_IS
     prefix = _prefix_space(described.get("pre_tokenizer"))
     if prefix is not None:
         settings["add_prefix_space"] = prefix
-    added = {token.get("content"): token for token in described.get("added_tokens") or ()}
+    added: dict[object, Mapping[str, Any]] = {}
+    for token in described.get("added_tokens") or ():
+        added[token.get("content")] = token
     for key, value in settings.items():
         spelled = value.get("content") if isinstance(value, dict) else value
-        token = added.get(spelled) if key.endswith("_token") and isinstance(spelled, str) else None
-        if token is None:
+        if not key.endswith("_token") or not isinstance(spelled, str) or spelled not in added:
             continue
-        flags = {flag: bool(token.get(flag)) for flag in _FLAGS}
+        flags = {flag: bool(added[spelled].get(flag)) for flag in _FLAGS}
         if flags != _ADDED_BY_NAME or isinstance(value, dict):
             settings[key] = {"__type": "AddedToken", "content": spelled, **flags}
     return settings
@@ -48,5 +52,8 @@ def _prefix_space(part: object) -> bool | None:
         return None
     if "add_prefix_space" in part:
         return bool(part["add_prefix_space"])
-    found = map(_prefix_space, part.get("pretokenizers") or ())
-    return next((one for one in found if one is not None), None)
+    for inner in part.get("pretokenizers") or ():
+        found = _prefix_space(inner)
+        if found is not None:
+            return found
+    return None

@@ -22,7 +22,9 @@ _fixed_by_ftfy: Callable[[str], str] = FTFYFormatter(normalization="NFC").format
 def with_fixed_encoding(text: str) -> str:
     """A text that was decoded as Latin-1 as it was meant, UTF-8 or CP949; without control characters, in NFC."""
     found = _from_cp949(text)
-    return _fixed_by_ftfy(text if found is None else found)
+    if found is None:
+        found = text
+    return _fixed_by_ftfy(found)
 
 
 def _from_cp949(text: str) -> str | None:
@@ -34,18 +36,27 @@ def _from_cp949(text: str) -> str | None:
         found = stored.decode("cp949")
     except UnicodeError:
         return None
+    if _is_utf8(stored):
+        # Text in CP949 hardly ever is.
+        return None
+    pairs = 0
+    in_wansung = 0
+    for run in _LATIN_1_RUN.findall(text):
+        pairs += len(run)
+        in_wansung += len(_WANSUNG_PAIR.findall(run))
+    pairs //= 2
+    syllables = len(_HANGUL.findall(found))
+    is_likely = syllables >= _LEAST_SYLLABLES and in_wansung >= _LEAST_WANSUNG * pairs
+    is_korean = syllables * 5 > len(found)
+    return found if is_likely and is_korean else None
+
+
+def _is_utf8(stored: bytes) -> bool:
     try:
         stored.decode()
     except UnicodeDecodeError:
-        pass
-    else:
-        return None  # UTF-8, which texts in CP949 are next to never
-    runs = _LATIN_1_RUN.findall(text)
-    pairs = sum(len(run) for run in runs) // 2
-    in_wansung = sum(len(_WANSUNG_PAIR.findall(run)) for run in runs)
-    syllables = len(_HANGUL.findall(found))
-    is_likely = syllables >= _LEAST_SYLLABLES and in_wansung >= _LEAST_WANSUNG * pairs
-    return found if is_likely and syllables * 5 > len(found) else None
+        return False
+    return True
 
 
 # --- Boilerplate -----------------------------------------------------------------------------------------------------
@@ -56,7 +67,9 @@ _MARK = re.compile(
     r"subscribe to our|share (?:this )?on"
 )
 """What pages are marked, signed or framed with."""
-_MOST_BEFORE, _MOST_AFTER = 60, 80
+# A line with more characters before its first mark, or behind its last one, is a text that mentions it.
+_MOST_BEFORE = 60
+_MOST_AFTER = 80
 _WORD = re.compile(r"[^\W\d_]+")
 _FILLER = re.compile(
     r"(?i)(?:본|이|및|또는|기사|콘텐츠|컨텐츠|저작|사이트|게시물|글|자료|뉴스|신문|법|보호|받|금지|금합|합니다|됩니다|있습니다|처벌|"
@@ -73,17 +86,21 @@ def without_boilerplate_lines(text: str) -> str:
     """A text without the lines that only mark, sign or frame a page; a sentence that mentions such a mark stays."""
     lines = text.split("\n")
     kept = [line for line in lines if not _is_boilerplate(line)]
-    return text if len(kept) == len(lines) else "\n".join(kept)
+    return "\n".join(kept)
 
 
 def _is_boilerplate(line: str) -> bool:
+    """Whether a line only marks, signs or frames a page."""
     marks = list(_MARK.finditer(line))
-    if not marks or marks[0].start() > _MOST_BEFORE or len(line) - marks[-1].end() > _MOST_AFTER:
+    if not marks:
+        return False
+    if marks[0].start() > _MOST_BEFORE or len(line) - marks[-1].end() > _MOST_AFTER:
         return False
     ends_with_mark = not _WORD.search(line, marks[-1].end())
     if ends_with_mark or not _SENTENCE_END.search(line):
         return True
-    own = [word for word in _WORD.findall(_MARK.sub(" ", line)) if not _FILLER.fullmatch(word)]
+    words = _WORD.findall(_MARK.sub(" ", line))
+    own = [word for word in words if not _FILLER.fullmatch(word)]
     return len(own) < _LEAST_OWN_WORDS
 
 
@@ -138,21 +155,24 @@ def _replaced(
     is_meant: Callable[[re.Match[str]], bool] | None = None,
 ) -> str:
     """The text with the replacement for what the pattern finds, however its digits and signs are spelled."""
-    pieces = []
+    parts: list[str] = []
     position = 0
+    # The table replaces a character by one character, so that positions are the same in both texts.
     for found in pattern.finditer(text.translate(_ONE_SPELLING)):
         if is_meant is None or is_meant(found):
-            pieces += [text[position : found.start()], replacement]
+            parts += [text[position : found.start()], replacement]
             position = found.end()
-    return "".join([*pieces, text[position:]])
+    parts.append(text[position:])
+    return "".join(parts)
 
 
 def _is_public_address(found: re.Match[str]) -> bool:
     """Whether four numbers are the public address of a machine, and not a version or the number of a clause."""
-    before, behind = found.string[: found.start()][-12:], found.string[found.end() :][:8]
-    parts = found.group().split(".")
-    digits = sorted(map(len, parts))
-    is_long = digits[-1] == 3 or digits[-2] == 2  # clauses and versions count from one
+    before = found.string[: found.start()][-12:]
+    behind = found.string[found.end() :][:8]
+    digits = sorted(map(len, found.group().split(".")))
+    # Clauses and versions count from one, and so have few digits.
+    is_long = digits[-1] == 3 or digits[-2] == 2
     is_numbered = _NUMBERED.search(before) or _NUMBERED_BEHIND.match(behind)
     return bool(is_long and not is_numbered and public_ip_validator(found.group()))
 

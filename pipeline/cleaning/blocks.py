@@ -1,4 +1,4 @@
-"""What datatrove lacks: this project's readers, patterns of Korean text, and words without a model of a language."""
+"""What datatrove lacks: our readers, formatters for Korean text, words without a model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class Words(WordTokenizer):
 
 
 class Records(PipelineStep):
-    """Reads what tokenization reads: the k-th of n tasks every n-th unit. Rejected records count as dropped."""
+    """Reads what tokenization reads: the k-th of n tasks every n-th unit.
+
+    Rejected records count as dropped.
+    """
 
     type = "📖 - READER"
     name = "records"
@@ -76,7 +79,10 @@ class Records(PipelineStep):
 
 
 class Shard(JsonlReader):
-    """Reads the shard that the same task of an earlier stage wrote; it wrote none where it had nothing to write."""
+    """Reads the shard that the same task of an earlier stage wrote.
+
+    It wrote none where it had nothing to write.
+    """
 
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         name = f"{rank:05d}.jsonl.zst"
@@ -122,7 +128,7 @@ def without_boilerplate() -> Formatter:
 
 
 def without_personal_data() -> Formatter:
-    """Replaces mail addresses, public IP addresses, and Korea's phone and resident registration numbers."""
+    """Replaces mail and public IP addresses, Korea's phone and resident registration numbers."""
     return Formatter(without_personal)
 
 
@@ -145,7 +151,10 @@ class PlainFolder(DataFolder):
 
 
 class Signatures(MinhashDedupSignature):
-    """Signatures for MinHash, also of texts with fewer words than a shingle: of these, exact copies are alike."""
+    """Signatures for MinHash, also of texts with fewer words than a shingle.
+
+    Of these, exact copies are alike.
+    """
 
     def get_shingles(self, text: str) -> npt.NDArray[np.uint64]:
         found = super().get_shingles(text)
@@ -156,14 +165,18 @@ class Signatures(MinhashDedupSignature):
 
 
 class Contamination(NGramsDecontFilter):
-    """Drops documents that share words in a row with a benchmark, or hold a whole question that has fewer words."""
+    """Drops documents that share words in a row with a benchmark.
+
+    A question with fewer words than that is looked for as a whole.
+    """
 
     _short_lengths: Sequence[int] = ()
     """How many words the short questions of the index have."""
 
     def load_index_hashes(self) -> None:
         super().load_index_hashes()
-        # The names of indexes are `short7-benchmarks` and alike. Looked for here, once: an index has millions of hashes.
+        # The names of indexes are `short7-benchmarks` and alike. Looked for here, once: an index
+        # has millions of hashes.
         lengths: set[int] = set()
         for name in set(self._index_hashes.values()):
             if name.startswith(_SHORT):
@@ -219,7 +232,10 @@ def _strings_in(value: object) -> Iterator[str]:
 def index_words(
     within: NGramsDecontFilter, source: str, data: Iterable[Document], rank: int, _: int
 ) -> None:
-    """Adds documents to the index of a filter; datatrove's own block for this reads tasks of lighteval alone."""
+    """Adds documents to the index of a filter.
+
+    The block that datatrove has for this reads tasks of lighteval alone.
+    """
     config = within.config
     split = within.tokenizer.word_tokenize
     # Hashes by the name of the index that gets them.

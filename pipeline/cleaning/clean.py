@@ -54,7 +54,7 @@ _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the pro
 
 
 class Plan(BaseModel):
-    """What cleaning is begun for: settings of the corpus, and the sizes of all files that are read."""
+    """What cleaning is begun for: settings of the corpus, and the sizes of all its input files."""
 
     format: Literal["scale-cpt cleaned text 1"] = _FORMAT
     settings: dict[str, Any]
@@ -64,7 +64,8 @@ class Plan(BaseModel):
 class CleanedText(Plan):
     """The manifest of cleaned text.
 
-    `steps`: of each the documents that reached it ("total"), "dropped" and "changed", and the reasons.
+    `steps`: of each the documents that reached it ("total"), "dropped" and "changed", and the
+    reasons.
     """
 
     steps: dict[str, dict[str, int]]
@@ -76,7 +77,7 @@ class CleanedText(Plan):
 
 
 class TaskRecord(BaseModel):
-    """What is recorded of a finished task: the files that it wrote, by their paths in the folder of unfinished work."""
+    """The record of a finished task: the files that it wrote, by their paths in the work folder."""
 
     stage: str
     task: int
@@ -108,7 +109,7 @@ class _Local(_Recording, LocalPipelineExecutor):
 
 
 class _Arrays(_Recording, SlurmPipelineExecutor):
-    """Without the memory that datatrove asks for, which a site sets, and without a job that only sums counts.
+    """Job arrays without datatrove's request of memory, and without its job that sums counts.
 
     datatrove writes paths into its batch script as they are; here they may have spaces.
     """
@@ -134,7 +135,8 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     """Cleans a corpus, or continues; text that is cleaned already is left as it is.
 
     Raises:
-        DataError: an input cannot be used, nothing is left, or the folder was made for another corpus.
+        DataError: an input cannot be used, nothing is left, or the folder was made for another
+            corpus.
         OutputError: the folder holds something else.
     """
     check_replaceable(job.output, _CLEANED)
@@ -206,7 +208,10 @@ def _documents(shard: Path, most: int) -> Iterator[dict[str, Any]]:
 
 
 def estimate(job: CleaningJob, workers: int) -> str:
-    """What cleaning a hundredth of the input says of the whole; near-copies are found within that only."""
+    """What cleaning a hundredth of the input says of the whole.
+
+    Near-copies are found within that only.
+    """
     given = job.corpus
     sizes = input_files(given.input)
     encoding = given.encoding or likely_encoding(next(iter(sizes)))
@@ -228,12 +233,18 @@ def estimate(job: CleaningJob, workers: int) -> str:
     mib = written * scale / 2**20
     share = cleaned.documents / len(documents)
     left = cleaned.documents * scale
-    what = f"about {share:.1%} of the documents, {left:,.0f} in all, {mib:,.0f} MiB; {hours:,.1f} hours"
+    what = (
+        f"about {share:.1%} of the documents, {left:,.0f} in all, {mib:,.0f} MiB; "
+        f"{hours:,.1f} hours"
+    )
     return f"{table(cleaned.steps)}\n{job.output}: {what} with {workers} processes"
 
 
 def submit(job: CleaningJob, partition: str, limit: str) -> int:
-    """Begins a job as job arrays of Slurm, which `clean` then finishes; returns the id of the last."""
+    """Begins a job as job arrays of Slurm, which `clean` then finishes.
+
+    Returns the id of the last.
+    """
     check_replaceable(job.work, None)
     job.work.mkdir(parents=True)
     write_record(job.work / _PLAN, _plan_of(job))
@@ -301,7 +312,7 @@ def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
 
 
 def _reopen_changed(job: CleaningJob, stage: str, workers: int) -> None:
-    """Lets the finished tasks of a stage be done again of which a file is missing or not as it was written."""
+    """Lets finished tasks be done again of which a file is missing or not as it was written."""
     marks = job.work / "logs" / stage / "completions"
     if not marks.is_dir():
         return
@@ -345,7 +356,10 @@ def _record_of(work: Path, stage: str, task: int) -> Path:
 
 
 def _fault_of(executor: bytes, task: str) -> str:
-    """Runs a task. Returns its fault; one of the user's or of a disk is raised, as another attempt would not help."""
+    """Runs a task.
+
+    Returns its fault; one of the user's or of a disk is raised, as another attempt would not help.
+    """
     try:
         with contextlib.redirect_stderr(_NOWHERE):
             dill.loads(executor)._run_for_rank(int(task.rpartition(" ")[2]))
@@ -357,7 +371,10 @@ def _fault_of(executor: bytes, task: str) -> str:
 
 
 def _counts(job: CleaningJob, stages: list[Stage]) -> dict[str, dict[str, int]]:
-    """What each step counted in all tasks, from datatrove's files of statistics: see `CleanedText.steps`."""
+    """What each step counted in all tasks: see `CleanedText.steps`.
+
+    The counts are read from datatrove's files of statistics.
+    """
     counts: dict[str, Counter[str]] = {}
     for stage in stages:
         for file in sorted((job.work / "logs" / stage.name / "stats").glob("*.json")):

@@ -1,6 +1,7 @@
-"""The cleaning of a corpus as stages of datatrove's blocks, each of as many tasks as the input needs.
+"""The cleaning of a corpus as stages of datatrove's blocks, each of many tasks.
 
-Tasks follow from the input and the settings alone, never from the workers: so does every byte that is written.
+Tasks follow from the input and the settings alone, never from the workers: so does every byte that
+is written.
 
     filter              fixes encodings, filters and replaces; MinHash signatures
     reference, index    signatures of corpora cleaned before and of held-out files
@@ -82,7 +83,8 @@ Block = Any
 class Stage(NamedTuple):
     """Blocks that run as `tasks` tasks.
 
-    `files`: patterns of what a task writes, in the folder of unfinished work, with the task's `{rank}`.
+    `files`: patterns of what a task writes, in the folder of unfinished work, with the task's
+    `{rank}`.
     """
 
     name: str
@@ -93,7 +95,10 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class CleaningJob:
-    """The cleaning of one corpus of a run, into `output`; `others` are corpora whose near-copies are left out."""
+    """The cleaning of one corpus of a run, into `output`.
+
+    `others` are corpora whose near-copies are left out.
+    """
 
     corpus: Corpus
     output: Path
@@ -120,7 +125,10 @@ def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
 
 
 def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
-    """The units of the inputs of `corpora`. A file that is not UTF-8 is read in the encoding that it likely has."""
+    """The units of the inputs of `corpora`.
+
+    A file that is not UTF-8 is read in the encoding that it likely has.
+    """
     units: list[tuple[Unit, Keys]] = []
     for corpus in corpora:
         files = input_files(corpus.input)
@@ -253,7 +261,7 @@ def _steps_of_each(
 
 
 def _stages_of_copies(job: CleaningJob, known: list[tuple[Unit, Keys]]) -> list[Stage]:
-    """The stages that find copies and near-copies within a corpus, and of the `known` documents of others."""
+    """The stages that find copies and near-copies, of each other and of the `known` documents."""
     folders = ("signatures", "references", "index", "pairs", "copies")
     signatures, references, index, pairs, copies = (str(job.work / name) for name in folders)
     buckets = _MINHASH.num_buckets
@@ -275,7 +283,7 @@ def _stages_of_copies(job: CleaningJob, known: list[tuple[Unit, Keys]]) -> list[
 def _stages_of_words(
     benchmarks: Sequence[Path], heldout: list[tuple[Unit, Keys]], within: Contamination
 ) -> list[Stage]:
-    """The stages that index words in a row, for the filter `within`: of benchmarks and of held-out files."""
+    """The stages that index words in a row of benchmarks and held-out files, for `within`."""
     add = partial(index_words, within)
     lines: list[Block] = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
     stages = [Stage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"])]

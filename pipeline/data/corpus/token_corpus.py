@@ -25,7 +25,10 @@ _MAX_OPEN_SHARDS = 64
 
 
 class _Span(NamedTuple):
-    """The positions [start, stop) of a shard; `offset` is the position in the corpus at which the shard begins."""
+    """The positions [start, stop) of a shard.
+
+    `offset` is the position in the corpus at which the shard begins.
+    """
 
     shard: Shard
     start: int
@@ -34,10 +37,13 @@ class _Span(NamedTuple):
 
 
 class TokenCorpus:
-    """The corpus in `folder`: its shards as one sequence of `tokens` ids, each shard opened when it is needed.
+    """The corpus in `folder`: its shards as one sequence of `tokens` ids.
+
+    Each shard is opened when it is needed.
 
     Raises:
-        DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
+        DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of
+            `tokenizer_fingerprint`.
     """
 
     def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None) -> None:
@@ -48,7 +54,8 @@ class TokenCorpus:
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(
                 f"{folder}: was tokenized with another tokenizer: expected "
-                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with the run's tokenizer"
+                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with the run's "
+                "tokenizer"
             )
         self.tokens = self.manifest.tokens
         if self.tokens == 0:
@@ -65,9 +72,10 @@ class TokenCorpus:
 
     @cached_property
     def content(self) -> str:
-        """A hash of what training reads: the tokens and documents of all shards, wherever their text came from.
+        """A hash of the tokens and documents of all shards, wherever their text came from.
 
-        The library that encoded is no part of it, nor are the names and the compression of the input files.
+        The library that encoded is no part of it, nor are the names and the compression of the
+        input files.
         """
         shards: list[list[Any]] = []
         for shard in self.manifest.shards:
@@ -97,8 +105,8 @@ class TokenCorpus:
                 at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
                 document = span.shard.document_at(span.start + at)
                 raise DataError(
-                    f"{span.shard.bin_path}: document {document}: expected ids below {vocab_size}, found "
-                    f"{ids[at]}; {self._advice}"
+                    f"{span.shard.bin_path}: document {document}: expected ids below {vocab_size}, "
+                    f"found {ids[at]}; {self._advice}"
                 )
             parts.append(ids)
         return np.concatenate(parts).astype(np.int64)
@@ -130,7 +138,7 @@ class TokenCorpus:
     def check(
         self, *, sampled: int | None = SAMPLED_BYTES, share: tuple[int, int] = (0, 1)
     ) -> None:
-        """Compares the shards with the manifest: all sizes, indexes and lengths of prompts, and some tokens.
+        """Compares the shards with the manifest: all sizes and indexes, and some tokens.
 
         Args:
             sampled: how many bytes of tokens, of shards drawn at random, are compared; None: all.
@@ -169,7 +177,10 @@ class TokenCorpus:
         return spans
 
     def _opened(self, number: int, *, whole: bool = False) -> Shard:
-        """A shard; the first time it is compared with its record, of its tokens only the size if not `whole`."""
+        """Opens a shard.
+
+        The first time it is compared with its record, of its tokens only the size if not `whole`.
+        """
         described = self.manifest.shards[number]
         prefix = self.folder / described.name
         if number not in self._checked:

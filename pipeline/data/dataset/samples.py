@@ -1,4 +1,7 @@
-"""The samples of training and validation: the one at a global index is a pure function of (seed, blend, index)."""
+"""The samples of training and validation.
+
+The sample at a global index is a pure function of (seed, blend, index).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_fo
 
 
 class SampleOrder:
-    """Maps a global index to a sample of a corpus, in constant time and memory, without reading tokens.
+    """Maps a global index to a sample of a corpus, in constant time, without reading tokens.
 
     Every epoch of a corpus visits each of its samples once, in a random order of its own.
 
@@ -39,13 +42,14 @@ class SampleOrder:
 
 
 class TrainingSamples:
-    """`samples[i]` is the sample at the global index i, for any i ≥ 0 (below `total`, where the budgets end).
+    """`samples[i]` is the sample at the global index i, for 0 ≤ i < `total`.
 
     Args:
         data: the corpora, their proportions, and how they are packed.
         seed: the seed of the order.
         tokenizer_fingerprint: the run's; None accepts any.
-        sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote has its ids.
+        sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote
+            has its ids.
 
     Attributes:
         corpora: by name, cut into samples.
@@ -114,8 +118,8 @@ class HeldoutSamples:
 
     Attributes:
         corpus: its name.
-        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8: bits per byte =
-            nll_per_token · tokens / (bytes · ln 2).
+        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8:
+            bits per byte = nll_per_token · tokens / (bytes · ln 2).
         prompted: whether the documents have prompts.
     """
 
@@ -173,7 +177,9 @@ def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> 
 def rank_indices(
     first: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> list[list[int]]:
-    """The global indices that rank `dp_rank` reads in the step that begins at sample `first`, one list per micro-batch.
+    """The global indices that a rank reads in the step that begins at sample `first`.
+
+    One list per micro-batch.
 
     Together the ranks read [first, first + global_batch_size), however many they are.
     """

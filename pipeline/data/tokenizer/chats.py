@@ -1,7 +1,8 @@
 """Chats, lists of messages, as prompts and answers: framed by the tokenizer's chat template.
 
-Each message of the assistant becomes a document of its own, with everything before it as the prompt: the loss is on
-answers only, and each is learned once. The template is a stranger's program; transformers renders it in a sandbox.
+Each message of the assistant becomes a document of its own, with everything before it as the
+prompt: the loss is on answers only, and each is learned once. The template is a stranger's program;
+transformers renders it in a sandbox.
 """
 
 from __future__ import annotations
@@ -26,9 +27,16 @@ from pipeline.files import json_hash, read_text
 TEMPLATE = "chat_template.jinja"
 # The roles of ShareGPT's names of who speaks; messages there hold `from` and `value`.
 _ROLES = {
-    "human": "user", "user": "user", "system": "system", "tool": "tool", "assistant": "assistant", "gpt": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    "tool": "tool",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
 # What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
 _THINKING = "enable_thinking"
 # What transformers calls its clock in a template.
@@ -45,9 +53,10 @@ _logger = log.get_logger(__name__)
 class ChatTemplate:
     """The chat template of the tokenizer at `path`.
 
-    `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
-    Chats without a system's message get one of `systems`, which the `seed` and their first message decide. A template
-    that asks for today's date is told `today`: what it renders does not depend on the day.
+    `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves
+    that to the template. Chats without a system's message get one of `systems`, which the `seed`
+    and their first message decide. A template that asks for today's date is told `today`: what it
+    renders does not depend on the day.
 
     A message that spells a special token, which would end it, is refused unless `keeps_control`.
 
@@ -55,8 +64,8 @@ class ChatTemplate:
         date: that date, as YYYY-MM-DD; None where the template does not ask.
 
     Raises:
-        DataError: the tokenizer has no template, or no `enable_thinking`, or the template draws at random, or the
-            tokenizer's library does not see special tokens in a text.
+        DataError: the tokenizer has no template, or no `enable_thinking`, or the template draws at
+            random, or the tokenizer's library does not see special tokens in a text.
     """
 
     def __init__(
@@ -85,8 +94,8 @@ class ChatTemplate:
             )
         if _RANDOM.search(source):
             raise DataError(
-                f"{file.parent}: its chat template draws at random (`random`, `lipsum`): the same command would make "
-                "other tokens; write what it is to say into the template"
+                f"{file.parent}: its chat template draws at random (`random`, `lipsum`): the same "
+                "command would make other tokens; write what it is to say into the template"
             )
         self.source = source
         self.date: str | None = None
@@ -114,7 +123,10 @@ class ChatTemplate:
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
-        """What every document gets before and after it, as text: a template that writes them is cut there."""
+        """What every document gets before and after it, as text.
+
+        A template that writes them is cut there.
+        """
         tokenizer = load_tokenizer(self.path)
         return tokenizer.decode(tokenizer.document_start), tokenizer.decode(tokenizer.document_end)
 
@@ -130,7 +142,7 @@ class ChatTemplate:
         return re.compile("|".join(spellings)) if spellings else None
 
     def records(self, offset: int, found: object) -> Iterator[Record]:
-        """A document for each message of the assistant in the list of messages `found`, or why there is none.
+        """A document for each message of the assistant in `found`, or why there is none.
 
         A message with `weight: 0`, or `train: false`, is only read.
         """
@@ -202,7 +214,8 @@ class ChatTemplate:
             return None
         special = self._special.search(translated["content"])
         if special is not None:
-            return f"spells {special.group()}, a special token; remove it, or set special_tokens: control"
+            what = f"spells {special.group()}, a special token"
+            return f"{what}; remove it, or set special_tokens: control"
         return None
 
     def opened(self, messages: list[dict[str, str]]) -> str:
@@ -234,8 +247,9 @@ class ChatTemplate:
     def _told_date(self) -> Iterator[None]:
         """Within the block, `strftime_now` of this template formats the fixed date.
 
-        transformers takes no function as a variable of a template. It keeps compiled templates, each in an environment
-        of its own, where others in this process, such as lm-eval, must find its clock again.
+        transformers takes no function as a variable of a template. It keeps compiled templates,
+        each in an environment of its own, where others in this process, such as lm-eval, must find
+        its clock again.
         """
         if self.date is None:
             yield
@@ -261,7 +275,7 @@ def chat_template(
     *,
     keeps_control: bool = False,
 ) -> ChatTemplate:
-    """The chat template of the tokenizer at `path`, read once. Arguments and errors are those of `ChatTemplate`."""
+    """The chat template of the tokenizer at `path`, read once: see `ChatTemplate`."""
     return ChatTemplate(path, thinking, systems, seed, today, keeps_control=keeps_control)
 
 
@@ -275,7 +289,9 @@ def _is_learned(message: Mapping[str, Any]) -> bool:
 
 
 def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
-    """The chat template of a tokenizer whose tokenizer_config.json says `described`: of several, the default one.
+    """The chat template of a tokenizer's folder; of several, the default one.
+
+    `described` is the content of its tokenizer_config.json.
 
     Raises:
         DataError: its file cannot be read.
@@ -310,7 +326,7 @@ def message_of(found: object) -> dict[str, Any] | None:
 
 
 def _fault_of_keys(message: Mapping[str, Any]) -> str:
-    """Why `message_of` does not take an object: who speaks is not known, or an entry is no string."""
+    """Why `message_of` refuses an object: an unknown speaker, or an entry that is no string."""
     names = ("role", "content")
     if "from" in message and "value" in message:
         names = ("from", "value")

@@ -1,10 +1,11 @@
-"""Loading a tokenizer: a `tokenizer.json`, a model of SentencePiece, or the Hugging Face folder that has either.
+"""Loads tokenizers: a `tokenizer.json`, a model of SentencePiece, or a folder with either.
 
-A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor puts before a text (a
-BOS, or nothing), and an end-of-document token. Every corpus manifest records both.
+A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor
+puts before a text (a BOS, or nothing), and an end-of-document token. Every corpus manifest records
+both.
 
-The library `tokenizers` defines the ids of a `tokenizer.json`, `sentencepiece` those of its own models. The fast
-encoder, `gigatoken`, is used only while it agrees with the former.
+The library `tokenizers` defines the ids of a `tokenizer.json`, `sentencepiece` those of its own
+models. The fast encoder, `gigatoken`, is used only while it agrees with the former.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ _TEST_TEXTS = (
     "<s> </s> <unk> <|endoftext|>",
 )
 _EXPECTED = (
-    "expected a tokenizer.json, a model of SentencePiece (.model), or the Hugging Face folder that has one of them; "
-    "transformers writes one of other files: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    "expected a tokenizer.json, a model of SentencePiece (.model), or the Hugging Face folder that "
+    "has one of them; transformers writes one of other files: "
+    "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
 )
 # Classes of transformers that put nothing before a text, although their models may have a BOS.
 _CLASSES_WITHOUT_START = ("T5Tokenizer", "GPTSw3Tokenizer")
@@ -64,7 +66,10 @@ _logger = log.get_logger(__name__)
 
 
 class Encoded(NamedTuple):
-    """The ids of several texts, joined: `ids: uint32 [sum of lengths]`, `lengths: int64 [texts]`."""
+    """The ids of several texts, joined.
+
+    `ids`: uint32 [sum of lengths]; `lengths`: int64 [texts].
+    """
 
     ids: npt.NDArray[np.uint32]
     lengths: npt.NDArray[np.int64]
@@ -103,7 +108,7 @@ class SentencePieceEncoder:
         return joined(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, with the spelling of each control piece, which the library itself leaves out."""
+        """The text of `ids`, with the control tokens' spellings, which the library leaves out."""
         processor = self.model.processor
         parts: list[str] = []
         with faults_of_library("the tokenizer cannot decode ids", DataError):
@@ -119,7 +124,8 @@ class SentencePieceEncoder:
 class GigatokenEncoder:
     """The fast encoder of a `tokenizer.json`.
 
-    It caches every word it meets, so it is created anew after a fixed amount of text to bound its memory.
+    It caches every word it meets, so it is created anew after a fixed amount of text to bound its
+    memory.
     """
 
     name = "gigatoken"
@@ -174,11 +180,14 @@ class Tokenizer:
     """The ids after every document, at least one."""
     reference: Reference
     fast: GigatokenEncoder | None
-    """The fast encoder; None if gigatoken does not support this tokenizer, or SentencePiece is the reference."""
+    """The fast encoder.
+
+    None if gigatoken does not support this tokenizer, or SentencePiece is the reference.
+    """
 
     @property
     def before_document(self) -> tuple[int, ...]:
-        """What a model reads before a document: `document_start`, or else the end of another document."""
+        """The ids that a model reads before a document: its start, or the end of another."""
         return self.document_start or self.document_end[-1:]
 
     def record(self, backend: str) -> TokenizerRecord:
@@ -197,13 +206,14 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
-    """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a model of SentencePiece.
+    """Loads a tokenizer from a Hugging Face folder, a `tokenizer.json`, or a SentencePiece model.
 
     BPE dropout is switched off, and a line says so.
 
     Args:
         path: the folder or file.
-        end_of_document: the token that ends a document, if the tokenizer's own files do not say or are wrong.
+        end_of_document: the token that ends a document, if the tokenizer's own files do not say or
+            are wrong.
 
     Raises:
         DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
@@ -215,7 +225,10 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
     described = read_object(file, DataError)
     undropped = without_dropout(described)
     if undropped is not None:
-        message = "%s: its BPE dropout of %s, which makes other tokens of a text each time, is switched off"
+        message = (
+            "%s: its BPE dropout of %s, which makes other tokens of a text each time, is switched "
+            "off"
+        )
         _logger.warning(message, file, described["model"]["dropout"])
         described = undropped
         content = orjson.dumps(undropped)
@@ -255,10 +268,12 @@ def _frame(
 
 
 def _sentencepiece_tokenizer(model: SentencePieceModel, end_of_document: str | None) -> Tokenizer:
-    """The tokenizer of a model of SentencePiece, which says nothing of what stands before and after a document.
+    """The tokenizer of a model of SentencePiece.
 
-    That is what the folder's tokenizer_config.json says, as the classes of transformers read it: a BOS before, unless
-    it says otherwise. The end is the EOS.
+    The model does not say what stands before and after a document.
+
+    That is what the folder's tokenizer_config.json says, as the classes of transformers read it: a
+    BOS before, unless it says otherwise. The end is the EOS.
     """
     described = json_beside(model.path, "tokenizer_config.json")
     adds_start = described.get("add_bos_token")
@@ -346,19 +361,26 @@ def has_tokenizer_file(folder: Path) -> bool:
 
 
 def json_file(path: Path) -> Path:
-    """The tokenizer.json of the tokenizer at `path`. Raises DataError where there is none, and says what to do."""
+    """The tokenizer.json of the tokenizer at `path`.
+
+    Raises DataError where there is none, and says what to do.
+    """
     file = tokenizer_file(path)
     if file.suffix == SUFFIX:
         written = file.with_name(TOKENIZER_FILE)
         raise DataError(
-            f"{file}: a model of SentencePiece, expected a tokenizer.json; write it, and see how its ids "
-            f"compare on your texts: scale-cpt tokenizer --convert {file} --output {written} --report-on FILE…"
+            f"{file}: a model of SentencePiece, expected a tokenizer.json; write it, and see how "
+            f"its ids compare on your texts: scale-cpt tokenizer --convert {file} --output "
+            f"{written} --report-on FILE…"
         )
     return file
 
 
 def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEncoder | None:
-    """The fast encoder for the tokenizer.json `content`; None if it is unsupported or fails on a test text."""
+    """The fast encoder for the tokenizer.json `content`.
+
+    None if it is unsupported or fails on a test text.
+    """
     try:
         with faults_of_library("gigatoken does not support this tokenizer", DataError):
             encoder = GigatokenEncoder(content)
@@ -374,9 +396,12 @@ def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEnc
 
 
 def without_dropout(described: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The contents of a tokenizer.json with BPE dropout switched off; None where there is none to switch off.
+    """The contents of a tokenizer.json with BPE dropout switched off.
 
-    Dropout, a means against overfitting, leaves out merges at random: the same text gets other tokens each time.
+    None where there is none to switch off.
+
+    Dropout, a means against overfitting, leaves out merges at random: the same text gets other
+    tokens each time.
     """
     model = described.get("model")
     if not isinstance(model, dict) or not model.get("dropout"):
@@ -385,7 +410,10 @@ def without_dropout(described: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def fingerprint_of(described: dict[str, Any]) -> str:
-    """A hash of what decides the ids: not truncation and padding, nor which of two spellings merges have."""
+    """A hash of what decides the ids.
+
+    Truncation, padding, and which of two spellings merges have are left out.
+    """
     canonical = dict(described)
     for key in _UNDECISIVE:
         canonical.pop(key, None)
@@ -407,7 +435,10 @@ def _document_end(
     wanted: str | None,
     own_end: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """The ids that end a document: what the user wants, the tokenizer's own, the folder's, or a well-known token."""
+    """The ids that end a document.
+
+    They are what the user wants, the tokenizer's own, the folder's, or a well-known token.
+    """
     if wanted is not None:
         found = id_of(wanted)
         if found is None:
@@ -422,8 +453,9 @@ def _document_end(
         found = id_of(named)
         if found is None:
             raise DataError(
-                f"{file.with_name('tokenizer_config.json')}: eos_token: expected a token of the tokenizer, found "
-                f"{named!r}, which it does not have; correct it, or name one with --end-of-document"
+                f"{file.with_name('tokenizer_config.json')}: eos_token: expected a token of the "
+                f"tokenizer, found {named!r}, which it does not have; correct it, or name one with "
+                "--end-of-document"
             )
         return (found,)
     for name in ("generation_config.json", "config.json"):
@@ -440,7 +472,10 @@ def _document_end(
 
 
 def _end_in(file: Path, vocab_size: int) -> int | None:
-    """The `eos_token_id` in a file beside the tokenizer, of several the first; None if it has none."""
+    """The `eos_token_id` in a file beside the tokenizer, of several the first.
+
+    None if it has none.
+    """
     found = json_beside(file, file.name).get("eos_token_id")
     if isinstance(found, list) and found:
         found = found[0]
@@ -448,14 +483,14 @@ def _end_in(file: Path, vocab_size: int) -> int | None:
         return None
     if found >= vocab_size:
         raise DataError(
-            f"{file}: eos_token_id: expected an id of the tokenizer, below {vocab_size}, found {found}; correct it, or "
-            "name the token with --end-of-document"
+            f"{file}: eos_token_id: expected an id of the tokenizer, below {vocab_size}, found "
+            f"{found}; correct it, or name the token with --end-of-document"
         )
     return found
 
 
 def spelling_of(token: object) -> str | None:
-    """How a special token of a tokenizer_config.json is spelled, which has it as text or as an object."""
+    """The spelling of a special token in a tokenizer_config.json, which has text or an object."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,7 +1,7 @@
-"""SentencePiece's own files, BPE and Unigram: reading one, training one, and the same tokenizer as a tokenizer.json.
+"""SentencePiece's own files: reading one, training one, and the same as a tokenizer.json.
 
-The library `sentencepiece` defines the ids of its files. `tokenizers` cannot express every detail of it, so whoever
-uses a conversion compares the ids of both on the texts at hand.
+The library `sentencepiece` defines the ids of its files. `tokenizers` cannot express every detail
+of it, so whoever uses a conversion compares the ids of both on the texts at hand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TRAINER = sentencepiece_model_pb2.TrainerSpec
 # Without `eq`: the description, a message of protobuf, has no hash.
 @dataclass(frozen=True, eq=False)
 class SentencePieceModel:
-    """A model of SentencePiece: its file's `content`, the library's `processor` of it, and its `description`."""
+    """A model of SentencePiece: its file, the library's object of it, and its description."""
 
     path: Path
     content: bytes
@@ -62,7 +62,10 @@ class SentencePieceModel:
 
     @cached_property
     def reserved_tokens(self) -> list[str]:
-        """The tokens that no text becomes, such as `<s>`: where a text spells one, it is cut as any other text."""
+        """The tokens that no text becomes, such as `<s>`.
+
+        Where a text spells one, it is cut as any other text.
+        """
         reserved = (_PIECE_TYPES.CONTROL, _PIECE_TYPES.UNKNOWN)
         return [piece.piece for piece in self.description.pieces if piece.type in reserved]
 
@@ -76,8 +79,8 @@ class SentencePieceModel:
 def read_model(path: Path, content: bytes) -> SentencePieceModel:
     """The model in the file `path`, which holds `content`. Raises DataError where that is none."""
     what = (
-        f"{path}: expected a model of SentencePiece, which its library cannot read; copy it again, or, "
-        "if it is of another kind, let transformers write a tokenizer.json: "
+        f"{path}: expected a model of SentencePiece, which its library cannot read; copy it again, "
+        "or, if it is of another kind, let transformers write a tokenizer.json: "
         "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
     )
     with faults_of_library(what, DataError):
@@ -93,7 +96,7 @@ def train_model(
     model_type: ModelType = "bpe",
     character_coverage: float = 0.9999,
 ) -> bytes:
-    """A tokenizer with byte fallback, like Llama's, learned from these documents: the content of its file.
+    """A tokenizer with byte fallback, like Llama's, learned from documents: its file's content.
 
     Raises DataError where there is too little text, or it is too uniform, for this vocabulary size.
     """
@@ -123,7 +126,10 @@ def train_model(
 
 
 def _sentences(documents: Iterator[str]) -> Iterator[str]:
-    """Documents line by line: SentencePiece learns from sentences, and would drop a long document."""
+    """Documents line by line.
+
+    SentencePiece learns from sentences, and would drop a long document.
+    """
     # A character has at most four bytes.
     step = _MAX_SENTENCE_BYTES // 4
     for document in documents:
@@ -132,7 +138,7 @@ def _sentences(documents: Iterator[str]) -> Iterator[str]:
                 yield line[first : first + step]
 
 
-# --- The same tokenizer as a tokenizer.json ---------------------------------------------------------------------------
+# --- The same tokenizer as a tokenizer.json ---
 
 
 def converted(
@@ -149,12 +155,13 @@ def converted(
     if trainer.model_type not in (_TRAINER.BPE, _TRAINER.UNIGRAM):
         kind = _TRAINER.ModelType.Name(trainer.model_type)
         raise DataError(
-            f"{model.path}: a {kind} model of SentencePiece; expected BPE or UNIGRAM, take another base"
+            f"{model.path}: a {kind} model of SentencePiece; expected BPE or UNIGRAM, take another "
+            "base"
         )
     if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
         raise DataError(
-            f"{model.path}: writes spaces otherwise than before words as {SPACE}, for which there is no "
-            "tokenizer.json; take another base"
+            f"{model.path}: writes spaces otherwise than before words as {SPACE}, for which there "
+            "is no tokenizer.json; take another base"
         )
     with faults_of_library(f"{model.path}: cannot be converted to a tokenizer.json", DataError):
         if trainer.model_type == _TRAINER.BPE:
@@ -163,8 +170,8 @@ def converted(
             tokenizer = tokenizers.Tokenizer(_unigram(description))
         adds_space = normalizer.add_dummy_prefix
         own = _spelled(description, _PIECE_TYPES.USER_DEFINED)
-        # `Prepend` would put a space behind each of the user's own tokens, too; `Metaspace` only before the text. It
-        # puts none before a text that begins with one.
+        # `Prepend` would put a space behind each of the user's own tokens, too; `Metaspace` only
+        # before the text. It puts none before a text that begins with one.
         only_first = bool(own) and adds_space
         tokenizer.normalizer = _normalizer(normalizer, prepends=adds_space and not only_first)
         if only_first:
@@ -178,7 +185,8 @@ def converted(
         tokenizer.add_special_tokens(reserved)
         added: list[tokenizers.AddedToken] = []
         for token in own:
-            # It may spell spaces, which a text has only after the normalizer; that also changes the token itself.
+            # It may spell spaces, which a text has only after the normalizer; that also changes the
+            # token itself.
             added.append(tokenizers.AddedToken(token, normalized=not adds_space))
         tokenizer.add_tokens(added)
         if document_start:
@@ -196,7 +204,10 @@ def _spelled(description: Any, kind: int) -> list[str]:
 
 
 def _bpe(description: Any) -> models.BPE:
-    """Merges in the order in which SentencePiece prefers their tokens: whichever two tokens give one are merged."""
+    """The merges of a BPE model, in the order in which SentencePiece prefers their tokens.
+
+    Whichever two tokens give one are merged.
+    """
     vocabulary: dict[str, int] = {}
     scores: dict[str, float] = {}
     for number, piece in enumerate(description.pieces):
@@ -240,7 +251,8 @@ def _normalizer(described: Any, *, prepends: bool) -> normalizers.Normalizer:
     parts: list[Any] = []
     if described.precompiled_charsmap:
         parts.append(normalizers.Precompiled(described.precompiled_charsmap))
-        # `tokenizers` looks up a character at a time; SentencePiece also composes those that follow each other.
+        # `tokenizers` looks up a character at a time; SentencePiece also composes those that follow
+        # each other.
         if "nfkc" in described.name:
             parts.append(normalizers.NFC())
     if described.remove_extra_whitespaces:

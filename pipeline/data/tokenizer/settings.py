@@ -1,4 +1,4 @@
-"""The settings beside a tokenizer.json with which every version of `transformers` reads that file as it is."""
+"""Settings with which every version of `transformers` reads a tokenizer.json as it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 AS_IT_IS = "PreTrainedTokenizerFast"
-"""The class that reads tokenizer.json as it is; version 5 calls it TokenizersBackend, and knows both names."""
+"""The class that reads tokenizer.json as it is.
+
+Version 5 calls it TokenizersBackend, and knows both names.
+"""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Settings by which `transformers` would build parts of the tokenizer anew.
 _REBUILDING = ("add_prefix_space", "add_bos_token", "add_eos_token")
@@ -21,10 +24,12 @@ _ADDED_BY_NAME = {
 
 
 def read_as_it_is(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings `config` of a tokenizer_config.json, changed so that a tokenizer.json `described` is read as it is.
+    """The settings `config` of a tokenizer_config.json, changed so that a tokenizer.json
+    `described` is read as it is.
 
-    They name its class. What the file says itself is left out: `transformers` would build those parts anew. Special
-    tokens that are not as the library adds them by their names are described as in the file.
+    They name its class. What the file says itself is left out: `transformers` would build those
+    parts anew. Special tokens that are not as the library adds them by their names are described as
+    in the file.
     """
     settings = dict(config)
     for key in _REBUILDING:
@@ -47,7 +52,10 @@ def read_as_it_is(config: Mapping[str, Any], described: Mapping[str, Any]) -> di
 
 
 def _prefix_space(part: object) -> bool | None:
-    """Whether a pre-tokenizer, or one that it is a sequence of, puts a space before a text; None: it does not say."""
+    """Whether a pre-tokenizer, or one that it is a sequence of, puts a space before a text.
+
+    None where it does not say.
+    """
     if not isinstance(part, dict):
         return None
     if "add_prefix_space" in part:

@@ -1,7 +1,8 @@
-"""How a tokenizer spells raw text: special tokens that a text names, and what the tokenizer has no token for.
+"""How a tokenizer spells raw text: special tokens in it, and what has no token.
 
-A text that spells a special token, as HTML does `<s>`, is ordinary text unless the user wants the token. What cannot be
-spelled becomes the unknown token, or nothing at all where there is none: both are counted.
+A text that spells a special token, as HTML does `<s>`, is ordinary text unless the user wants the
+token. What cannot be spelled becomes the unknown token, or nothing at all where there is none: both
+are counted.
 """
 
 from __future__ import annotations
@@ -64,14 +65,18 @@ class SentencePieceSpeller:
     ) -> None:
         if wanted == "control":
             raise DataError(
-                f"{tokenizer.path}: SentencePiece reads special tokens in a text as text; set special_tokens: text, or "
-                f"write a tokenizer.json: scale-cpt tokenizer --convert {tokenizer.path} --output tokenizer.json"
+                f"{tokenizer.path}: SentencePiece reads special tokens in a text as text; set "
+                "special_tokens: text, or write a tokenizer.json: scale-cpt tokenizer --convert "
+                f"{tokenizer.path} --output tokenizer.json"
             )
         self._reference = reference
         self._unknown = int(reference.model.processor.unk_id())
 
     def spell(self, texts: Sequence[str]) -> Spelled:
-        """Encodes `texts`. Every model has an unknown token, so that no character is lost without a trace."""
+        """Encodes `texts`.
+
+        Every model has an unknown token, so that no character is lost without a trace.
+        """
         encoded = self._reference.encode(texts)
         named = 0
         for text in texts:
@@ -82,10 +87,12 @@ class SentencePieceSpeller:
 
 
 class TokenizerJsonSpeller:
-    """The speller of a tokenizer.json: by its `encoder`, and by the reference where a text spells a special token.
+    """The speller of a tokenizer.json.
 
-    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can. Raises DataError where it
-    is to be ordinary text and the tokenizer cannot.
+    It uses `encoder`, and the reference where a text spells a special token.
+
+    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can. Raises
+    DataError where it is to be ordinary text and the tokenizer cannot.
     """
 
     def __init__(
@@ -103,8 +110,8 @@ class TokenizerJsonSpeller:
         self._control = sorted({*self._special} - {self._unknown})
         if special_tokens == "text" and not self._can_be_text:
             raise DataError(
-                f"{tokenizer.path}: reads {', '.join(self._special.values())} in a text as special tokens in any case; "
-                "set special_tokens: control"
+                f"{tokenizer.path}: reads {', '.join(self._special.values())} in a text as special "
+                "tokens in any case; set special_tokens: control"
             )
         self._as_text = special_tokens != "control" and self._can_be_text
         self._lost_characters: dict[str, bool] = {}
@@ -149,7 +156,8 @@ class TokenizerJsonSpeller:
                 table[number] = True
         if len(encoded.ids) and int(encoded.ids.max()) >= len(table):
             raise DataError(
-                f"{self._tokenizer.path}: produced the id {encoded.ids.max()}, but has a vocabulary of {len(table)}"
+                f"{self._tokenizer.path}: produced the id {encoded.ids.max()}, but has a "
+                f"vocabulary of {len(table)}"
             )
         return table[encoded.ids]
 
@@ -173,7 +181,10 @@ class TokenizerJsonSpeller:
 
     @cached_property
     def _can_be_text(self) -> bool:
-        """Whether no spelling of a special token becomes that token; Unigram's tokens may hold them."""
+        """Whether no spelling of a special token becomes that token.
+
+        Unigram's tokens may hold them.
+        """
         if not self._control:
             return True
         spellings = [self._special[number] for number in self._control]
@@ -189,7 +200,7 @@ class TokenizerJsonSpeller:
         finally:
             self._library.encode_special_tokens = False
 
-    # --- What cannot be spelled --------------------------------------------------------------------------------------
+    # --- What cannot be spelled ---
 
     @cached_property
     def _described(self) -> dict[str, Any]:
@@ -205,7 +216,10 @@ class TokenizerJsonSpeller:
 
     @cached_property
     def _may_lose(self) -> bool:
-        """Whether a character without a token vanishes: of BPE without an unknown token, and without all bytes."""
+        """Whether a character without a token vanishes.
+
+        It does with BPE that has no unknown token, and not all bytes.
+        """
         model = self._described.get("model", {})
         if model.get("type", "BPE") != "BPE" or self._unknown is not None:
             return False
@@ -227,7 +241,10 @@ class TokenizerJsonSpeller:
         return lost
 
     def _is_lost(self, character: str) -> bool:
-        """Whether the tokenizer drops a character; white space, and what its normalizer removes, is not lost."""
+        """Whether the tokenizer drops a character.
+
+        White space, and what its normalizer removes, is not lost.
+        """
         if character not in self._lost_characters:
             normalizer = self._library.normalizer
             left = character

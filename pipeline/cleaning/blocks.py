@@ -211,6 +211,7 @@ def benchmark_lines(files: Sequence[Path], *_: object) -> Iterator[Document]:
             with faults_of_library(fault, DataError):
                 value = orjson.loads(line.text)
             strings = list(_strings_in(value))
+            # Questions, and the whole line: these may have fewer words than are looked for.
             whole = [string for string in strings if string.rstrip().endswith("?")]
             whole.append(" ".join(strings))
             text = orjson.dumps(value).decode().replace("\\n", " ")
@@ -246,6 +247,7 @@ def index_words(
             hashes[source].add(within.hash_func(" ".join(words_in_a_row)))
         for whole in doc.metadata.get("whole", ()):
             words = split(simplify_text(whole, config.norm_config))
+            # A question of fewer words than half would be found in many texts by chance.
             if config.n_grams // 2 <= len(words) < config.n_grams:
                 of_length = hashes.setdefault(f"{_SHORT}{len(words)}-{source}", set())
                 of_length.add(within.hash_func(" ".join(words)))

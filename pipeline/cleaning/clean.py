@@ -50,6 +50,7 @@ _PRELOAD = "pipeline.cleaning.stages"
 _LEAST_SAMPLE = 2**20
 _SETTINGS = {"input", "clean", "text_key", "document", "encoding", "quoting", "normalize"}
 """The settings of a corpus that decide what is left of it."""
+# datatrove's bars and lines of a task, which would mix with ours.
 _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
 
 
@@ -158,6 +159,7 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     cleaned = CleanedText(**plan.model_dump(), steps=_counts(job, stages))
     if not cleaned.documents:
         raise DataError(f"{job.work}: no document is left: {cleaned.steps}")
+    # The manifest comes first: the folder is complete as soon as it has its name.
     write_record(job.work / "output" / "manifest.json", cleaned)
     replace_directory(job.work / "output", job.output)
     shutil.rmtree(job.work)
@@ -231,6 +233,7 @@ def estimate(job: CleaningJob, workers: int) -> str:
         written = sum(file.stat().st_size for file in output.rglob("*.zst"))
     hours = (time.monotonic() - began) * scale / 3600
     mib = written * scale / 2**20
+    # Of the sample; copies in the rest of the corpus are not found.
     share = cleaned.documents / len(documents)
     left = cleaned.documents * scale
     what = (
@@ -263,6 +266,7 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
             logging_dir=str(job.work.absolute() / "logs" / stage.name),
         )
         executor.patterns = stage.files
+        # Only the last is started: it starts those that it depends on.
         last = executor
     with faults_of_library(f"{job.output}: cannot submit", DataError):
         last.run()

@@ -66,7 +66,9 @@ DROPPED = "dropped"
 # Steps that drop documents by what is in each, and by what is in all.
 _OF_EACH = ("language", "language_model", "repetition", "quality", "lines")
 _OF_ALL = ("duplicates", "contamination")
+# A task has its own files in several stages: more of them would be many small files.
 _MOST_TASKS = 512
+# Characters of a dropped document that are kept.
 _EXCERPT = 600
 _LETTER = re.compile(r"[^\W\d_]")
 # Diacritics as they are: to normalize them halves the speed.
@@ -132,6 +134,7 @@ def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
     units: list[tuple[Unit, Keys]] = []
     for corpus in corpora:
         files = input_files(corpus.input)
+        # As tokenization cuts them, so that both read the same records.
         size = default_unit_bytes(sum(files.values()))
         for path in files:
             encoding = corpus.encoding or likely_encoding(path)
@@ -231,6 +234,7 @@ def _steps_of_each(
     least = settings.min_script_share
     if least is None:
         least = rules["min_script_share"]
+    # A partial, not a lambda: blocks are pickled for workers and for Slurm.
     in_script = partial(is_written_in, re.compile(rules["script"]), least)
     language_model: list[Block] = []
     if settings.language_model:
@@ -271,10 +275,12 @@ def _stages_of_copies(job: CleaningJob, known: list[tuple[Unit, Keys]]) -> list[
         stages.append(_reading("reference", known, signing, "references/*/{rank:05d}.*"))
         indexing = MinhashBuildIndex(references, index, "known", _MINHASH)
         stages.append(Stage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
+    # Also within the corpus, and not only against the index of the others.
     found = MinhashDedupBuckets(
         signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False
     )
     stages.append(Stage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
+    # One task: a cluster of copies may span all buckets.
     clusters = MinhashDedupCluster(PlainFolder(pairs), copies, _MINHASH)
     stages.append(Stage("cluster", 1, [clusters], ["copies/*"]))
     return stages

@@ -32,6 +32,7 @@ def with_fixed_encoding(text: str) -> str:
 
 def _from_cp949(text: str) -> str | None:
     """What a text becomes as CP949, where that is likelier than UTF-8 and than what it is."""
+    # Korean in CP949, read as Latin-1, is mostly letters beyond ASCII.
     if len(_LATIN_1.findall(text)) * 5 < len(text):
         return None
     try:
@@ -45,6 +46,7 @@ def _from_cp949(text: str) -> str | None:
     pairs = 0
     in_wansung = 0
     for run in _LATIN_1_RUN.findall(text):
+        # Two bytes each, if this is CP949.
         pairs += len(run)
         in_wansung += len(_WANSUNG_PAIR.findall(run))
     pairs //= 2
@@ -153,6 +155,7 @@ _MAIL = re.compile(
 
 def without_personal(text: str) -> str:
     """A text with mail and public IP addresses, Korea's phone and registration numbers replaced."""
+    # Addresses before numbers: a mail address may hold what looks like a phone number.
     text = _replaced(text, _MAIL, "email@example.com")
     text = _replaced(text, _ADDRESS, "192.0.2.1", _is_public_address)
     text = _replaced(text, _REGISTRATION, "000000-0000000")

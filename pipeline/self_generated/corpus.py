@@ -175,6 +175,7 @@ def plan_of(job: SamplingJob) -> Plan:
         max_tokens=job.max_tokens,
         batch_size=batch_size,
     )
+    # At least a batch of the longest documents.
     tokens_per_batch = batch_size * job.max_tokens
     tokens_per_unit = min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)
     plan = Plan(
@@ -233,6 +234,7 @@ def sample_corpus(
             what="sampling",
             measured_in=" tokens",
         )
+        # In the order of names, whichever worker was first: the manifest depends on the job alone.
         for name, record in sorted(found):
             records[name] = record.train
         inputs: list[InputFile] = []
@@ -299,6 +301,7 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
                     batch_size=sampling.batch_size,
+                    # A seed for each call: a killed unit starts again with the same documents.
                     seed=mix(sampling.seed, unit.number, shard.documents),
                 )
             except torch.OutOfMemoryError:
@@ -349,6 +352,7 @@ def _text_of(document: npt.NDArray[Any], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(document[first : len(document) - len(tokenizer.document_end)])
 
 
+# Once in each worker, for all its units.
 @lru_cache(maxsize=1)
 def _loaded(
     base: Path, hashes: tuple[tuple[str, str], ...], device: str

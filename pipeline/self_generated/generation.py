@@ -64,6 +64,7 @@ class BaseWriter:
         new_tokens = _FIRST_TOKENS
         with _reproducible(self.device, seed):
             while unfinished:
+                # Documents of about the same length are a batch: less padding.
                 unfinished.sort(key=lambda number: len(texts[number]))
                 for first in range(0, len(unfinished), batch_size):
                     batch = unfinished[first : first + batch_size]
@@ -75,6 +76,7 @@ class BaseWriter:
                 still_unfinished: list[int] = []
                 for number in unfinished:
                     has_room = len(texts[number]) < max_length
+                    # An end within the prompt, as chats have, ends nothing.
                     written = texts[number][len(prompts[number]) :]
                     if has_room and not np.isin(written, self._ends).any():
                         still_unfinished.append(number)
@@ -109,6 +111,7 @@ class BaseWriter:
         config = GenerationConfig(
             do_sample=True,
             temperature=temperature,
+            # The whole distribution: KL(base || model) is to be small on its tail, too.
             top_k=0,
             top_p=1.0,
             max_new_tokens=min(new_tokens, max_length - shortest),
@@ -144,8 +147,10 @@ def _reproducible(device: torch.device, seed: int) -> Iterator[None]:
 
     On the CPU by a single thread, so that sums are rounded alike everywhere.
     """
+    # The order of a sum over threads depends on their number.
     threads = torch.get_num_threads()
     on_gpu = device.type == "cuda"
+    # Draws of this process outside of the block go on as if there were none within it.
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.manual_seed(seed)
         try:

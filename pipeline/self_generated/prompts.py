@@ -58,6 +58,8 @@ def write_prompts(
     too_long = 0
     with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for number, file in enumerate(files, start=1):
+            # Documents hold their prompts: `sampling.tokens` ids of prompts are as many as can be
+            # needed.
             enough = sampling.tokens * number / len(files)
             for document in good_documents([str(file)], keys):
                 ids = _prompt_ids(document, tokenizer, template, sampling.prompt_tokens)
@@ -106,6 +108,7 @@ def chosen_prompts(prefix: Path, seed: int, first: int, stride: int) -> Iterator
     shard = Shard(prefix)
     number = first
     while True:
+        # Units take turns: unit k of n takes the k-th prompt of every n.
         a_pass, position = divmod(number, shard.documents)
         yield shard.document(Permutation(shard.documents, seed, a_pass)[position])
         number += stride

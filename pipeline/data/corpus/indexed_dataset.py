@@ -35,7 +35,7 @@ ShardFile = Literal[".bin", ".idx"]
 _DIGITS = 32
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-# Bytes of the index a sequence (its length and its offset), and a document.
+# Bytes in the index: of a sequence its length and its offset, and of a document its first sequence.
 _SEQUENCE_BYTES = 4 + 8
 _DOCUMENT_BYTES = 8
 _VERSION = 1
@@ -79,6 +79,7 @@ def check_file(path: Path, content: FileContent, advice: str, *, whole: bool = T
     """
     found: str | None = None
     try:
+        # The size first: it finds most damage without reading the file.
         size = path.stat().st_size
         if size != content.bytes:
             found = f"found {size}"
@@ -124,6 +125,7 @@ class ShardWriter:
         Raises:
             DataError: the type of the file cannot hold an id.
         """
+        # A cast to a smaller type wraps ids around without an error.
         if len(ids):
             lowest = int(ids.min())
             highest = int(ids.max())
@@ -163,6 +165,7 @@ def writing_shard(
             return
         sequences = np.concatenate(writer.sequences)
         lengths = sequences.ravel()
+        # In 64 bits: the sum of 32-bit lengths is beyond 2**31 in a shard of a few GB.
         ends = np.cumsum(lengths, dtype=np.int64)
         firsts = np.arange(writer.documents + 1, dtype=np.int64) * sequences.shape[1]
         index = opened_file(".idx")
@@ -214,6 +217,7 @@ class Shard:
         self._lengths = np.frombuffer(index, np.int32, sequences, _HEADER.size)
         self._pointers = np.frombuffer(index, np.int64, sequences, pointers_at)
         self._first_sequences = np.frombuffer(index, np.int64, ends, firsts_at)
+        # The last entry ends the last document.
         self.documents = int(ends) - 1
         self.tokens = 0
         if sequences:
@@ -268,6 +272,7 @@ class Shard:
         first = self.document_at(start)
         last = self.document_at(stop - 1)
         sequences = self._first_sequences[first : last + 1]
+        # The document of `start` may have begun before it.
         starts = self._pointers[sequences] // self.dtype.itemsize
         return starts[starts >= start]
 
@@ -278,6 +283,7 @@ class Shard:
             DataError: the file has been cut since the shard was opened.
         """
         expected = (stop - start) * self.dtype.itemsize
+        # Not a memory map: a file that is cut while it is mapped ends the process by SIGBUS.
         raw = os.pread(self._file.fileno(), expected, start * self.dtype.itemsize)
         if len(raw) != expected:
             raise DataError(

@@ -138,6 +138,7 @@ class Counts(BaseModel):
     @property
     def unknown_fraction(self) -> float:
         """The share of the tokens, or of the characters, that the tokenizer cannot spell."""
+        # A tokenizer with an unknown token drops no character, so that one of the two is 0.
         of_tokens = self.unknown_tokens / max(self.tokens, 1)
         return max(of_tokens, self.lost_characters / max(self.characters, 1))
 
@@ -148,6 +149,7 @@ class Manifest(Description, Counts):
     They depend on the job alone, not on time, machine or workers.
     """
 
+    # As in CORPUS: a Literal takes no variable.
     format: Literal["scale-cpt token corpus 3"] = "scale-cpt token corpus 3"
     part: str
     token_dtype: str

@@ -21,6 +21,7 @@ from pipeline.log import progress_bar
 
 SAMPLED_BYTES = 2**30
 """How much of the tokens is compared where reading all of them would take too long."""
+# Of each a file and a memory map are open; a process may often have 1024 files.
 _MAX_OPEN_SHARDS = 64
 
 
@@ -66,6 +67,7 @@ class TokenCorpus:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a process that is given the corpus gets: all but the open shards."""
+        # An open file cannot be pickled: the other process opens its own.
         state = dict(vars(self))
         state.pop("_shard", None)
         return state
@@ -101,6 +103,8 @@ class TokenCorpus:
         vocab_size = self.manifest.tokenizer.vocab_size
         for span in self._spans(start, stop):
             ids = span.shard.read(span.start, span.stop)
+            # An id beyond the embedding ends in an assert of a CUDA kernel, which names no
+            # document.
             if ids.min() < 0 or ids.max() >= vocab_size:
                 at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
                 document = span.shard.document_at(span.start + at)
@@ -151,6 +155,7 @@ class TokenCorpus:
         numbers = range(len(self.manifest.shards))[k::n]
         drawn: set[int] = set()
         size = 0
+        # Other shards in each check: in time all of them are compared.
         for number in random.Random().sample(numbers, len(numbers)):
             if sampled is None or size < sampled:
                 drawn.add(number)
@@ -167,6 +172,7 @@ class TokenCorpus:
     def _spans(self, start: int, stop: int) -> list[_Span]:
         """The parts of the shards that hold the ids [start, stop), in order."""
         spans: list[_Span] = []
+        # The first shard that ends behind `start`.
         number = bisect.bisect_right(self._ends, start)
         while start < stop:
             offset = self._ends[number] - self.manifest.shards[number].tokens
@@ -185,6 +191,7 @@ class TokenCorpus:
         prefix = self.folder / described.name
         if number not in self._checked:
             for end, content in described.files.items():
+                # The index is small, and a damaged one may look right.
                 hashes = whole or end != ".bin"
                 check_file(shard_file(prefix, end), content, self._advice, whole=hashes)
         shard = Shard(prefix)

@@ -26,7 +26,11 @@ from pipeline.errors import DataError
 
 BLOCK = 1 << 16
 """Draws in a block: a proportion is rounded to a multiple of 1 / BLOCK."""
+# Multiples of the golden ratio, modulo 1, lie more evenly at any number of them than those of other
+# numbers do (Knuth, The Art of Computer Programming 3, section 6.4).
 _GOLDEN = (math.sqrt(5) - 1) / 2
+# Four rounds of random functions make a pseudorandom permutation (Luby and Rackoff, SIAM J. Comput.
+# 1988). The hash is no random function, so there are a few more.
 _ROUNDS = 6
 _MASK_64 = 2**64 - 1
 
@@ -64,8 +68,7 @@ class Blend:
     ) -> None:
         self.names = list(shares)
         self._shares = list(shares.values())
-        # Fractions, so that the quotas of roles have no rounding error that depends on their
-        # number.
+        # Exact, so that what they leave to the new corpora is exact, too.
         self._fractions: dict[Role, Fraction] = {}
         for role, fraction in (fractions or {}).items():
             self._fractions[role] = Fraction(fraction).limit_denominator(BLOCK)
@@ -118,6 +121,7 @@ class Blend:
             quotas = self._quotas(left)
             blocks = _full_blocks(quotas, left)
             if blocks == 0:
+                # The rest of a corpus is less than its quota: a smaller block uses it up.
                 blocks = 1
                 quotas = _last_quotas(quotas, left)
             segments.append(_Segment(start, blocks, tuple(quotas), tuple(drawn)))
@@ -147,6 +151,7 @@ class Blend:
 
         At least one if its share is not 0.
         """
+        # An exhausted corpus leaves its draws to the others of its role.
         weights: dict[Role, float] = {}
         for share, remaining in zip(self._shares, left, strict=True):
             if remaining:
@@ -174,7 +179,11 @@ def _rounded(exact: Sequence[float]) -> list[int]:
     """
     quotas: list[int] = []
     for value in exact:
-        quotas.append(max(1, math.floor(value)) if value else 0)
+        quota = 0
+        if value:
+            # A tiny share is drawn now and then, rather than never. The sum may then be over BLOCK.
+            quota = max(1, math.floor(value))
+        quotas.append(quota)
     by_remainder = sorted(range(len(exact)), key=lambda corpus: quotas[corpus] - exact[corpus])
     missing = max(0, BLOCK - sum(quotas))
     for corpus in by_remainder[:missing]:
@@ -196,6 +205,7 @@ def _full_blocks(quotas: Sequence[int], left: Sequence[float]) -> int | None:
 
 def _last_quotas(quotas: Sequence[int], left: Sequence[float]) -> list[int]:
     """The quotas, scaled down so that the corpus that ends first is exhausted."""
+    # The corpus that ends first has the least left, in parts of its quota.
     scale, first = min((left[c] / quota, c) for c, quota in enumerate(quotas) if quota)
     last: list[int] = []
     for quota, remaining in zip(quotas, left, strict=True):
@@ -227,6 +237,8 @@ class Permutation:
 
     def __init__(self, size: int, *key: int) -> None:
         self.size = size
+        # Two halves of equally many bits: together they hold size - 1, and have at most 4 · size
+        # values.
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
         self._half_mask = (1 << self._half_bits) - 1
         self._round_keys = [mix(*key, number) for number in range(_ROUNDS)]
@@ -235,6 +247,8 @@ class Permutation:
         """The image of `index`. Raises IndexError where it is not in range(size)."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside range({self.size})")
+        # Cycle walking: fewer than four passes on average, as a pass permutes less than 4 · size
+        # values, of which `size` are inside.
         value = self._once(index)
         while value >= self.size:
             value = self._once(value)
@@ -249,7 +263,9 @@ class Permutation:
         right = value & self._half_mask
         for key in self._round_keys:
             hashed = mix(right ^ key) & self._half_mask
-            left, right = right, left ^ hashed
+            swapped = left ^ hashed
+            left = right
+            right = swapped
         return left << self._half_bits | right
 
 
@@ -258,6 +274,8 @@ def mix(*values: int) -> int:
 
     The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), chained.
     """
+    # The odd number nearest to 2**64 / golden ratio, and multipliers found by search (Stafford's
+    # variant 13 of MurmurHash3's finalizer).
     state = 0
     for value in values:
         state = (state ^ value) + 0x9E3779B97F4A7C15 & _MASK_64
@@ -306,6 +324,7 @@ class _Segment:
     @cached_property
     def stride(self) -> int:
         """A step, coprime to the block's size, that spreads positions evenly over the slots."""
+        # The next coprime number is near: gaps between numbers coprime to n are O(log(n)**2).
         stride = max(1, round(self.block_size * _GOLDEN))
         while math.gcd(stride, self.block_size) != 1:
             stride += 1

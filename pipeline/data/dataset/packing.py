@@ -133,12 +133,14 @@ def pack(
     answer_starts = np.zeros(sequence_length, dtype=np.bool_)
     if prompts is not None:
         targets[: len(window) - 1][prompts[1:]] = IGNORED
+        # Where the token is of the prompt, and its target is not.
         answer_starts[: len(window) - 1] = prompts[:-1] & ~prompts[1:]
 
     inner = borders[borders < sequence_length]
     starts_here = np.zeros(sequence_length, dtype=np.int64)
     starts_here[inner] = 1
     document_ids = np.cumsum(starts_here)
+    # Each position less that at which its document begins.
     begins = np.concatenate([[0], inner])
     positions = np.arange(sequence_length, dtype=np.int64) - begins[document_ids]
     return Sample(tokens, targets, positions, document_ids, answer_starts)

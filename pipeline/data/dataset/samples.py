@@ -30,6 +30,7 @@ class SampleOrder:
     def __init__(self, blend: Blend, lengths: Mapping[str, int], seed: int) -> None:
         self.blend = blend
         self._lengths = dict(lengths)
+        # A key for each corpus: two of the same length have different orders.
         self._keys = {name: mix(seed, *name.encode()) for name in lengths}
 
     def __getitem__(self, index: int) -> Draw:
@@ -71,12 +72,14 @@ class TrainingSamples:
         self.corpora: dict[str, PackedCorpus] = {}
         for name, corpus in data.corpora.items():
             if corpus.role != "new" and data.fractions[corpus.role] == 0:
+                # It is never drawn, so that it need not exist.
                 continue
             fingerprint = tokenizer_fingerprint
             if corpus.sample is not None and sampled_fingerprint is not None:
                 fingerprint = sampled_fingerprint
             self.corpora[name] = open_packed(data, name, tokenizer_fingerprint=fingerprint)
 
+        # The temperature changes proportions within a role alone: the fractions divide the roles.
         factors = dict.fromkeys(self.corpora, 1.0)
         if data.temperature is not None:
             sizes = {name: packed.source.tokens for name, packed in self.corpora.items()}
@@ -133,6 +136,7 @@ class HeldoutSamples:
         return len(self.packed)
 
     def __getitem__(self, index: int) -> Sample:
+        # The key 0 in every run, whatever its seed: results of runs compare.
         return self.packed[Permutation(len(self), 0)[index]]
 
     def __iter__(self) -> Iterator[Sample]:
@@ -183,6 +187,7 @@ def rank_indices(
 
     Together the ranks read [first, first + global_batch_size), however many they are.
     """
+    # Rank r reads every dp_size-th sample from the r-th on, at any number of ranks.
     own = range(first + dp_rank, first + global_batch_size, dp_size)
     micro_batches: list[list[int]] = []
     for start in range(0, len(own), micro_batch_size):
@@ -191,6 +196,7 @@ def rank_indices(
 
 
 def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
+    # Without a start token a base reads the end of another document before a document.
     return PackedCorpus(
         corpus,
         data.sequence_length,

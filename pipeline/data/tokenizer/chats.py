@@ -164,6 +164,7 @@ class ChatTemplate:
             translated = message_of(message)
             assert translated is not None, "_fault_of_chat refuses others"
             chat.append(translated)
+        # A first message has nothing before it that could be its prompt.
         answers = [at for at, message in enumerate(chat) if at > 0 and _is_learned(message)]
         if not answers:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in chat))
@@ -184,6 +185,8 @@ class ChatTemplate:
                 detail = f"the template changes what precedes message {at}"
                 yield Rejected(offset, _NOT_USABLE, excerpt, detail)
                 return
+            # The template's own end of a turn stays: it is what the model learns to stop with. Only
+            # what every document gets anyway is cut off.
             answer = whole[len(prompt) :].rstrip().removesuffix(end)
             record = record_of(offset, answer, prompt.removeprefix(start))
             if isinstance(record, Document):
@@ -231,6 +234,8 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._systems and messages[0]["role"] != "system":
+            # By the first message, not by a count: the same chat has the same system message in any
+            # order and any unit.
             drawn = int(json_hash([self._seed, messages[0]["content"]]), 16) % len(self._systems)
             messages = [{"role": "system", "content": self._systems[drawn]}, *messages]
         fault = f"{self.path}: its chat template cannot frame a message"
@@ -256,6 +261,7 @@ class ChatTemplate:
             return
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
+        # transformers keeps compiled templates, so that this is the one that it renders.
         names = _compile_jinja_template(self.source).environment.globals
         clock = names[_CLOCK]
         names[_CLOCK] = self._today.strftime

@@ -138,10 +138,12 @@ class GigatokenEncoder:
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         characters = sum(map(len, texts))
+        # A new encoder begins with an empty cache.
         if self._characters + characters > self.characters_between_renewals:
             self._library = gigatoken.Tokenizer.from_json(self._content)
             self._characters = 0
         self._characters += characters
+        # Workers are processes, one for each core: threads would compete with them.
         layout: Any = self._library.encode_batch(list(texts), parallel=False).layout
         return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
 
@@ -255,6 +257,7 @@ def _frame(
     file: Path, library: tokenizers.Tokenizer, vocab_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the tokenizer's own post-processor puts before and after a text."""
+    # What stands around the ids of a text is found around those of "a".
     bare: list[int] = library.encode("a", add_special_tokens=False).ids
     framed: list[int] = library.encode("a", add_special_tokens=True).ids
     if bare and max(framed, default=0) < vocab_size:
@@ -315,6 +318,7 @@ class Fertility(NamedTuple):
 
 def fertility(tokenizer: Tokenizer, documents: Iterable[str]) -> Fertility:
     """How many tokens a tokenizer makes of documents."""
+    # The ids are the same.
     encoder = tokenizer.fast or tokenizer.reference
     characters = 0
     size = 0
@@ -417,6 +421,7 @@ def fingerprint_of(described: dict[str, Any]) -> str:
     canonical = dict(described)
     for key in _UNDECISIVE:
         canonical.pop(key, None)
+    # Merges are pairs since version 0.20 of `tokenizers`, and were strings before.
     model = dict(canonical.get("model", {}))
     if "merges" in model:
         pairs: list[Any] = []
@@ -462,6 +467,7 @@ def _document_end(
         found = _end_in(file.with_name(name), vocab_size)
         if found is not None:
             return (found,)
+    # A tokenizer.json alone, whose vocabulary is all that it says.
     for candidate in _KNOWN_ENDS:
         found = id_of(candidate)
         if found is not None:

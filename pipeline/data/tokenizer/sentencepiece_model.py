@@ -55,6 +55,7 @@ class SentencePieceModel:
             normalizer.escape_whitespaces,
             trainer.treat_whitespace_as_suffix,
         ]
+        # The character map may have hundreds of kilobytes: its hash stands for it.
         charsmap = hashlib.sha256(normalizer.precompiled_charsmap).hexdigest()
         tokens = [[piece.piece, piece.score, piece.type] for piece in self.description.pieces]
         decisive = [trainer.model_type, trainer.byte_fallback, charsmap, spaces, tokens]
@@ -84,6 +85,7 @@ def read_model(path: Path, content: bytes) -> SentencePieceModel:
         "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
     )
     with faults_of_library(what, DataError):
+        # Read twice: the processor does not show the normalizer and the kinds of tokens.
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         description = sentencepiece_model_pb2.ModelProto.FromString(content)
     return SentencePieceModel(path, content, processor, description)
@@ -109,6 +111,7 @@ def train_model(
             model_type=model_type,
             byte_fallback=True,
             character_coverage=character_coverage,
+            # As Llama's: a number is a token for each digit.
             split_digits=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
@@ -190,10 +193,11 @@ def converted(
             added.append(tokenizers.AddedToken(token, normalized=not adds_space))
         tokenizer.add_tokens(added)
         if document_start:
-            names = [(tokenizer.id_to_token(number), number) for number in document_start]
-            template = [*(name for name, _ in names), "$A"]
+            # `$A` is the text.
+            names = [tokenizer.id_to_token(number) for number in document_start]
             tokenizer.post_processor = processors.TemplateProcessing(
-                single=template, special_tokens=names
+                single=[*names, "$A"],
+                special_tokens=list(zip(names, document_start, strict=True)),
             )
     return tokenizer
 
@@ -222,6 +226,7 @@ def _bpe(description: Any) -> models.BPE:
             right = token[middle:]
             if left in scores and right in scores:
                 of_token.append((left, right))
+        # Of several pairs that make the token, the one with the lower ids comes first.
         merges += sorted(of_token, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     return models.BPE(
         vocabulary,
@@ -266,6 +271,7 @@ def _normalizer(described: Any, *, prepends: bool) -> normalizers.Normalizer:
 
 
 def _decoder(*, strips: bool) -> decoders.Decoder:
+    # The space that the normalizer put before the text is stripped at last.
     parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if strips:
         parts.append(decoders.Strip(" ", 1, 0))

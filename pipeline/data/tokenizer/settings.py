@@ -45,6 +45,7 @@ def read_as_it_is(config: Mapping[str, Any], described: Mapping[str, Any]) -> di
         spelled = value.get("content") if isinstance(value, dict) else value
         if not key.endswith("_token") or not isinstance(spelled, str) or spelled not in added:
             continue
+        # The flags as in the file: a token that is named alone would get the library's own.
         flags = {flag: bool(added[spelled].get(flag)) for flag in _FLAGS}
         if flags != _ADDED_BY_NAME or isinstance(value, dict):
             settings[key] = {"__type": "AddedToken", "content": spelled, **flags}

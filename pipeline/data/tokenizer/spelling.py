@@ -107,6 +107,7 @@ class TokenizerJsonSpeller:
             if token.special:
                 self._special[number] = str(token.content)
         self._unknown = self._unknown_id()
+        # All special tokens but the unknown one, which a text also becomes without naming it.
         self._control = sorted({*self._special} - {self._unknown})
         if special_tokens == "text" and not self._can_be_text:
             raise DataError(
@@ -133,6 +134,7 @@ class TokenizerJsonSpeller:
         again: set[int] = set()
         if self._as_text and special_tokens:
             ends = np.cumsum(encoded.lengths)
+            # The text of each special token, by the position at which texts end.
             texts_of = np.searchsorted(ends, np.flatnonzero(is_special), side="right")
             again.update(map(int, texts_of))
         if unknown_name is not None:
@@ -194,6 +196,7 @@ class TokenizerJsonSpeller:
 
     @contextmanager
     def _special_tokens_as_text(self) -> Iterator[None]:
+        # A switch of the whole tokenizer, which other callers share: for the block alone.
         self._library.encode_special_tokens = True
         try:
             yield
@@ -223,6 +226,7 @@ class TokenizerJsonSpeller:
         model = self._described.get("model", {})
         if model.get("type", "BPE") != "BPE" or self._unknown is not None:
             return False
+        # Their types, wherever they are in sequences of parts.
         around = str([self._described.get("pre_tokenizer"), self._described.get("normalizer")])
         ways = byte_tokens(
             is_byte_level="'ByteLevel'" in around, has_fallback=bool(model.get("byte_fallback"))
@@ -280,4 +284,5 @@ def ids_of(tokenizer: Tokenizer, text: str, *, control: bool = False) -> list[in
     # SentencePiece reads no special token in a text in any case.
     as_control = control and isinstance(tokenizer.reference, HuggingFaceEncoder)
     speller = cached_speller(tokenizer, tokenizer.reference, "control" if as_control else None)
-    return [int(number) for number in speller.spell([text]).encoded.ids]
+    ids: list[int] = speller.spell([text]).encoded.ids.tolist()
+    return ids

@@ -99,6 +99,7 @@ class BpeTokens:
         with faults_of_library("the tokenizer cannot encode a text", DataError):
             encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
         for encoding in encodings:
+            # Ids with the number of their pre-tokenizer's word.
             numbered = zip(encoding.word_ids, encoding.ids, strict=True)
             for _, of_word in groupby(numbered, lambda pair: pair[0]):
                 yield from self._split_at_spaces([number for _, number in of_word])
@@ -124,6 +125,7 @@ class BpeTokens:
         """
         for is_byte, run in groupby(ids, self.bytes_of.__contains__):
             if is_byte:
+                # A run may end within a character, which then is a replacement character.
                 yield from bytes(self.bytes_of[number] for number in run).decode(errors="replace")
                 continue
             for number in run:
@@ -172,6 +174,7 @@ def read_bpe_tokens(file: Path) -> BpeTokens:
     library.no_truncation()
     library.no_padding()
 
+    # Added tokens, such as special ones, take no part in merges.
     added = {int(token["id"]) for token in described.get("added_tokens") or ()}
     strings: dict[int, str] = {}
     bytes_of: dict[int, int] = {}

@@ -43,6 +43,7 @@ def foreign_character_rows(new: Counter[str], old: Counter[str]) -> list[int]:
         for character, count in counts.items():
             rows[ord(character) >> ROW_BITS] += count
     for character, count in new.items():
+        # Letters and marks: Unicode's categories L* and M*.
         if unicodedata.category(character)[0] in "LM":
             letters[ord(character) >> ROW_BITS] += count
     new_total = new.total()
@@ -62,6 +63,8 @@ def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
 
     UTF-8 synchronizes itself: in valid text this matches nowhere but at such a character.
     """
+    # The characters of a row share all bytes of their UTF-8 but the last. Without rows the pattern
+    # matches nothing.
     beginnings = (chr(row << ROW_BITS).encode()[:-1] for row in rows)
     return re.compile(b"|".join(map(re.escape, beginnings)) or b"(?!)")
 
@@ -102,6 +105,8 @@ def learn_merges(
                 # is left.
                 heapq.heappush(queue, (-count, pair))
                 continue
+            # Counts of pairs with the new token rise, and are queued. Those that fall are found out
+            # when they come up.
             raised: set[Pair] = set()
             for index in pairs.where.pop(pair):
                 joined = _joined(sequences[index], pair, new)

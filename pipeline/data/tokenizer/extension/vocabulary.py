@@ -163,6 +163,7 @@ def learn_extension(
             f"{base}: no token would be used {min_uses} times: the new texts have too few letters "
             "that the old ones do not have; give more text, or keep this tokenizer"
         )
+    # New ids begin behind the base's embedding, whose rows may be more than its tokenizer's ids.
     first = max(tokenizer.vocab_size, _rows_of_embedding(base))
     content = tokens.extended(first, [one.token for one in found], merges)
     record = Vocabulary(
@@ -215,6 +216,7 @@ def write_extension(
             # Of a tokenizer.json alone, which does not say what ends a document.
             end = load_tokenizer(extension.base).document_end[-1]
             write_json(generation_config, {"eos_token_id": end})
+        # What is published can be loaded, and cuts texts as the guarantee says.
         load_tokenizer(folder)
         check(folder)
         write_record(folder / RECORD, extension.record)
@@ -242,6 +244,7 @@ def join_extensions(folder: Path, other: Path) -> None:
             f"{other.name}: has tokens for the letters that the others' have tokens for, such as "
             f"{example}: text would be cut otherwise than it was trained; combine one of them"
         )
+    # Only the merges that make the added tokens: the others are the base's, which both have.
     made = set(added)
     merges: list[Pair] = []
     for left, right in merge_pairs(tokens.described):
@@ -264,8 +267,13 @@ def join_extensions(folder: Path, other: Path) -> None:
 
 def _rows_in(tokens: BpeTokens, record: Vocabulary) -> set[int]:
     """The rows of a record of which a new token has a character, or all but its last byte."""
+    # With a space between them, so that no two tokens make a character together.
     text = b" ".join(tokens.raw(new.token) for new in record.tokens)
-    return {row for row in record.character_rows if row_pattern([row]).search(text)}
+    rows: set[int] = set()
+    for row in record.character_rows:
+        if row_pattern([row]).search(text):
+            rows.add(row)
+    return rows
 
 
 def _character_of(rows: set[int], text: bytes) -> str:
@@ -344,12 +352,16 @@ def _new_tokens(
     is_new = row_pattern(rows)
     taken = _taken_spellings(tokens, is_new)
     characters = _new_characters(tokens, words, taken, is_new)
-    chosen = [character for character, count in characters.most_common(add) if count >= min_uses]
-
-    replaces = {string: [number] for number, string in tokens.strings.items()}
     token_of_byte = {byte: number for number, byte in tokens.bytes_of.items()}
-    for character in chosen:
-        replaces[character] = [token_of_byte[byte] for byte in character.encode()]
+    # The old tokens that each spelling stands for; an old token stands for itself.
+    replaces: dict[str, list[int]] = {}
+    for number, string in tokens.strings.items():
+        replaces[string] = [number]
+    new: list[str] = []
+    for character, count in characters.most_common(add):
+        if count >= min_uses:
+            replaces[character] = [token_of_byte[byte] for byte in character.encode()]
+            new.append(character)
 
     def may_join(left: str, right: str) -> bool:
         if not (left and right) or left + right in taken:
@@ -357,18 +369,20 @@ def _new_tokens(
         raw = tokens.raw(left + right)
         return len(raw) <= _MAX_TOKEN_BYTES and is_new.search(raw) is not None
 
-    # Words with "" for what has no token: characters that were not chosen.
+    # Merges of these words. What is no token, a character that was not chosen, is never joined.
     known: Counter[Word] = Counter()
     for word, count in words.items():
         known[tuple(part if part in replaces else "" for part in word)] += count
-    left_to_add = add - len(chosen)
+    left_to_add = add - len(new)
     limit = int(_SPARE * left_to_add)
     merges = learn_merges(known, may_join, limit=limit, min_uses=min_uses)[:left_to_add]
-    new = list(chosen)
     for left, right in merges:
         replaces[left + right] = replaces[left] + replaces[right]
         new.append(left + right)
-    return [NewToken(token=string, replaces=replaces[string]) for string in new], merges
+    found: list[NewToken] = []
+    for string in new:
+        found.append(NewToken(token=string, replaces=replaces[string]))
+    return found, merges
 
 
 def _taken_spellings(tokens: BpeTokens, is_new: re.Pattern[bytes]) -> set[str]:

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.hf.folder import load_hf_model, taken_ends
+from pipeline.hf.load import load_hf_model, taken_ends
 
 _Ids = npt.NDArray[Any]
 _FIRST_TOKENS = 32

@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.checkpoint.manifest import PATHS
 from pipeline.checks.checklist import begin
-from pipeline.checks.inputs import Inputs
-from pipeline.checks.plan import make_plan
+from pipeline.checks.dry_run import make_plan
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_sources
 from pipeline.conversion.verify import probe_maker
@@ -66,7 +66,7 @@ def test_the_stage_makes_what_the_run_then_reads(
         config.data.sequence_length,
         0,
     )
-    assert "own" in Inputs(config, 1).samples.training.corpora
+    assert "own" in RunInputs(config, 1).samples.training.corpora
     plan = make_plan(config, cluster)
     assert plan.faults == [] and len(plan.to_make) == 1
     assert f"{manifest.tokens:,} tokens" in dict(plan.rows)["corpus own"]
@@ -84,8 +84,8 @@ def test_the_stage_makes_what_the_run_then_reads(
 def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path):
     path = write_config(tmp_path / "run", tokens)
     code = (
-        "import sys; from tests.programs import call; from tools import sample_base; "
-        f"call(sample_base, {str(path)!r}); assert 'torch' not in sys.modules"
+        "import sys; from tests.programs import call; from pipeline.commands import sample; "
+        f"call(sample, {str(path)!r}); assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from pipeline.data.tokenizer.load import Encoder, agree, load_tokenizer
 from pipeline.errors import DataError
-from pipeline.studies.random_base import train_tokenizer
+from studies.harness.random_base import train_tokenizer
 from tests.data.helpers import STORIES260K, documents
 
 

@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from io import TextIOWrapper
 from pathlib import Path
@@ -155,6 +155,26 @@ def add_share_option(parser: argparse._ActionsContainer) -> None:
         metavar="K/N",
         help="this is job K of N that share the work, from 0, as in a Slurm array",
     )
+
+
+def add_report_option(parser: argparse._ActionsContainer) -> None:
+    """Adds --report-on, for a command that compares tokenizers; `named_reports` reads it."""
+    parser.add_argument(
+        "--report-on",
+        nargs="*",
+        default=[],
+        metavar="NAME=FILE",
+        help="texts for the table, each with a name (default: the file's name)",
+    )
+
+
+def named_reports(arguments: Iterable[str]) -> dict[str, str]:
+    """The files of --report-on, by name."""
+    files: dict[str, str] = {}
+    for argument in arguments:
+        name, separator, file = argument.partition("=")
+        files[name] = file if separator else name
+    return files
 
 
 def positive(text: str) -> int:

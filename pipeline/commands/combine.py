@@ -8,7 +8,8 @@ holds the base once, and is a model for transformers:
 
     AutoModelForCausalLM.from_pretrained("served", trust_remote_code=True, active=["korean"])
 
-Where no gate opens, the base writes the text. docs/expansions.md says which expansion gives a token.
+Where no gate opens, the base writes the text. docs/expansions.md says which expansion gives a
+token.
 """
 
 from __future__ import annotations

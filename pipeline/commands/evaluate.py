@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prefix",
         choices=("document", "none"),
         default="document",
-        help="score a text after the token that begins a document in training (default), or "
+        help="score a text after the tokens that precede a document in training (default), or "
         "after nothing",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -9,7 +9,7 @@
 #
 # The whole run, from text to a tested Hugging Face folder, in eight stages. Stages that are done are skipped, so the same
 # command again continues where it stopped. So are stages that a run does not ask for: clean, for corpora with that
-# section, sample, in which the base writes text for rehearsal, and gate.
+# section, sample, in which the base writes self-generated text, and gate.
 #
 #   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
 #   bash slurm/cpt_korean.sh                                  the same on one machine

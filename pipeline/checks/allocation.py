@@ -27,7 +27,8 @@ from pipeline.checks.devices import (
 )
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import ScaleMethod
-from pipeline.data.corpus.token_corpus import MANIFEST, SAMPLED_BYTES
+from pipeline.data.corpus.manifest import MANIFEST
+from pipeline.data.corpus.token_corpus import SAMPLED_BYTES
 from pipeline.data.tokenize.corpora import heldout_folder, train_folder
 from pipeline.data.tokenizer.load import tokenizer_file
 from pipeline.errors import DataError

@@ -15,8 +15,8 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.formats import describe_formats, unsupported_reason
-from pipeline.data.corpus.token_corpus import MANIFEST as CORPUS_MANIFEST
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import MANIFEST as CORPUS_MANIFEST
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import (
     corpus_jobs,
     is_tokenized,

@@ -14,7 +14,7 @@ from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import (
     SAME_MODEL,
     SAME_OVER_A_RUN,
-    Manifest,
+    CheckpointManifest,
     check_same_run,
     describe_run,
     load_manifest,
@@ -35,7 +35,7 @@ from pipeline.errors import (
 )
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
-from pipeline.methods.vocabulary import extended_spec, with_new_rows
+from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
@@ -110,7 +110,7 @@ class RunInputs:
     @cached_property
     def base(self) -> BaseFolder:
         """The base model's folder; the rows of the run's new tokens count as part of it."""
-        return with_new_rows(self.config, open_base(self.config.base))
+        return with_new_tokens(self.config, open_base(self.config.base))
 
     @cached_property
     def spec(self) -> DecoderSpec:
@@ -204,7 +204,9 @@ class RunInputs:
         check_no_checkpoint_is_lost(config)
         return False
 
-    def _check_continues(self, checkpoint: Path, manifest: Manifest, *, finished: bool) -> None:
+    def _check_continues(
+        self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool
+    ) -> None:
         """Raises CheckpointError where this run cannot be the one that wrote the checkpoint."""
         with torch.device("meta"):
             model = build_model(self.config, self.base.spec, SINGLE)

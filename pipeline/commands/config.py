@@ -115,20 +115,20 @@ def _write_first(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
     # After the options are checked, because torch takes seconds.
     from pipeline.checks.dry_run import make_plan
-    from pipeline.sizing.first_config import propose
+    from pipeline.sizing.first_config import FirstRun, propose
 
     cluster = cluster_of(arguments)
-    config, text = propose(
-        name,
-        arguments.base,
-        arguments.new,
-        arguments.old,
-        cluster,
+    wanted = FirstRun(
+        name=name,
+        base=arguments.base,
+        new=arguments.new,
+        old=arguments.old,
         text_key=arguments.text_key,
-        old_text_key=arguments.old_text_key or arguments.text_key,
+        old_text_key=arguments.old_text_key,
         vocabulary=arguments.vocabulary,
         gated=not arguments.without_gate,
     )
+    config, text = propose(wanted, cluster)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     plan = make_plan(config, cluster)

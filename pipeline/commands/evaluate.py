@@ -149,7 +149,7 @@ def main(arguments: argparse.Namespace) -> None:
         raise ConfigError("name a run, or --model with one of --data, --tasks and --chats")
     models = ", ".join(str(model) for model in arguments.model)
     _logger.info("evaluating %s: loading the libraries, then each model", models)
-    from pipeline.hf.folder import check_hf_config
+    from pipeline.hf.load import check_hf_config
 
     # Each model is checked before the others are scored for hours.
     for model in arguments.model:

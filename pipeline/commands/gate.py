@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
     with stage_of(config, "gate", alone=True):
         # After the configuration is checked, so that a mistake in it is reported at once.
         from pipeline.gating.fit_run import as_text, fit_gate
-        from pipeline.scale.gate_folder import GATE_FOLDER
+        from pipeline.gating.folder import GATE_FOLDER
 
         record, is_new = fit_gate(config)
         # A gate may be added to a finished run, and is exported with it.

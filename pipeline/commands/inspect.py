@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     # Here, because --help does not wait for torch.
     from pipeline.checkpoint.folder import latest_checkpoint
-    from pipeline.conversion.trained_model import describe_checkpoint
+    from pipeline.checkpoint.trained_model import describe_checkpoint
 
     folder = arguments.checkpoint
     if (folder / CHECKPOINTS).is_dir():

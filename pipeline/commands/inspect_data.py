@@ -13,13 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.command_line import folder_or_hub
-from pipeline.data.corpus.token_corpus import (
-    MANIFEST,
-    SAMPLED_BYTES,
-    Manifest,
-    TokenCorpus,
-    load_manifest,
-)
+from pipeline.data.corpus.manifest import MANIFEST, Manifest, load_manifest
+from pipeline.data.corpus.token_corpus import SAMPLED_BYTES, TokenCorpus
 from pipeline.data.dataset.blend import Permutation
 from pipeline.data.tokenize.queue import QUARANTINE, STATE, check_finished
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer

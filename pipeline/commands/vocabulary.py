@@ -118,14 +118,14 @@ def main(arguments: argparse.Namespace) -> None:
     write_extension(extension, arguments.output, check, overwrite=arguments.overwrite)
     record = extension.record
     print(
-        f"{arguments.output}: {record.kind}, {len(record.pieces)} new tokens "
+        f"{arguments.output}: {record.kind}, {len(record.tokens)} new tokens "
         f"from id {record.base_rows} on"
     )
     print(
         f"learned from {record.learned_from:,} characters, seed {arguments.seed}; "
         "every new token holds one of"
     )
-    print(f"  {_ranges(record.new_rows)}")
+    print(f"  {_ranges(record.character_rows)}")
     _print_table(found)
 
 

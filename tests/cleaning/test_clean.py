@@ -23,7 +23,7 @@ from pipeline.commands import clean as clean_command
 from pipeline.commands import tokenize as tokenize_command
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
 from tests.cleaning.crawl import Crawl, korean_pages

@@ -99,7 +99,7 @@ bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other 
 bench-generation: $(STAMP)  ## tokens a second of generation by a base and its two kinds of export, on the CPU
 	$(BIN)/python -m benchmarks.generation_speed --json benchmarks/out/generation.json
 
-bench-sampling: $(STAMP)  ## tokens a second that a base writes for rehearsal, by batch size, on the CPU (BASE=path: another base)
+bench-sampling: $(STAMP)  ## tokens a second of self-generated text, by batch size, on the CPU (BASE=path: another base)
 	$(BIN)/python -m benchmarks.sampling_throughput --json benchmarks/out/sampling.json $(if $(BASE),--base $(BASE))
 
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default

@@ -1,4 +1,4 @@
-"""Tokens a second that a base writes for rehearsal, beside `generate` of transformers, by batch size.
+"""Tokens a second of self-generated text, beside `generate` of transformers, by batch size.
 
     make bench-sampling
     python -m benchmarks.sampling_throughput --base path/to/chat/model --chats chats.jsonl --batch-sizes 8 32
@@ -27,7 +27,7 @@ from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.self_generated.generation import BaseWriter
 
 ALONE = "generate, one at a time"

@@ -134,7 +134,7 @@ def prepare(config: RunConfig) -> None:
 
 def train(path: Path, setting: Setting) -> str:
     """Trains in one process, or resumes; returns its messages."""
-    return run([sys.executable, "-m", "pipeline.train", str(path)], setting)
+    return run([sys.executable, "-m", "pipeline", "train", str(path)], setting)
 
 
 def has_deepspeed() -> bool:

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
-from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
+from pipeline.scale_math import choose_experts, rows_by_expert
 
-_LEAST_SUM = 1e-20
-"""Added to the sum of chosen scores, as the families with sigmoid scores do: all may be 0."""
 Load = tuple[Tensor, Tensor]
 """Of each expert in each sequence, [B, E]: the share of tokens that take it, and its mean score."""
 
@@ -147,16 +146,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixture, weight = self.mixture, shared_by_neighbours(self.weight, self.tp)
-        if self.bias is None:
-            scores = F.linear(x, weight).float().softmax(-1)
-            weights, chosen = scores.topk(mixture.top_k, dim=-1)
-        else:
-            scores = F.linear(x.float(), weight.float()).sigmoid()
-            chosen = (scores + self.bias.float().sum(0)).topk(mixture.top_k, dim=-1).indices
-            weights = scores.gather(1, chosen)
-        if mixture.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
-        return (weights * mixture.scale).to(x.dtype), chosen, scores
+        weights, chosen, scores = choose_experts(
+            x, weight, self.bias, mixture.top_k, mixture.normalised, mixture.scale
+        )
+        return weights.to(x.dtype), chosen, scores
 
 
 class SharedExpert(nn.Module):
@@ -202,10 +195,7 @@ class Experts(nn.Module):
         self.down = ExpertLinear(self.count, inner, hidden_size, dim=2, tp=tp)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        taken, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(
-            taken, torch.arange(self.count, device=x.device), right=True, out_int32=True
-        )
+        order, ends = rows_by_expert(chosen, self.count)
         tokens, places = order // chosen.shape[1], order.argsort().view_as(chosen)
         rows = _Moved.apply(x, tokens, places, True)
         inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from pipeline.parallel.sharding import (
     used_between_regions,
 )
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale_math import layer_norm_by, rms_normalised, sum_of_squares, with_gain
 
 NormKind = Literal["rmsnorm", "layernorm"]
 
@@ -32,9 +32,7 @@ class NormedChannels:
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., 1], in fp32."""
-        squares = x.float().square()
-        rest = squares[..., self.size :].sum(-1, keepdim=True)
-        return squares[..., : self.size].sum(-1, keepdim=True) + self.rest_scale**2 * rest
+        return sum_of_squares(x, self.size, self.rest_scale)
 
 
 class RMSNorm(nn.Module):
@@ -70,13 +68,8 @@ class RMSNorm(nn.Module):
         if mean_square is None:
             normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
         else:
-            normal = x_fp32 * torch.rsqrt(mean_square + self.eps)
-        # As in transformers, which multiplies by 1 + weight in fp32.
-        return (
-            (normal * (1 + weight.float())).to(x.dtype)
-            if self.gain_offset
-            else weight * normal.to(x.dtype)
-        )
+            normal = rms_normalised(x_fp32, mean_square, self.eps)
+        return with_gain(normal, weight, x.dtype, self.gain_offset)
 
 
 class LayerNorm(nn.Module):
@@ -95,7 +88,4 @@ class LayerNorm(nn.Module):
         )
         if statistics_of is None:
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
-        source = statistics_of.float()
-        variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
-        normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
-        return weight * normal.to(x.dtype) + bias
+        return layer_norm_by(statistics_of, x, weight, bias, self.eps)

@@ -1,7 +1,7 @@
 """The attempts at a run, recorded in its folder, and whether a failed one is retried.
 
-A line is appended when a stage starts and when it ends. A killed attempt has no end, unless the script that started it
-appends one.
+A line is appended when a stage starts and when it ends. A killed attempt has no end, unless the
+script that started it appends one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _logger = log.get_logger(__name__)
 
 
 def this_attempt() -> str:
-    """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and restart."""
+    """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and
+    restart.
+    """
     job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return os.environ.get("ATTEMPT") or (
         f"{job}.{restart}" if job else f"{socket.gethostname()}-{os.getpid()}.0"
@@ -55,7 +57,7 @@ class Decision(NamedTuple):
     why: str
 
 
-class _Record(BaseModel):
+class _StageRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     attempt: str = Field(default_factory=this_attempt)
@@ -74,14 +76,14 @@ class Training(BaseModel):
     tokens_per_step: int
 
 
-class StageStart(_Record):
+class StageStart(_StageRecord):
     """A stage starts in the process `by`."""
 
     by: LockOwner
     training: Training | None = None
 
 
-class StageEnd(_Record):
+class StageEnd(_StageRecord):
     """A stage ended, training after `step`; what is None is unknown."""
 
     exit_code: int
@@ -108,7 +110,9 @@ class Attempt:
 
     @property
     def is_excused(self) -> bool:
-        """Whether it may bring no checkpoint: a serial stage that was killed, or resumes where a signal stopped it."""
+        """Whether it may bring no checkpoint: a serial stage that was killed, or resumes where a
+        signal stopped it.
+        """
         if self.training is not None:
             return False
         return self.end is None or (
@@ -129,7 +133,9 @@ class Attempt:
 
 
 def series_and_number(attempt: str) -> tuple[str, int]:
-    """What all attempts of a job, or of a script's call, share: its number; and how many restarts came before."""
+    """What all attempts of a job, or of a script's call, share: its number; and how many restarts
+    came before.
+    """
     series, _, number = attempt.rpartition(".")
     return series, int(number) if number.isdecimal() else 0
 
@@ -163,7 +169,9 @@ def record_end(
     stage: str = "train",
     retry: Decision | None = None,
 ) -> None:
-    """Records how `stage` ended in this attempt. Without an `error`, the error recorded before stays."""
+    """Records how `stage` ended in this attempt. Without an `error`, the error recorded before
+    stays.
+    """
     before = next((one.end for one in read_attempts(folder) if one.name == this_attempt()), None)
     if error is None and before is not None and exit_code != FINISHED:
         error, step = before.error, before.step
@@ -181,7 +189,7 @@ def record_end(
     )
 
 
-def _append(folder: Path, record: _Record) -> None:
+def _append(folder: Path, record: _StageRecord) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A single write to a file opened for appending: lines of several processes do not mix.
@@ -200,9 +208,11 @@ def _append(folder: Path, record: _Record) -> None:
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """The attempts at the run in `folder`, the one with the newest line last; none where they cannot be read.
+    """The attempts at the run in `folder`, the one with the newest line last; none where they
+    cannot be read.
 
-    It omits lines that a kill cut short, and attempts that were refused because another job was using the folder.
+    It omits lines that a kill cut short, and attempts that were refused because another job was
+    using the folder.
     """
     attempts: dict[str, Attempt] = {}
     lines: list[bytes] = []
@@ -230,10 +240,12 @@ def read_attempts(folder: Path) -> list[Attempt]:
 def decide(
     folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int
 ) -> Decision:
-    """Decides whether the attempt that just ended in `stage` of the run in `folder` is retried, and records it.
+    """Decides whether the attempt that just ended in `stage` of the run in `folder` is retried, and
+    records it.
 
-    A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
-    attempt that saved and stopped counts like a failed one, so that a stage too long for a job's time limit ends.
+    A series has at most `most` restarts, of which at most `without_progress` in a row bring no
+    newer checkpoint. An attempt that saved and stopped counts like a failed one, so that a stage
+    too long for a job's time limit ends.
     """
     _, restarts = series_and_number(this_attempt())
     idle = _idle_attempts(folder, stage, exit_code)
@@ -256,7 +268,8 @@ def decide(
 
 
 def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
-    """How many attempts of this series, up to the one that just ended, came after the one that saved last.
+    """How many attempts of this series, up to the one that just ended, came after the one that
+    saved last.
 
     Attempts that left no line count too, so that a disk that takes no records ends a run as well.
     """
@@ -283,8 +296,9 @@ def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
 def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> Iterator[None]:
     """Runs the block as a serial stage of the run `config`; without `config` it is of no run.
 
-    A run's first stage writes `run.yaml`, at the latest when it is done. Start and end are recorded if a script, which
-    sets ATTEMPT, started the stage. `alone`: takes the stage's lock; raises FolderTakenError where another has it.
+    A run's first stage writes `run.yaml`, at the latest when it is done. Start and end are recorded
+    if a script, which sets ATTEMPT, started the stage. `alone`: takes the stage's lock; raises
+    FolderTakenError where another has it.
     """
     if config is None:
         yield
@@ -309,6 +323,8 @@ def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> It
 
 
 def begin_run(config: RunConfig) -> None:
-    """Writes `run.yaml`, unless it is there: a stage that takes hours calls this once its checks have passed."""
+    """Writes `run.yaml`, unless it is there: a stage that takes hours calls this once its checks
+    have passed.
+    """
     if not (config.folder / RUN_FILE).exists():
         write_run(config)

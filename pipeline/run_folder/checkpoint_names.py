@@ -33,7 +33,9 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def named_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or empty."""
+    """The checkpoint that `latest` names, whether it exists or not; None if that file is missing or
+    empty.
+    """
     path = folder / LATEST
     try:
         content = read_bytes(path, CheckpointError, "write a checkpoint's name into it")
@@ -46,7 +48,9 @@ def named_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_checkpoint_step(run: Path) -> int:
-    """The step of the checkpoint from which the run in the folder `run` would resume; 0 if there is none."""
+    """The step of the checkpoint from which the run in the folder `run` would resume; 0 if there is
+    none.
+    """
     try:
         named = named_checkpoint(run / CHECKPOINTS)
     except UserError:  # resuming reports it

@@ -1,8 +1,10 @@
-"""A lock for a single process per run folder, or per stage, on shared file systems where flock is unreliable.
+"""A lock for a single process per run folder, or per stage, on shared file systems where flock is
+unreliable.
 
-The lock is a file that is created exclusively and names its owner, which touches it every few seconds. Another process
-removes it once the owner is known to be gone, as a process of the same machine can be, or has not touched it for a
-minute by the file server's clock: docs/adr/0011-one-job-a-run-folder.md.
+The lock is a file that is created exclusively and names its owner, which touches it every few
+seconds. Another process removes it once the owner is known to be gone, as a process of the same
+machine can be, or has not touched it for a minute by the file server's clock:
+docs/adr/0011-one-job-a-run-folder.md.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ _UNKNOWN = LockOwner(
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in clock ticks after the boot; None if it does not exist or is a zombie."""
+    """When a process started, in clock ticks after the boot; None if it does not exist or is a
+    zombie.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -127,7 +131,9 @@ class RunLock:
         return True
 
     def _remove_dead(self) -> None:
-        """Removes the lock once its owner is gone or silent; refuses one that is touched, or lives, a second later."""
+        """Removes the lock once its owner is gone or silent; refuses one that is touched, or lives,
+        a second later.
+        """
         first: float | None = None
         with contextlib.suppress(FileNotFoundError):  # its owner has released it
             while (owner := living_owner(self._path)) is not None:
@@ -146,7 +152,9 @@ class RunLock:
             _logger.warning("%s: taken over from %s, which is gone", self._path, dead)
 
     def _touch(self) -> None:
-        """Touches the lock regularly; ends this process if another took the lock over while this one was stopped."""
+        """Touches the lock regularly; ends this process if another took the lock over while this
+        one was stopped.
+        """
         while not self._released.wait(TOUCH_EVERY_S):
             try:
                 owner = read_lock_owner(self._path)
@@ -184,11 +192,14 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:
     own = LockOwner.this_process()
-    # An earlier start of this job lives if Slurm lost contact with its node. A later attempt may succeed.
+    # An earlier start of this job lives if Slurm lost contact with its node. A later attempt may
+    # succeed.
     is_earlier = owner.job is not None and owner.job == own.job and owner.restart != own.restart
     return FolderTakenError(
-        f"{path.parent}: {owner} is at the stage {path.stem} in this folder, which only one job may use; wait for it, "
-        f"{f'scancel {owner.job}' if owner.job else 'stop it'}, or give this run a `folder` of its own",
+        f"{path.parent}: {owner} is at the stage {path.stem} in this folder, which only one job "
+        "may use; wait for it, "
+        f"{f'scancel {owner.job}' if owner.job else 'stop it'}, or give this run a `folder` of its "
+        "own",
         LOST_RANK if is_earlier else None,
     )
 
@@ -198,7 +209,9 @@ def lock_path(folder: Path, stage: str = TRAINING) -> Path:
 
 
 def living_owner(path: Path) -> LockOwner | None:
-    """The owner of the lock `path`, unless it is known to be gone or has not touched the lock for a while."""
+    """The owner of the lock `path`, unless it is known to be gone or has not touched the lock for a
+    while.
+    """
     owner = read_lock_owner(
         path
     )  # opening the file makes a network file system ask its server how old it is
@@ -209,7 +222,9 @@ def living_owner(path: Path) -> LockOwner | None:
 
 
 def age_s(path: Path) -> float:
-    """The seconds since `path` was written, by the clock of its file system, which need not be this machine's."""
+    """The seconds since `path` was written, by the clock of its file system, which need not be this
+    machine's.
+    """
     try:
         with tempfile.TemporaryFile(dir=path.parent) as now:
             return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime

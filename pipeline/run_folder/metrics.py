@@ -1,4 +1,6 @@
-"""Reads a run's metrics.jsonl, one line per step, even after a kill; means and spreads of figures."""
+"""Reads a run's metrics.jsonl, one line per step, even after a kill; means and spreads of
+figures.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; infinite if a value is, such as the perplexity of a run that diverged."""
+    """The arithmetic mean; infinite if a value is, such as the perplexity of a run that
+    diverged.
+    """
     return fmean(values) if all(map(math.isfinite, values)) else math.inf
 
 
@@ -33,12 +37,15 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The standard deviation of a sample (n - 1); None for fewer than two values, or if one is infinite."""
+    """The standard deviation of a sample (n - 1); None for fewer than two values, or if one is
+    infinite.
+    """
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, none if there is no file, without the unfinished lines of killed processes.
+    """The lines of a metrics.jsonl, none if there is no file, without the unfinished lines of
+    killed processes.
 
     `tail_bytes`: reads no more than these at its end.
     """
@@ -127,7 +134,8 @@ def read_history(path: Path, *, validated: bool = True) -> History:
             validations.append(ValidationRecord(step=line["step"], figures=figures))
     if validated and len(validations) < 2:
         raise RunFolderError(
-            f"{path}: no validation after the first; expected held-out figures of at least two steps: did the run "
+            f"{path}: no validation after the first; expected held-out figures of at least two "
+            "steps: did the run "
             "finish, and has a corpus a held-out part?"
         )
     memory = max((highest[name] for name in _MEMORY if name in highest), default=None)

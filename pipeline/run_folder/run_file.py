@@ -1,4 +1,6 @@
-"""`run.yaml` in a run's folder: the run as it was last started, which every command takes in place of its file."""
+"""`run.yaml` in a run's folder: the run as it was last started, which every command takes in place
+of its file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _logger = log.get_logger(__name__)
 
 
 def write_run(config: RunConfig) -> None:
-    """Writes `<folder>/run.yaml`, unless the user wrote the file there; logs the lines that change."""
+    """Writes `<folder>/run.yaml`, unless the user wrote the file there; logs the lines that
+    change.
+    """
     path = config.folder / RUN_FILE
     values = config.model_dump(mode="json", exclude_unset=True)
     for section, key in ((values, "base"), (values.get("vocabulary") or {}, "folder")):

@@ -1,4 +1,6 @@
-"""What Slurm says of a job: whether it still runs, waits in the queue, was cancelled, or ended otherwise."""
+"""What Slurm says of a job: whether it still runs, waits in the queue, was cancelled, or ended
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ class SlurmJob(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slurm_job(job: str) -> SlurmJob | None:
-    """The state of the job with the number `job`; None where there is no Slurm, or it does not know the job.
+    """The state of the job with the number `job`; None where there is no Slurm, or it does not know
+    the job.
 
-    slurmctld forgets a job some minutes after its end; the accounting, where there is one, still knows it.
+    slurmctld forgets a job some minutes after its end; the accounting, where there is one, still
+    knows it.
     """
     name = _state_of_controller(job) or _state_of_accounting(job)
     if name is None:

@@ -56,8 +56,8 @@ def is_trained(folder: Path) -> bool:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """The state of the run in `folder`, whose job Slurm is asked about; raises RunFolderError if there is no such
-    folder."""
+    """The state of the run in `folder`, whose job Slurm is asked about; raises RunFolderError if
+    there is no such folder."""
     if not folder.is_dir():
         raise RunFolderError(
             f"{folder}: no such run folder; expected what a configuration names as its `folder`, "
@@ -137,7 +137,9 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
 
 
 def _is_gone(by: LockOwner) -> bool:
-    """Whether a process has ended, as is known on its own machine, or from Slurm if its job runs no longer."""
+    """Whether a process has ended, as is known on its own machine, or from Slurm if its job runs no
+    longer.
+    """
     if by.is_gone:
         return True
     job = slurm_job(by.job) if by.job else None
@@ -145,7 +147,9 @@ def _is_gone(by: LockOwner) -> bool:
 
 
 def _state_without_reason(stage: str, last: Attempt) -> tuple[State, str]:
-    """Of an attempt that put no end on record: its processes were killed, or the job is about to end."""
+    """Of an attempt that put no end on record: its processes were killed, or the job is about to
+    end.
+    """
     where = ""
     if last.start is not None and last.start.by.job:
         where = f" of job {last.start.by.job}"
@@ -158,8 +162,8 @@ def _state_of_job(
 ) -> tuple[State, str]:
     """The state of a run that no process works at, by the state of its last attempt's job.
 
-    `why` says how that attempt ended. Where Slurm knows nothing of the job, the state is `otherwise`, for the reason
-    `unknown`, or else `why` and how it `resumes`.
+    `why` says how that attempt ended. Where Slurm knows nothing of the job, the state is
+    `otherwise`, for the reason `unknown`, or else `why` and how it `resumes`.
     """
     number = last.start.by.job if last.start is not None else None
     job = slurm_job(number) if number else None

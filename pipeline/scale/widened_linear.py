@@ -21,16 +21,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import (
+from pipeline.parallel.linear import (
     ColumnParallelLinear,
     ExpertLinear,
     LowRankAdapter,
     RowParallelLinear,
 )
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale_math import masked_sum
 
 Streams = tuple[Tensor, Tensor | None]
 """The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U], None where nothing is added."""
@@ -93,11 +93,6 @@ class WidenedLinear(nn.Module):
         if self.expansion_to_base is not None and masked is not True:
             y = masked_sum(y, self.expansion_to_base(x_up), masked)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
-
-
-def masked_sum(y: Tensor, change: Tensor, masked: bool | Tensor) -> Tensor:
-    """y + change, [..., D]; y alone for the tokens of a mask [..., 1]."""
-    return torch.where(masked, y, y + change) if isinstance(masked, Tensor) else y + change
 
 
 def base_maps(model: nn.Module) -> dict[str, nn.Module]:

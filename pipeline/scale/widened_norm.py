@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeline.parallel.norms import LayerNorm, NormedChannels, NormKind, RMSNorm
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import sum_of_squares
 
 
 class WidenedNorm(nn.Module):
@@ -62,7 +63,7 @@ class WidenedNorm(nn.Module):
         if self.expansion is None or x_up is None:
             return self.base(x, mean_square, x_fp32=x_fp32), None
         if self._stored_scale is not None:
-            added = self._stored_scale**2 * x_up.float().square().sum(-1, keepdim=True)
+            added = self._stored_scale**2 * sum_of_squares(x_up)
             mean_square = (
                 (self.normed or NormedChannels(width, 1.0)).sum_of_squares(x_fp32) + added
             ) / width
@@ -71,7 +72,7 @@ class WidenedNorm(nn.Module):
         if self.statistics == "separate":
             return y, self.expansion(x_up)
         if mean_square is None:
-            mean_square = x_fp32.square().sum(-1, keepdim=True) / width
+            mean_square = sum_of_squares(x_fp32) / width
         return y, self.expansion(x_up, mean_square)
 
 

@@ -29,7 +29,7 @@ from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.evaluation.table import over_seeds, readable
 from pipeline.files import json_hash, published_folder, read_object, write_json, write_text
-from pipeline.hf.folder import copy_base_files
+from pipeline.hf.base_files import copy_base_files
 from studies.report.results import read_rows
 
 HELDOUT = {

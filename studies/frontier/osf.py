@@ -31,7 +31,7 @@ from pipeline.data.dataset.packing import IGNORED, Sample
 from pipeline.data.dataset.samples import TrainingSamples, load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.table import over_seeds, readable, table
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from studies.harness.run_study import open_study
 from studies.harness.runs import StudyRuns
 

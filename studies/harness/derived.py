@@ -14,20 +14,20 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.folder import newest_checkpoint
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import RunConfig
-from pipeline.conversion.convert import newest_checkpoint
-from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples, load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.gating.effect import decoder_inputs, loaded
+from pipeline.gating.folder import GATE_FOLDER, open_gate
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base
-from pipeline.model.new_rows import is_new_row
+from pipeline.model.new_tokens import holds_new_tokens
 from pipeline.model.output import perplexity
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.gate_folder import GATE_FOLDER, open_gate
 
 BY_DOCUMENT = ", by document"
 NllOf = Callable[[Windows], Tensor]
@@ -45,7 +45,7 @@ class AveragedModel(TrainedModel):
 
     def read_stored(self, name: str) -> Tensor:
         trained = super().read_stored(name)
-        if name not in self.trained or is_new_row(name):
+        if name not in self.trained or holds_new_tokens(name):
             return trained
         base = self.base.read(self.method.base_name(name, self.base.spec)).float()
         return torch.lerp(base, trained, self.share)

@@ -25,12 +25,12 @@ from pipeline.data.tokenize.corpora import (
 )
 from pipeline.data.tokenize.units import input_files
 from pipeline.errors import CONFIG_ERROR, CheckpointError, ConfigError, StudyError
+from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.hub import source_of
 from pipeline.model.from_hf import read_spec
 from pipeline.run_folder.metrics import METRICS, geometric_mean, read_history
 from pipeline.run_folder.run_file import write_run
 from pipeline.run_folder.status import is_trained, read_status
-from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.training.divergence import REPORT as DIVERGENCE
 from studies.harness.study import SCRATCH, TOKENS, RunSettings, Study
 

@@ -11,12 +11,12 @@ from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.evaluation.table import readable, table
 from pipeline.files import write_json
+from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.methods import training_method
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 from pipeline.sizing.flops import count_flops
 from studies.harness.derived import BY_DOCUMENT, derived_perplexities
 from studies.harness.runs import StudyRun, StudyRuns

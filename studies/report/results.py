@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pipeline.config.sources import RUN_FILE, read_settings
 from pipeline.errors import RunFolderError
 from pipeline.files import first_fault, read_bytes, read_object
+from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, HeldoutText, open_record
 from pipeline.run_folder.metrics import METRICS, Figures, ValidationRecord, read_history
 from pipeline.run_folder.status import TRAINING, is_trained
-from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, HeldoutText, open_record
 
 SUMMARY = "summary.json"
 REPLAY = "replay"

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from pipeline.config.run import Watchdog
+from pipeline.config.run import WatchdogSettings
 from pipeline.errors import LOST_RANK
 from pipeline.health.liveness import Phases, RankHealth, RankReport
 
-LIMITS = Watchdog(dead_after_s=10, hung_after_s=100, slow_after_s=300)
+LIMITS = WatchdogSettings(dead_after_s=10, hung_after_s=100, slow_after_s=300)
 WORKING = RankReport(
     node="n1",
     step=5,

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.config.run import Watchdog as Settings
+from pipeline.config.run import WatchdogSettings as Settings
 from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, LOST_RANK, DataError
 from pipeline.health.liveness import INTERRUPTION, Phases
-from pipeline.health.watchdog import Watchdog, heartbeat_interval_s
+from pipeline.health.watchdog import RankWatchdog, heartbeat_interval_s
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.launch import StopSignals
 from tests.distributed import processes
@@ -90,7 +90,7 @@ def _rank(scenario: Callable[[Phases], None], folder: Path, limits: Settings, ra
     phases = Phases(torch.device("cpu"))
     with (
         StopSignals() as signals,
-        Watchdog(
+        RankWatchdog(
             limits, phases, folder / "stacks", is_interrupted=signals.is_insistent
         ) as watchdog,
     ):

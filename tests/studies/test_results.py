@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.files import write_json, write_record
-from pipeline.scale.gate_folder import HeldoutText
+from pipeline.gating.folder import HeldoutText
 from studies.harness.summary import as_text, rates_table
 from studies.report import tables
 from studies.report.groups import group, parts, value_of

@@ -239,23 +239,23 @@ def start_deepspeed() -> None:
 
 KILL_POINTS = {
     "before the files are hashed": ("training.checkpointing", "file_hash"),
-    "before the folder is renamed": ("checkpoint.manifest", "write_json"),
+    "before the folder is renamed": ("checkpoint.manifest", "write_record"),
     "before the old one is removed": ("checkpoint.folder", "discard"),
 }
 
 
 def _kill_in_second_save(point: str) -> None:
     """Replaces a function that every save calls by a SIGKILL of this process."""
-    from pipeline.training.checkpointing import Checkpoints
+    from pipeline.training.checkpointing import CheckpointManager
 
     module_name, function = KILL_POINTS[point]
     module = importlib.import_module(f"pipeline.{module_name}")
     assert callable(getattr(module, function))
-    original, saves = Checkpoints.save, itertools.count(1)
+    original, saves = CheckpointManager.save, itertools.count(1)
 
     def save(*arguments: Any, **options: Any) -> Path:
         if next(saves) == 2:
             setattr(module, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return original(*arguments, **options)
 
-    Checkpoints.save = save
+    CheckpointManager.save = save

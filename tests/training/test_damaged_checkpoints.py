@@ -46,7 +46,11 @@ DAMAGE: dict[str, Damage] = {
     ),
     "manifest cut short": (
         lambda folder: cut(folder / "manifest.json"),
-        "not a checkpoint's manifest",
+        "manifest.json: not JSON",
+    ),
+    "manifest changed": (
+        lambda folder: change_manifest(folder, versions={"torch": "1.0"}),
+        "manifest.json: does not match its checksum",
     ),
     "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "no such file"),
 }

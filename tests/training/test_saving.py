@@ -18,7 +18,7 @@ from safetensors import safe_open
 from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import Position
 from pipeline.checkpoint.rank_files import RankState
-from pipeline.config.run import Checkpoints as Settings
+from pipeline.config.run import CheckpointSettings as Settings
 from pipeline.run_folder import attempts
 from pipeline.run_folder.attempts import read_attempts
 from tests.checkpoint.test_manifest import LAYOUT, record
@@ -113,7 +113,9 @@ def _save_twice(folder: Path) -> tuple[object, ...]:
     engine: Any = SimpleNamespace(
         state=lambda: RankState(0, 1, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {})
     )
-    checkpoints = checkpointing.Checkpoints(folder, record(), LAYOUT, Settings(asynchronous=True))
+    checkpoints = checkpointing.CheckpointManager(
+        folder, record(), LAYOUT, Settings(asynchronous=True)
+    )
     write, returned = checkpointing.write_rank_file, threading.Event()
 
     def slowly(path, value):

@@ -1,4 +1,4 @@
-"""Tokens a second that a base writes for rehearsal, beside `generate` of transformers, by batch size.
+"""Tokens a second of self-generated text, beside `generate` of transformers, by batch size.
 
     make bench-sampling
     python -m benchmarks.sampling_throughput --base path/to/chat/model --chats chats.jsonl --batch-sizes 8 32

@@ -1,6 +1,6 @@
-"""Runs a tool's `main`: a user's fault ends in one line and a non-zero exit code, a bug in a traceback.
+"""Runs a command: a user's fault ends in one line and a non-zero exit code, a bug in a traceback.
 
-And types of arguments that several tools have.
+Also the arguments, and types of arguments, that several commands share.
 """
 
 from __future__ import annotations
@@ -27,29 +27,14 @@ from pipeline.errors import (
     exit_code_of,
     in_one_line,
 )
-from pipeline.files import use_utf8, with_pages_found
+from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
-
-
-def run_program(
-    add_options: Callable[[argparse.ArgumentParser], None],
-    main: Callable[[argparse.Namespace], int | None],
-    text: str,
-) -> None:
-    """Runs a program by itself, a file of tools/ or `pipeline.train` on a rank; `text`, its docstring, is the help."""
-    use_utf8()
-    description = with_pages_found(text)
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    run_parsed(main, parser.parse_args())
 
 
 def run_parsed(
     main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace
 ) -> None:
-    """Runs the `main` of a program."""
+    """Runs the `main` of a command with its arguments, and exits with its exit code."""
 
     def checked() -> int | None:
         if getattr(arguments, "set", None) and arguments.run is None:

@@ -1,6 +1,6 @@
 """Starts one process per rank on this machine, forwards signals to them, and ends all of them.
 
-    python -m pipeline.local_ranks 2 -m pipeline.train configs/demo.yaml
+    python -m pipeline.local_ranks 2 -m pipeline train configs/demo.yaml
 
 torchrun exits with 1 whatever its ranks' codes are, waits half a minute for a stopped rank, and starts each rank in a
 session of its own, where it survives when torchrun is killed.

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub.utils import filter_repo_objects
 
 from pipeline.checks.checklist import begin, faults_of
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.data.sources.hub_datasets import dataset_files, downloaded_files
 from pipeline.errors import BaseModelError, DataError
@@ -203,5 +203,5 @@ def test_a_dry_run_downloads_nothing(dataset, tmp_path):
     path = make_run(
         tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"]
     )
-    assert faults_of(Inputs(load_config(path), 1)) == []
+    assert faults_of(RunInputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

@@ -14,7 +14,7 @@ from pipeline.checkpoint.folder import publish
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.conversion.convert import EXPORT, Conversion, convert
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.corpus.token_corpus import CORPUS
+from pipeline.data.corpus.manifest import CORPUS
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.extension.vocabulary import (
@@ -30,9 +30,9 @@ from pipeline.gating.gate import FittedGate
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 from pipeline.self_generated.corpus import plan_of, sample_corpus
-from pipeline.studies.random_base import make_random_base
-from pipeline.studies.study import RandomBase
 from studies.biographies.make_texts import write_corpora
+from studies.harness.random_base import make_random_base
+from studies.harness.study import RandomBase
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import contents, documents, job, stories, write_jsonl

@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.results import Row, make_parser
 from pipeline.errors import UserError
 from pipeline.files import read_object, write_json, write_text
-from pipeline.studies.report.drawing import Axis, Drawing
-from pipeline.studies.report.page import svg_file
-from pipeline.studies.report.plots import Chart
+from studies.report.drawing import Axis, Drawing
+from studies.report.page import svg_file
+from studies.report.plots import Chart
 
 SUBJECTS = ("corpora", "ranks", "watchdog", "run_folder")
 _WIDTH, _LINE, _LEFT = 820.0, 24.0, 470.0

@@ -194,7 +194,7 @@ def describe_run(
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocabulary=None if config.vocabulary is None else str(config.vocabulary.folder),
-        new_rows=base.spec.new_rows,
+        new_rows=base.spec.new_tokens,
     )
 
 

@@ -25,10 +25,10 @@ from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
-from pipeline.model.new_rows import EMBEDDING, OUTPUT
+from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
-from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan
@@ -114,7 +114,7 @@ class TrainedModel:
 
     def read(self, name: str) -> Tensor:
         """The whole parameter: trained ones in fp32, the base's as published, also where it trained in 8 or 4 bits."""
-        new = {"embedding": EMBEDDING, "output": OUTPUT}.get(name.split(".")[0])
+        new = {"embedding": NEW_EMBEDDING, "output": NEW_OUTPUT}.get(name.split(".")[0])
         if new is None or not self.manifest.run.new_rows:
             return self.read_stored(name)
         tied = name == "output.base" and self.base.spec.tie_word_embeddings
@@ -212,7 +212,7 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     method = method_for(settings, Path(), manifest.run.seed)
     with torch.device("meta"):
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
-        stored = method.build(replace(base.spec, new_rows=manifest.run.new_rows), SINGLE, "none")
+        stored = method.build(replace(base.spec, new_tokens=manifest.run.new_rows), SINGLE, "none")
     reader = CheckpointReader(read_index(checkpoint), stored)
     if missing := sorted(
         {name for name, _ in named_trained_parameters(stored)} - set(reader.names)
@@ -247,8 +247,8 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
 
 def _whole_vocabulary(spec: DecoderSpec, manifest: Manifest) -> DecoderSpec:
     """The base's architecture with the new rows of a run as part of its vocabulary."""
-    new_rows = manifest.run.new_rows
-    if not new_rows:
+    new_tokens = manifest.run.new_rows
+    if not new_tokens:
         return spec
     # In training a tied base's new rows are two matrices: the expansion's columns of them are.
-    return replace(spec, vocab_size=spec.vocab_size + new_rows, tie_word_embeddings=False)
+    return replace(spec, vocab_size=spec.vocab_size + new_tokens, tie_word_embeddings=False)

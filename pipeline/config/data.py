@@ -136,7 +136,7 @@ class Corpus(Section):
     allow_damaged: bool = False
     """read what precedes the damage of a truncated or damaged file; default: such a file ends the job"""
     role: Role = "new"
-    """replay: the base model's own domain; rehearsal: text that the base wrote itself"""
+    """replay: the base model's own domain; self_generated: text that the base wrote itself"""
     source: Source = Source()
     """for the model card"""
     weight: PositiveFloat = 1.0
@@ -196,7 +196,7 @@ class Data(Section):
     replay_fraction: Fraction = 0.0
     """share of the samples drawn from the corpora of role replay"""
     replay_loss: Literal["nll", "kl"] = "nll"
-    """on these samples: the next token's negative log likelihood, or KL(base || model) as in rehearsal"""
+    """on these samples: the next token's negative log likelihood, or KL(base || model) as on self-generated text"""
     self_generated_fraction: Fraction = 0.0625
     """share of the samples drawn from the corpora of role self_generated, if there are any"""
     self_generated_coefficient: PositiveFloat = 1.0

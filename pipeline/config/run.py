@@ -44,12 +44,12 @@ class GateSettings(Section):
 
 
 class VocabularySettings(Section):
-    """A tokenizer extended by scale-cpt vocabulary; new pieces get rows of their own (docs/vocabulary.md)."""
+    """A tokenizer extended by scale-cpt vocabulary; new tokens get rows of their own (docs/vocabulary.md)."""
 
     folder: Path
     """what the tool wrote"""
     initial: Literal["mean", "last-weighted", "zero"] = "mean"
-    """new rows start as the mean of the rows of the pieces that they replace, equally or with weights 1, 2, 3, …"""
+    """new rows start as the mean of the rows of the tokens that they replace, equally or with weights 1, 2, 3, …"""
 
 
 class Metrics(Section):
@@ -222,7 +222,7 @@ class RunConfig(Section):
     base_precision: BasePrecision = "bf16"
     """of the frozen linear maps: in the type that the deepspeed file sets, or stored in 8 or 4 bits (docs/method.md)"""
     vocabulary: VocabularySettings | None = None
-    """a tokenizer with more pieces than the base's; default: the base's own"""
+    """a tokenizer with more tokens than the base's; default: the base's own"""
     init_expansion: Path | None = None
     """an expansion to train on, exported by another run; default: a new one, in <folder>/initial_expansion"""
     method: Method

@@ -18,8 +18,11 @@ from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
 from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder, Inputs
-from pipeline.model.output import NEVER, HiddenStates, perplexity
+from pipeline.model.decoder import Decoder
+from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.output import perplexity
+from pipeline.model.paths import TokenBatch
+from pipeline.scale_math import NEVER
 
 
 @torch.no_grad()
@@ -99,15 +102,14 @@ def loaded(model: TrainedModel) -> Decoder:
     return model.loaded(model.base.dtype if device.type == "cuda" else torch.float32, device)
 
 
-def decoder_inputs(group: Windows, config: RunConfig, decoder: Decoder) -> tuple[Inputs, Tensor]:
+def decoder_inputs(
+    group: Windows, config: RunConfig, decoder: Decoder
+) -> tuple[TokenBatch, Tensor]:
     """Tokens and positions [B, S] and where documents lie, and the targets [B · S], where the decoder is."""
     device = decoder.embedding.base.weight.device
     documents = group.documents(device) if config.data.document_mask else None
-    return (
-        group.tokens.to(device),
-        group.positions.to(device),
-        documents,
-    ), group.targets.flatten().to(device)
+    batch = TokenBatch(group.tokens.to(device), group.positions.to(device), documents)
+    return batch, group.targets.flatten().to(device)
 
 
 def _largest_difference(

@@ -15,7 +15,7 @@ from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
 from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig
-from pipeline.data.corpus.token_corpus import MANIFEST
+from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
@@ -37,7 +37,6 @@ from pipeline.gating.gate import NUMBERS, FittedGate, gate_features
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import deepest_gate_layer
 
 MOST_LEFT_OUT = 0.5
 """The largest share of the base's own text that may be of the new text's kind."""
@@ -236,7 +235,7 @@ def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> 
 def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
     """The layer before which the gate of `model` reads the base's stream. Raises ConfigError if it is not there."""
     assert model.plan is not None, "RunConfig allows a gate with method scale alone"
-    deepest = deepest_gate_layer(model.plan)
+    deepest = model.plan.last_exact_layer
     if settings.layer is not None and settings.layer > deepest:
         raise ConfigError(
             f"gate.layer: {settings.layer} is beyond {deepest}, the last place where this model has the exact stream "

@@ -16,9 +16,9 @@ from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.families import EXPERTS
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.mixture import Mixture
-from pipeline.model.new_rows import is_new_row
+from pipeline.model.new_tokens import holds_new_tokens
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import fill_whole, full_shape_of, held_values
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.initialisers import seeded
@@ -105,7 +105,7 @@ class LoraMethod(TrainingMethod):
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
-            if not is_base(name) and not is_new_row(name):
+            if not is_base(name) and not holds_new_tokens(name):
                 whole = torch.zeros(full_shape_of(parameter))
                 if name.endswith(".a"):
                     whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(

@@ -22,8 +22,8 @@ _ROUNDING = 1e-6
 def architecture_of(spec: DecoderSpec) -> dict[str, Any]:
     """`spec` as JSON, each kind of layer once; without the rows of an extended vocabulary, which are a run's own."""
     kinds = list(dict.fromkeys(spec.layers))
-    values = asdict(replace(spec, layers=(), new_rows=0))
-    del values["new_rows"]
+    values = asdict(replace(spec, layers=(), new_tokens=0))
+    del values["new_tokens"]
     values["layer_kinds"] = [asdict(kind) for kind in kinds]
     values["layers"] = [kinds.index(layer) for layer in spec.layers]
     as_json: dict[str, Any] = orjson.loads(orjson.dumps(values))

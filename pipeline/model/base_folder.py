@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.errors import BaseModelError
 from pipeline.files import file_hash, in_threads, is_plain_name, read_object
 from pipeline.model.families import HfTensor, hf_tensor
-from pipeline.model.new_rows import NewRows
+from pipeline.model.new_tokens import NewTokens
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard, split
 
@@ -41,12 +41,12 @@ _TYPES = ("F16", "BF16", "F32", "F64")
 class BaseFolder:
     """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
 
-    `new_rows`: the run extends its vocabulary by them.
+    `new_tokens`: the run extends its vocabulary by them.
     """
 
     path: Path
     spec: DecoderSpec
-    new_rows: NewRows | None = field(default=None, compare=False)
+    new_tokens: NewTokens | None = field(default=None, compare=False)
 
     @cached_property
     def file_of(self) -> dict[str, Path]:

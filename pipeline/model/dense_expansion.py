@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from pipeline.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale_math import masked_sum
 

@@ -16,18 +16,20 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.expansion_folder import ExpansionFolder
 from pipeline.files import read_object
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, Config, hf_tensor
+from pipeline.model.new_tokens import NEW_EMBEDDING, NewTokens, holds_new_tokens
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec, LayerKind, RotarySpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
-from pipeline.parallel.sharding import fill, full_shape_of, partition_of
+from pipeline.parallel.sharding import fill, fill_whole, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 
@@ -274,6 +276,46 @@ def load_base(
             partition = read_partition(parameter) if is_quantized else partition_of(parameter)
             read = partial(base.read, source(name), partition, tp.rank, tp.size)
             (fill_quantized if is_quantized else fill)(parameter, tp, read)
+
+
+@torch.no_grad()
+def load_new_tokens(
+    model: nn.Module, base: BaseFolder, tp: TensorParallel, expansion: ExpansionFolder | None
+) -> None:
+    """Sets the rows of new tokens of `model`: to those of `expansion` where another run trained them, or initially."""
+    if base.new_tokens is None:
+        return
+    for name, parameter in model.named_parameters():
+        if not holds_new_tokens(name):
+            continue
+        shape = full_shape_of(parameter)
+        if expansion is not None and name in expansion.names:
+            rows = expansion.read(name, shape)
+        else:
+            rows = _initial_new_rows(name, shape[1], base, base.new_tokens, expansion)
+        fill_whole(parameter, tp, rows)
+
+
+def _initial_new_rows(
+    name: str,
+    columns: int,
+    base: BaseFolder,
+    new_tokens: NewTokens,
+    expansion: ExpansionFolder | None,
+) -> Tensor:
+    """The initial value of the parameter `name` of new tokens, [n, D + U]: computed for each stream by itself."""
+    in_embedding = name.endswith(NEW_EMBEDDING)
+    of_base = base.read("embedding.base.weight" if in_embedding else "output.base")
+    rows = new_tokens.initial_rows(of_base)
+    added = columns - rows.shape[1]
+    if added == 0:
+        return rows
+    if not in_embedding:
+        # W_out^up starts at zero, so that the model starts as its base.
+        return torch.cat([rows, torch.zeros(len(rows), added)], dim=1)
+    assert expansion is not None, "an expansion stream without an expansion"
+    of_expansion = expansion.read("embedding.expansion.weight", (base.spec.vocab_size, added))
+    return torch.cat([rows, new_tokens.initial_rows(of_expansion)], dim=1)
 
 
 def check_weights(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
-from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan

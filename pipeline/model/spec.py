@@ -96,7 +96,7 @@ class DecoderSpec:
         attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they stay.
         mixture: that of the layers which have experts; the FFN of the others has the `intermediate_size` of `widths`.
         residual: set for a base that was widened before.
-        new_rows: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
+        new_tokens: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
     """
 
     family: str
@@ -123,7 +123,7 @@ class DecoderSpec:
     output_softcap: float | None = None
     mixture: MixtureSpec | None = None
     residual: StoredResidual | None = None
-    new_rows: int = 0
+    new_tokens: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.parallel.layers import kl_and_logit_gradient_
+from pipeline.parallel.cross_entropy import kl_and_logit_gradient_
 from pipeline.training.batches import collate
 from pipeline.training.observer import Observer, ValidationEvent
 from pipeline.training.trainer import Trainer
@@ -46,7 +46,7 @@ class Drift(Observer):
                     logits,
                     reference,
                     ignored,
-                    first=output.first,
+                    first=output.vocabulary.first,
                     vocab_size=output.vocab_size,
                     tp=tp,
                 )

@@ -38,6 +38,14 @@ class ExpansionPlan:
     norm: Literal["separate", "base"] = "separate"
     initialisers: Initialisers = field(default_factory=Initialisers)
 
+    @property
+    def last_exact_layer(self) -> int:
+        """The last layer before which the model has the base's exact stream; the number of layers: after the last.
+
+        Preserve has it everywhere, Adapt up to the first layer with W12, Route everywhere on its preserved path.
+        """
+        return self.num_layers if self.routed else self.l_fp
+
     def has_expansion_to_base(self, layer: int, module: Module) -> bool:
         """Whether W12 exists, and trains, in `module` of `layer`."""
         return layer >= self.l_fp and module in self.collaborative_modules

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import (
+from pipeline.parallel.linear import (
     ColumnParallelLinear,
     ExpertLinear,
     LowRankAdapter,

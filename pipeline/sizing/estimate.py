@@ -115,7 +115,7 @@ class Estimator:
     def parameters(self) -> Parameters:
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
-            base = Decoder(replace(self.spec, new_rows=0))
+            base = Decoder(replace(self.spec, new_tokens=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:

@@ -231,8 +231,8 @@ def _as_yaml(
         "those under a gate by a quarter, a small base's by what servers can split.\n"
         f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks.",
         "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte; where it takes many, "
-        f"`scale-cpt vocabulary` adds pieces).\nold: about {known.tokens:,}; only its held-out part is read, to "
-        f"measure what is forgotten.\nown_text is written by the base: {more} (docs/rehearsal.md).",
+        f"`scale-cpt vocabulary` adds tokens).\nold: about {known.tokens:,}; only its held-out part is read, to "
+        f"measure what is forgotten.\nown_text is written by the base: {more} (docs/self_generated.md).",
         "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).\n"
         "For an ordinary model, which any server runs: scale-cpt config init --without-gate.",
         "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "

@@ -25,7 +25,7 @@ from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
-from pipeline.model.layers import RotaryEmbedding
+from pipeline.model.decoder_layer import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import (
     default_dtype,
@@ -137,9 +137,9 @@ def measure_micro_batch(
 
 
 def _run(
-    model: Decoder, config: RunConfig, kl_rows: int
+    model: Decoder, config: RunConfig, kl_sequences: int
 ) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
-    """Runs a micro-batch of which `kl_rows` sequences are rehearsed.
+    """Runs a micro-batch of which `kl_sequences` sequences are rehearsed.
 
     Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
     layers that run again for it.
@@ -186,7 +186,7 @@ def _run(
             )
             hooks.enter_context(free)
         with live:
-            losses = model(tokens, tokens, tokens, documents, kl_rows, kl_rows)
+            losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             loss = live.peak - activations
             losses.total.backward()
     temporary = max(forward_peak, live.peak) - activations - loss

@@ -34,9 +34,9 @@ class MicroBatch(NamedTuple):
     targets: Tensor
     positions: Tensor
     documents: Documents | None
-    kl_rows: int = 0
+    kl_sequences: int = 0
     """so many sequences, the first, train by KL(base || model)"""
-    reference_rows: int = 0
+    reference_sequences: int = 0
     """the largest such number among the ranks: the base runs on as many, so that all ranks run the same layers"""
 
     def pinned_for(self, device: torch.device) -> MicroBatch:
@@ -117,7 +117,8 @@ class TrainingBatches:
         batch = collate([self.samples[index] for index in own], self.document_mask)
         if self.uses_kl:
             batch = batch._replace(
-                kl_rows=self._kl_rows(own), reference_rows=self._kl_rows(fullest)
+                kl_sequences=self._kl_sequences(own),
+                reference_sequences=self._kl_sequences(fullest),
             )
         return batch.pinned_for(self.device)
 
@@ -151,7 +152,7 @@ class TrainingBatches:
     def _is_kl(self, index: int) -> bool:
         return self.samples.role_of(index) in self.kl_roles
 
-    def _kl_rows(self, indices: Sequence[int]) -> int:
+    def _kl_sequences(self, indices: Sequence[int]) -> int:
         return sum(map(self._is_kl, indices))
 
 

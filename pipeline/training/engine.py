@@ -16,8 +16,9 @@ from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
-from pipeline.model.output import HiddenStates, Losses
+from pipeline.model.hidden_states import HiddenStates
 from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals

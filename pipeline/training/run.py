@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipeline import log
 from pipeline.checks.checklist import begin
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.errors import (
     FINISHED,
@@ -52,7 +52,7 @@ def run_training(
         if config.deterministic:
             use_deterministic_kernels()
 
-        def lock_and_read() -> Inputs:
+        def lock_and_read() -> RunInputs:
             lock.enter_context(RunLock(config.folder))
             with _faults_on_record(config.folder, phases):
                 opened = begin(config, dist.get_world_size(), "train")
@@ -91,7 +91,7 @@ def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
 
 
 def attempt(
-    inputs: Inputs,
+    inputs: RunInputs,
     device: torch.device,
     phases: Phases,
     signals: StopSignals,

@@ -15,14 +15,14 @@ from pipeline import log
 from pipeline.checkpoint.folder import remove_unfinished
 from pipeline.checkpoint.manifest import Position, StepRecord, describe_layout, describe_run
 from pipeline.checks.checklist import check_allocation
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.schedule import learning_rate
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.errors import UserError
 from pipeline.files import file_hash
 from pipeline.health.liveness import Phases
+from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import Decoder
-from pipeline.model.output import Losses
 from pipeline.parallel.ranks import (
     all_gathered,
     raise_on_all_ranks,
@@ -48,7 +48,11 @@ class Trainer:
     """A run that is about to start or to resume; every rank makes it and calls its methods."""
 
     def __init__(
-        self, inputs: Inputs, device: torch.device, phases: Phases, make_observers: ObserverFactory
+        self,
+        inputs: RunInputs,
+        device: torch.device,
+        phases: Phases,
+        make_observers: ObserverFactory,
     ) -> None:
         """Checks the allocation, loads the model and the newest checkpoint."""
         config, layout = inputs.config, inputs.layout
@@ -178,7 +182,7 @@ class Trainer:
                 self.engine.backward(losses.total)
             with phases("step"):
                 self.engine.step(rate)
-            sums.add(losses, batch.targets, batch.kl_rows)
+            sums.add(losses, batch.targets, batch.kl_sequences)
         with phases("communication"):
             return sums.over_all_ranks(self.engine, stop=stop)
 
@@ -259,7 +263,7 @@ ObserverFactory = Callable[[Trainer], Iterable[Observer]]
 """Makes a run's observers on every rank; `pipeline.observers.make_observers` makes those of the configuration."""
 
 
-def hash_base(inputs: Inputs) -> None:
+def hash_base(inputs: RunInputs) -> None:
     """Hashes the files of the base and of the initial expansion, divided among the ranks."""
     base, own_share = inputs.base, slice(dist.get_rank(), None, dist.get_world_size())
 
@@ -277,7 +281,7 @@ def hash_base(inputs: Inputs) -> None:
     )
 
 
-def load_model(inputs: Inputs, groups: ProcessGroups, device: torch.device) -> Decoder:
+def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> Decoder:
     """The model before its first step; each rank reads only what it will hold."""
     started = time.perf_counter()
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)
@@ -318,13 +322,13 @@ class StepSums:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(8, dtype=torch.float64, device=device)
 
-    def add(self, losses: Losses, targets: Tensor, kl_rows: int) -> None:
-        """Adds a micro-batch of targets [B, S], of which the first `kl_rows` sequences are rehearsed."""
+    def add(self, losses: Losses, targets: Tensor, kl_sequences: int) -> None:
+        """Adds a micro-batch of targets [B, S], of which the first `kl_sequences` sequences are rehearsed."""
         predicted = targets != IGNORED
         self._sums[0] += losses.nll.sum()
-        self._sums[1] += predicted[kl_rows:].sum()
+        self._sums[1] += predicted[kl_sequences:].sum()
         self._sums[2] += losses.kl.sum()
-        self._sums[3] += predicted[:kl_rows].sum()
+        self._sums[3] += predicted[:kl_sequences].sum()
         self._sums[4] += (losses.preserved & predicted).sum()
 
     def over_all_ranks(self, engine: Engine, *, stop: bool) -> StepTotals:

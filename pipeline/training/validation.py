@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples
 from pipeline.errors import PreservationError
-from pipeline.model.output import Losses, perplexity
+from pipeline.model.chunked_loss import Losses
+from pipeline.model.output import perplexity
 from pipeline.parallel.ranks import raise_on_all_ranks, summed
 from pipeline.training.batches import MicroBatch, collate
 from pipeline.training.engine import Engine
@@ -58,7 +59,7 @@ class HeldoutScore:
 class Validation:
     """Scores the model on the first `max_sequences` samples of each held-out part."""
 
-    def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
+    def __init__(self, inputs: RunInputs, rank: int, device: torch.device) -> None:
         config, layout = inputs.config, inputs.layout
         self.heldout, self.device = inputs.samples.heldout, device
         self.settings, self.micro_batch_size = config.validation, config.schedule.micro_batch_size

@@ -1,6 +1,6 @@
 """Makes the texts of the biography study: invented people, biographies of them, questions about them, and a tokenizer.
 
-    python studies/biographies/make_texts.py --people 4000 --pool-fraction 0.1 --output runs/biography/texts
+    python -m studies.biographies.make_texts --people 4000 --pool-fraction 0.1 --output runs/biography/texts
 
 The same arguments give the same bytes:
 

@@ -1,8 +1,8 @@
 """Prints the tables of a finished study of biographies: how well Task 0 is still answered while Task 1 is learned.
 
-    python studies/biographies/show.py runs/biography
+    python -m studies.biographies.show runs/biography
 
-`scale-cpt report` draws the course of both tasks, and has a table of every attribute.
+`python -m studies report` draws the course of both tasks, and has a table of every attribute.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pipeline import command_line
 from pipeline.errors import DataError
 from pipeline.evaluation.table import cell, over_seeds, table
 from pipeline.run_folder.metrics import Figures, mean
-from pipeline.studies.report.runs import group
-from pipeline.studies.results import SUMMARY, Row, read_rows
+from studies.report.groups import group
+from studies.report.results import SUMMARY, Row, read_rows
 
 ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
 TASKS = {"task0": "Task 0", "task1": "Task 1"}
@@ -37,7 +37,7 @@ def read_summary(study: Path) -> list[Row]:
     if missing := sorted(wanted - rows[0].roles.keys()):
         raise DataError(
             f"{study / SUMMARY}: expected the corpora of a study of biographies, found none called {missing[0]}; give "
-            "the folder of a study of configs/studies/biography*.yaml"
+            "the folder of a study of studies/configs/biography*.yaml"
         )
     return rows
 

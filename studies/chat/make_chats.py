@@ -1,6 +1,6 @@
 """Makes the chats of the chat study, whose answers a program can check, and a tokenizer with their template.
 
-    python studies/chat/make_chats.py --output runs/chat/texts
+    python -m studies.chat.make_chats --output runs/chat/texts
 
 The same arguments give the same bytes:
 
@@ -33,7 +33,7 @@ from pipeline import command_line
 from pipeline.data.tokenize.units import texts
 from pipeline.errors import DataError
 from pipeline.files import published_folder, read_object, write_json
-from pipeline.studies import random_base
+from studies.harness import random_base
 
 ROLES = ("system", "user", "assistant")
 END_OF_TURN = "<|end|>"

@@ -1,6 +1,6 @@
 """Scores the models of a finished chat study: held-out chats, answers that end, and perplexity of both languages.
 
-    python studies/chat/score.py runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
+    python -m studies.chat.score runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
 
 Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain names the study that
 trains the base as it was before its chats, for the chat vector: its fully fine-tuned weights, plus what the chats
@@ -29,7 +29,7 @@ from pipeline.evaluation.perplexity import score_folder
 from pipeline.evaluation.table import over_seeds, readable
 from pipeline.files import json_hash, published_folder, read_object, write_json, write_text
 from pipeline.hf.base_files import copy_base_files
-from pipeline.studies.results import read_rows
+from studies.report.results import read_rows
 
 HELDOUT = {
     "Korean": "examples/data/ko/*.heldout.jsonl.zst",

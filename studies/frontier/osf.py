@@ -1,6 +1,6 @@
 """A published rival on the base of a frontier study: orthogonal subspace fine-tuning (OSF), as PEFT has it.
 
-    python studies/frontier/osf.py configs/studies/frontier_quick.yaml
+    python -m studies.frontier.osf studies/configs/frontier_quick.yaml
 
 OSF freezes the largest singular directions of every linear map and trains the rest by gradients orthogonal to these.
 The trained map replaces the base's. OSF reads the samples of the study's full fine-tuning in the same order, with the
@@ -29,7 +29,7 @@ from pipeline.data.dataset.samples import TrainingSamples, load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.table import over_seeds, readable, table
 from pipeline.hf.load import load_hf_model
-from pipeline.studies.run_study import open_study
+from studies.harness.run_study import open_study
 
 RATES = [3e-3, 1e-2, 3e-2, 1e-1]
 Scores = dict[str, float]

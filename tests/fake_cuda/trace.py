@@ -49,7 +49,7 @@ DEVICE = torch.device("cuda", 0)
 ROWS = 2
 LENGTH = 251
 """A prime that is no width of any base here: two dimensions of this size are pairs of tokens."""
-NEW_ROWS = 5
+NEW_TOKENS = 5
 
 
 _SEEN_ON_A_GPU = ("_block_mask", "_scaled_dot_product")
@@ -78,7 +78,7 @@ def spec_of(case: Case) -> DecoderSpec:
     with tempfile.TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
         spec = read_spec(Path(folder))
-    return replace(spec, new_rows=NEW_ROWS) if "new_rows" in case.options else spec
+    return replace(spec, new_tokens=NEW_TOKENS) if "new_tokens" in case.options else spec
 
 
 def build(case: Case, spec: DecoderSpec) -> Decoder:

@@ -13,7 +13,6 @@ from pipeline.gating.folder import GateRecord
 from pipeline.gating.gate import FittedGate
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import deepest_gate_layer
 
 Opens = Literal["never", "sometimes", "always"]
 
@@ -50,7 +49,7 @@ def random_gate(
     size = model.spec.widths.hidden_size * (1 + (features != "token"))
     random = torch.Generator().manual_seed(3)
     gate = FittedGate(
-        layer=deepest_gate_layer(model.plan) if layer is None else layer,
+        layer=model.plan.last_exact_layer if layer is None else layer,
         features=features,
         mean=0.1 * torch.randn(size, generator=random),
         std=0.5 + torch.rand(size, generator=random),

@@ -13,7 +13,8 @@ import pytest
 import wandb
 from mlflow import MlflowClient
 
-from pipeline.checks.checklist import check_trackers
+from pipeline.checks.input_checks import check_trackers
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.reading import flattened
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import MissingPackageError
@@ -126,7 +127,7 @@ def test_a_missing_package_is_refused_in_one_line(package, tmp_path, monkeypatch
     with pytest.raises(
         MissingPackageError, match=rf"^observers.{package}: .*pip install 'scale-cpt\[{package}\]'"
     ):
-        check_trackers(config)
+        check_trackers(RunInputs(config, 1))
 
 
 @pytest.mark.parametrize("service", ["wandb", "mlflow"])

@@ -45,7 +45,7 @@ from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.scale_streams import ScaleOutput, StreamPath
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
-from pipeline.methods.vocabulary import with_new_rows
+from pipeline.methods.vocabulary import with_new_tokens
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -315,7 +315,7 @@ def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Pat
 # --- Extended vocabularies --------------------------------------------------------------------------------------------
 
 
-def with_new_rows_of(method: str) -> Journey:
+def with_new_tokens_of(method: str) -> Journey:
     return next(journey for journey in JOURNEYS if journey.method == method and journey.vocabulary)
 
 
@@ -327,7 +327,7 @@ def change_run(checkpoint: Path, **changes: Any) -> None:
 
 
 @torch.no_grad()
-@rows([with_new_rows_of("route")])
+@rows([with_new_tokens_of("route")])
 def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journey):
     """As in training; verification cannot tell, since it compares an export with one larger vocabulary."""
     model = open_trained(run.moved / "checkpoints" / f"step_{STEPS:08d}", STORIES)
@@ -343,8 +343,8 @@ def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journ
     fill_output()
     exported.output.threshold = threshold = trained.output.threshold
     expected, found = (
-        trained.output.route(trained.hidden_states(tokens)),
-        exported.output.route(hidden),
+        trained.output.project(trained.hidden_states(tokens)),
+        exported.output.project(hidden),
     )
     assert torch.equal(found.preserved, expected.preserved) and 0 < int(found.preserved.sum()) < 200
     assert (found.logits - expected.logits).abs().max() < 1e-4
@@ -361,7 +361,7 @@ def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journ
     assert (logits - expected.logits).abs().max() < 1e-4
 
 
-@rows([with_new_rows_of("adapt")])
+@rows([with_new_tokens_of("adapt")])
 def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
     run: Trained, journey: Journey, tmp_path
 ):
@@ -382,10 +382,10 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
         == [0] * MOVES_TO[journey.layout].ranks
     )
     assert losses(tmp_path)[0] < losses(run.moved)[0]
-    base = with_new_rows(config, open_base(STORIES))
+    base = with_new_tokens(config, open_base(STORIES))
     assert made_expansion(config, base) is not None
-    assert base.new_rows is not None
-    other = replace(base, new_rows=replace(base.new_rows, tokenizer="of as many other pieces"))
+    assert base.new_tokens is not None
+    other = replace(base, new_tokens=replace(base.new_tokens, tokenizer="of as many other pieces"))
     with pytest.raises(CheckpointError, match="another extended vocabulary"):
         made_expansion(config, other)
     method = method_for(config.method, tmp_path / "expansion", SEED)
@@ -400,7 +400,7 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
     assert parameters.trained == run.held[0]["trainable_parameters"]
 
 
-@rows([with_new_rows_of("lora")])
+@rows([with_new_tokens_of("lora")])
 def test_an_export_needs_its_own_tokenizer(run: Trained, journey: Journey, tmp_path: Path):
     checkpoint = shutil.copytree(run.moved / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "copy")
     probe, asked = probe_maker({}), Conversion(checkpoint, STORIES, tmp_path / "hf")
@@ -445,7 +445,7 @@ def last_checkpoint(run: Path) -> CheckpointReader:
 def initial_model(config: Path, device: str, tp: TensorParallel = SINGLE) -> Decoder:
     """The run's model before its first step, or a rank's part of it; without values on the meta device."""
     settings = load_config(config)
-    base = with_new_rows(settings, open_base(STORIES))
+    base = with_new_tokens(settings, open_base(STORIES))
     with torch.device(device):
         model = methods.build_model(settings, base.spec, tp)
     if device != "meta":

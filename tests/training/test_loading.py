@@ -72,11 +72,11 @@ def _load(path: Path) -> tuple[int, int, int, int]:
     """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
     tensor; all in bytes."""
     start_deepspeed()
-    from pipeline.checks.inputs import Inputs
+    from pipeline.checks.inputs import RunInputs
     from pipeline.training import trainer
 
     config = load_config(path)
-    inputs = Inputs(config, dist.get_world_size())
+    inputs = RunInputs(config, dist.get_world_size())
     layout = inputs.layout
     groups = ProcessGroups(layout)
     hashed: list[str] = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.data.dataset.packing import IGNORED
-from pipeline.model.output import Losses
+from pipeline.model.chunked_loss import Losses
 from pipeline.training.trainer import StepSums, StepTotals
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
@@ -103,15 +103,15 @@ def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
         step_applied=dist.get_rank() == 0,
     )
     found = []
-    for kl_rows in (int(dp_rank == 0), 0):
+    for kl_sequences in (int(dp_rank == 0), 0):
         sums = StepSums(torch.device("cpu"))
         nll, kl = torch.full((2, 4), 3.0), torch.zeros(2, 4)
-        nll[:kl_rows], kl[:kl_rows] = 0.0, 0.5
+        nll[:kl_sequences], kl[:kl_sequences] = 0.0, 0.5
         targets = torch.ones(2, 4, dtype=torch.long)
         targets[:, -1], nll[:, -1], kl[:, -1] = IGNORED, 0.0, 0.0
         preserved = torch.tensor([[True] * 4, [False] * 4])
         for _ in range(3):
-            sums.add(Losses(nll.sum() + kl.sum(), nll, kl, preserved, None), targets, kl_rows)
+            sums.add(Losses(nll.sum() + kl.sum(), nll, kl, preserved, None), targets, kl_sequences)
         found.append(sums.over_all_ranks(engine, stop=dist.get_rank() == 1))
     return found
 

@@ -57,6 +57,7 @@ class PackedCorpus:
         self._padding = padding
         self._document_mask = document_mask
         self._begins_with_end = begins_with_end
+        # Samples of whole documents begin one token early, with the end of the document before.
         self._overlap = int(begins_with_end and whole_documents)
         self._cuts: Sequence[int] | npt.NDArray[np.int64] = range(0, source.tokens, sequence_length)
         if whole_documents:
@@ -69,11 +70,15 @@ class PackedCorpus:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         start = max(0, int(self._cuts[index]) - self._overlap)
-        stop = int(self._cuts[index + 1]) if index + 1 < len(self) else self.source.tokens
+        stop = self.source.tokens
+        if index + 1 < len(self):
+            stop = int(self._cuts[index + 1])
         if stop - start == self._sequence_length and not self._overlap:
-            stop = min(stop + 1, self.source.tokens)  # the last target
+            # The target of the last token that is read.
+            stop = min(stop + 1, self.source.tokens)
         starts = np.zeros(0, dtype=np.int64)
         if self._document_mask:
+            # With `begins_with_end` a document begins a token earlier, with the end of the one before it.
             starts = self.source.document_starts(start, stop) - start - int(self._begins_with_end)
         return pack(
             self.source.read(start, stop),
@@ -105,12 +110,15 @@ def pack(
         prompts: which tokens of `window` are read but never predicted; None if there are none.
         begins_with_end: a document's first token is the end of the one before it, and is predicted there.
     """
+    # Tokens that are read; the others of the sample are padding.
     present = min(len(window), sequence_length)
     tokens = np.full(sequence_length, padding, dtype=np.int64)
     tokens[:present] = window[:present]
     targets = np.full(sequence_length, IGNORED, dtype=np.int64)
     targets[: len(window) - 1] = window[1:]
 
+    # Positions from 1 to S at which another document, or padding, begins. The token before a border has no target
+    # within its own document.
     borders = document_starts[(document_starts > 0) & (document_starts <= sequence_length)]
     if present < sequence_length:
         borders = np.append(borders[borders < present], present)
@@ -120,6 +128,7 @@ def pack(
     if prompts is not None:
         targets[: len(window) - 1][prompts[1:]] = IGNORED
         answer_starts[: len(window) - 1] = prompts[:-1] & ~prompts[1:]
+
     inner = borders[borders < sequence_length]
     starts_here = np.zeros(sequence_length, dtype=np.int64)
     starts_here[inner] = 1
@@ -136,8 +145,10 @@ def _cuts_between_documents(source: TokenCorpus, sequence_length: int) -> npt.ND
     """
     borders = [*source.document_starts(0, source.tokens).tolist(), source.tokens]
     cuts = [0]
-    while cuts[-1] + sequence_length < source.tokens:
+    while True:
         furthest = cuts[-1] + sequence_length
-        border = borders[bisect.bisect_right(borders, furthest) - 1]
-        cuts.append(border if border > cuts[-1] else furthest)
-    return np.array(cuts, dtype=np.int64)
+        if furthest >= source.tokens:
+            return np.array(cuts, dtype=np.int64)
+        last_border = borders[bisect.bisect_right(borders, furthest) - 1]
+        is_in_one_document = last_border <= cuts[-1]
+        cuts.append(furthest if is_in_one_document else last_border)

@@ -32,8 +32,10 @@ class SampleOrder:
     def __getitem__(self, index: int) -> Draw:
         """The corpus, and the number of the sample in it, at the global `index`."""
         name, occurrence = self.blend[index]
-        epoch, position = divmod(occurrence, self._lengths[name])
-        return Draw(name, Permutation(self._lengths[name], self._keys[name], epoch)[position])
+        length = self._lengths[name]
+        epoch, position = divmod(occurrence, length)
+        order = Permutation(length, self._keys[name], epoch)
+        return Draw(name, order[position])
 
 
 class TrainingSamples:
@@ -62,36 +64,30 @@ class TrainingSamples:
         sampled_fingerprint: str | None = None,
     ) -> None:
         self.sequence_length = data.sequence_length
-        of_sampled = sampled_fingerprint or tokenizer_fingerprint
-        self.corpora = {
-            name: open_packed(
-                data,
-                name,
-                tokenizer_fingerprint=of_sampled if corpus.sample else tokenizer_fingerprint,
-            )
-            for name, corpus in data.corpora.items()
-            if corpus.role == "new" or data.fractions[corpus.role] > 0
-        }
+        self.corpora: dict[str, PackedCorpus] = {}
+        for name, corpus in data.corpora.items():
+            if corpus.role != "new" and data.fractions[corpus.role] == 0:
+                continue
+            fingerprint = tokenizer_fingerprint
+            if corpus.sample is not None and sampled_fingerprint is not None:
+                fingerprint = sampled_fingerprint
+            self.corpora[name] = open_packed(data, name, tokenizer_fingerprint=fingerprint)
+
         factors = dict.fromkeys(self.corpora, 1.0)
         if data.temperature is not None:
-            factors = tempered(
-                {name: corpus.source.tokens for name, corpus in self.corpora.items()},
-                data.temperature,
-            )
-        shares = {
-            name: Share(
-                weight=data.corpora[name].weight * factors[name],
-                budget=_budget(data.corpora[name], len(corpus), data.sequence_length),
-                role=data.corpora[name].role,
-            )
-            for name, corpus in self.corpora.items()
-        }
+            sizes = {name: packed.source.tokens for name, packed in self.corpora.items()}
+            factors = tempered(sizes, data.temperature)
+        shares: dict[str, Share] = {}
+        lengths: dict[str, int] = {}
+        for name, packed in self.corpora.items():
+            corpus = data.corpora[name]
+            budget = _budget(corpus, len(packed), data.sequence_length)
+            shares[name] = Share(corpus.weight * factors[name], budget, corpus.role)
+            lengths[name] = len(packed)
         self._roles = {name: share.role for name, share in shares.items()}
         blend = Blend(shares, data.fractions)
         self.total = blend.total
-        self._order = SampleOrder(
-            blend, {name: len(corpus) for name, corpus in self.corpora.items()}, seed
-        )
+        self._order = SampleOrder(blend, lengths, seed)
 
     def __getitem__(self, index: int) -> Sample:
         name, number = self._order[index]
@@ -100,7 +96,10 @@ class TrainingSamples:
     def epochs_after(self, samples: int) -> dict[str, float]:
         """How many epochs of each corpus the first `samples` samples make."""
         drawn = self._order.blend.drawn_before(samples)
-        return {name: drawn[name] / len(corpus) for name, corpus in self.corpora.items()}
+        epochs: dict[str, float] = {}
+        for name, corpus in self.corpora.items():
+            epochs[name] = drawn[name] / len(corpus)
+        return epochs
 
     def role_of(self, index: int) -> Role:
         """The role of the corpus that the sample at the global `index` comes from."""
@@ -133,7 +132,8 @@ class HeldoutSamples:
         return self.packed[Permutation(len(self), 0)[index]]
 
     def __iter__(self) -> Iterator[Sample]:
-        return (self[index] for index in range(len(self)))
+        for index in range(len(self)):
+            yield self[index]
 
 
 def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, HeldoutSamples]:
@@ -144,18 +144,18 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
     """
     parts: dict[str, HeldoutSamples] = {}
     for name in data.corpora:
-        if has_heldout(data, name):
-            corpus = TokenCorpus(
-                heldout_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint
-            )
-            manifest = corpus.manifest
-            parts[name] = HeldoutSamples(
-                name,
-                manifest.tokens - manifest.prompt_tokens,
-                manifest.bytes - manifest.prompt_bytes,
-                manifest.prompt_key is not None,
-                _packed(corpus, data),
-            )
+        if not has_heldout(data, name):
+            continue
+        folder = heldout_folder(data, name)
+        corpus = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)
+        manifest = corpus.manifest
+        parts[name] = HeldoutSamples(
+            corpus=name,
+            tokens=manifest.tokens - manifest.prompt_tokens,
+            bytes=manifest.bytes - manifest.prompt_bytes,
+            prompted=manifest.prompt_key is not None,
+            packed=_packed(corpus, data),
+        )
     return parts
 
 
@@ -165,9 +165,9 @@ def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> 
     Raises:
         DataError: it is missing, unfinished, damaged, or was made with another tokenizer.
     """
-    return _packed(
-        TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data
-    )
+    folder = train_folder(data, name)
+    corpus = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)
+    return _packed(corpus, data)
 
 
 def rank_indices(
@@ -178,7 +178,10 @@ def rank_indices(
     Together the ranks read [first, first + global_batch_size), however many they are.
     """
     own = range(first + dp_rank, first + global_batch_size, dp_size)
-    return [list(own[at : at + micro_batch_size]) for at in range(0, len(own), micro_batch_size)]
+    micro_batches: list[list[int]] = []
+    for start in range(0, len(own), micro_batch_size):
+        micro_batches.append(list(own[start : start + micro_batch_size]))
+    return micro_batches
 
 
 def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:

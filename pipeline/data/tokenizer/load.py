@@ -26,7 +26,7 @@ import orjson
 import tokenizers
 
 from pipeline import log
-from pipeline.data.corpus.token_corpus import TokenizerRecord
+from pipeline.data.corpus.manifest import TokenizerRecord
 from pipeline.data.tokenizer.sentencepiece_model import (
     MODEL_FILES,
     SUFFIX,

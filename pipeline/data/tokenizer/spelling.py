@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.sources.records import SpecialTokens
-from pipeline.data.tokenizer.extension.bpe import byte_pieces
+from pipeline.data.tokenizer.extension.bpe import byte_tokens
 from pipeline.data.tokenizer.load import (
     Encoded,
     Encoder,
@@ -207,7 +207,7 @@ class TokenizerJsonSpeller:
         vocabulary = model.get("vocab", {})
         return not any(
             all(piece in vocabulary for piece in pieces)
-            for pieces in byte_pieces(
+            for pieces in byte_tokens(
                 is_byte_level="'ByteLevel'" in around, has_fallback=bool(model.get("byte_fallback"))
             )
         )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipeline.studies.report.drawing import (
+from studies.report.drawing import (
     Box,
     Drawing,
     log_axis,
@@ -18,8 +18,8 @@ from pipeline.studies.report.drawing import (
     place_labels,
     step_axis,
 )
-from pipeline.studies.report.runs import PERPLEXITY
-from pipeline.studies.report.words import change, count, number, of_figure, percent
+from studies.report.formats import change, count, number, of_figure, percent
+from studies.report.groups import PERPLEXITY
 
 MAKERS = {
     "changes": lambda values, start, end: padded_axis(

@@ -10,12 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.studies.report.page import findings, page
-from pipeline.studies.report.runs import group
-from pipeline.studies.results import Row
-from tests.programs import call
+from studies.report.groups import group
+from studies.report.page import findings, page
+from studies.report.results import Row
+from tests.programs import study_command
 from tests.studies.report.studies import METHODS, answers, at_rates, rows, write_study
-from tools import report
 
 SPACE = "\N{NARROW NO-BREAK SPACE}"
 STRANGE = ("<script>alert('x')</script>", '"><img src=x onerror=alert(1)> & Co', "]]></style>")
@@ -243,15 +242,15 @@ def test_every_learning_rate_is_drawn_where_there_are_several(rates):
     assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles) == bool(drawn)
 
 
-def test_the_command_line_writes_the_page_and_the_figures(tmp_path, capsys):
+def test_the_command_line_writes_the_page_and_the_figures(tmp_path):
     study = write_study(
         tmp_path / "study", [row for row in rows((1,)) if row["method"] in ("fft", "lora")]
     )
     output, svg = tmp_path / "out" / "report.html", tmp_path / "svg"
-    call(report, study, "--output", output, "--svg", svg)
+    done = study_command("report", study, "--output", output, "--svg", svg)
     assert "LoRA" in check(output.read_text(encoding="utf-8")).texts
     figures = [svg / f"{name}.svg" for name in ("stability-plasticity", "perplexity")]
-    assert capsys.readouterr().out.split() == [str(output), *map(str, figures)]
+    assert done.stdout.split() == [str(output), *map(str, figures)]
     for figure in figures:
         assert ElementTree.parse(figure).getroot().get("width") == "856"
         assert "prefers-color-scheme: dark" in figure.read_text()

@@ -1,4 +1,4 @@
-"""New BPE pieces on top of an existing tokenizer: merges are learned from texts as that tokenizer cuts them."""
+"""New BPE tokens on top of an existing tokenizer: merges are learned from texts as that tokenizer cuts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 from pipeline.log import progress_bar
 
 Word = tuple[str, ...]
-"""The pieces of a stretch of text that no merge crosses, as the tokenizer's file spells them; "": never joined."""
+"""The tokens of a stretch of text that no merge crosses, as the tokenizer's file spells them; "" is never joined."""
 Pair = tuple[str, str]
 
 ROW_BITS = 6
@@ -21,7 +21,7 @@ _TIMES_AS_FREQUENT = 10
 _ASCII_ROWS = 2
 
 
-def new_rows_of_characters(new: Counter[str], old: Counter[str]) -> list[int]:
+def foreign_character_rows(new: Counter[str], old: Counter[str]) -> list[int]:
     """The rows that hold letters of the new texts and are foreign to the old ones, of which the characters are counted.
 
     Never those of ASCII. A row holds letters if most of its characters are letters or marks. Foreign: ten times as
@@ -36,13 +36,16 @@ def new_rows_of_characters(new: Counter[str], old: Counter[str]) -> list[int]:
     for character, count in new.items():
         if unicodedata.category(character)[0] in "LM":
             letters[ord(character) >> ROW_BITS] += count
-    return sorted(
-        row
-        for row, count in in_new.items()
-        if row >= _ASCII_ROWS
-        and 2 * letters[row] > count
-        and count * (old.total() + 1) >= _TIMES_AS_FREQUENT * (in_old[row] + 1) * new.total()
-    )
+    new_total = new.total()
+    old_total = old.total() + 1
+    foreign: list[int] = []
+    for row, count in sorted(in_new.items()):
+        holds_letters = 2 * letters[row] > count
+        # count / new_total >= 10 · (in_old + 1) / old_total, in whole numbers.
+        is_frequent = count * old_total >= _TIMES_AS_FREQUENT * (in_old[row] + 1) * new_total
+        if row >= _ASCII_ROWS and holds_letters and is_frequent:
+            foreign.append(row)
+    return foreign
 
 
 def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
@@ -59,28 +62,32 @@ def learn_merges(
 ) -> list[Pair]:
     """At most `limit` merges in the order in which they apply: each time the most frequent pair that may be joined.
 
-    Ends early where no pair occurs `min_uses` times. A merge whose piece nearly always ends up in a larger one is
-    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a piece that does. No two
-    merges make the same piece.
+    Ends early where no pair occurs `min_uses` times. A merge whose token nearly always ends up in a larger one is
+    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a token that does. No two
+    merges make the same token.
 
     Args:
         words: how often each occurs.
-        may_join: whether two pieces may be joined. New pieces are asked about, too.
+        may_join: whether two tokens may be joined. New tokens are asked about, too.
     """
-    sequences, counts = [list(word) for word in words], list(words.values())
+    sequences = [list(word) for word in words]
+    counts = list(words.values())
     pairs = _Pairs(may_join)
     for index, sequence in enumerate(sequences):
         pairs.count(sequence, counts[index], index)
+    # The most frequent pair first; of equally frequent ones the first in the order of strings.
     queue = [(-count, pair) for pair, count in pairs.counts.items()]
     heapq.heapify(queue)
     learned: dict[str, Pair] = {}
     with progress_bar("learning merges", limit, " merges") as bar:
         while queue and len(learned) < limit:
-            negative, pair = heapq.heappop(queue)
+            queued, pair = heapq.heappop(queue)
             count = pairs.counts[pair]
-            if count < min_uses or (new := "".join(pair)) in learned:
+            new = "".join(pair)
+            if count < min_uses or new in learned:
                 continue
-            if count != -negative:
+            if count != -queued:
+                # Merges since it was queued have taken some of its occurrences: queue it with what is left.
                 heapq.heappush(queue, (-count, pair))
                 continue
             raised: set[Pair] = set()
@@ -96,8 +103,8 @@ def learn_merges(
             bar.update()
     uses: Counter[str] = Counter()
     for sequence, count in zip(sequences, counts, strict=True):
-        for piece in sequence:
-            uses[piece] += count
+        for token in sequence:
+            uses[token] += count
     return _worthwhile(learned, uses, min_uses)
 
 
@@ -118,7 +125,7 @@ class _Pairs:
         only_with: str | None = None,
     ) -> set[Pair]:
         """Adds the pairs of a word; with `index` notes where, if they hold `only_with`. Returns the pairs noted."""
-        noted = set()
+        noted: set[Pair] = set()
         for pair in pairwise(sequence):
             allowed = self._may_join.get(pair)
             if allowed is None:
@@ -126,33 +133,36 @@ class _Pairs:
             if not allowed:
                 continue
             self.counts[pair] = self.counts.get(pair, 0) + count
-            if index is not None and (only_with is None or only_with in pair) and pair not in noted:
+            is_wanted = only_with is None or only_with in pair
+            if index is not None and is_wanted and pair not in noted:
                 self.where[pair].append(index)
                 noted.add(pair)
         return noted
 
 
 def _joined(sequence: Sequence[str], pair: Pair, new: str) -> list[str]:
+    """The tokens of a word with every occurrence of `pair`, from the left, as the token `new`."""
     found: list[str] = []
-    for piece in sequence:
-        # The last one is not itself of this merge: a new piece is longer than its parts.
-        if found and (found[-1], piece) == pair:
+    for token in sequence:
+        # The last one found is never `new` itself here: a new token is longer than its parts.
+        if found and (found[-1], token) == pair:
             found[-1] = new
         else:
-            found.append(piece)
+            found.append(token)
     return found
 
 
 def _worthwhile(learned: dict[str, Pair], uses: Counter[str], min_uses: int) -> list[Pair]:
-    """The merges that save something, in order. A dropped piece is used as its two parts again."""
+    """The merges that save something, in order. A dropped token is used as its two parts again."""
     kept = dict(learned)
-    users: Counter[str] = Counter(part for pair in kept.values() for part in set(pair))
-    # What uses a piece was learned after it, so that one pass from the end sees every user first.
+    users: Counter[str] = Counter()
+    for pair in kept.values():
+        users.update(set(pair))
+    # What uses a token was learned after it, so that one pass from the end sees every user first.
     for new in reversed(learned):
         if users[new] == 0 and uses[new] < min_uses:
             pair = kept.pop(new)
             for part in pair:
                 uses[part] += uses[new]
-            for part in set(pair):
-                users[part] -= 1
+            users.subtract(set(pair))
     return [*kept.values()]

@@ -1,0 +1,31 @@
+"""Makes a folder to work in: configurations, batch scripts, the demo's model and texts.
+
+    scale-cpt new my_runs && cd my_runs
+    bash slurm/cpt_korean.sh configs/demo.yaml
+
+For an installed package; a checkout of the project is such a folder itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from pipeline.files import SHIPPED, published_folder, shipped
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="the folder to make")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    folder: Path = arguments.folder
+    with published_folder(folder, None) as unfinished:
+        for name in SHIPPED:
+            shutil.copytree(
+                shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+    print(
+        f"made {folder} with {', '.join(SHIPPED)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml"
+    )

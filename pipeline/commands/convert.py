@@ -13,7 +13,7 @@ where possible. A run whose configuration has a section `gate` is converted with
 A wider merged model in fp32 is stored for serving, with the added channels too small for other tools to train. With
 `--for training` they can, and it differs a little more from the model that trained.
 
-Nothing leaves this machine: to publish the folder, `hf upload organisation/model FOLDER --exclude conversion.json`.
+Nothing leaves this machine: to publish the folder, `hf upload organisation/model FOLDER`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, help="the folder to make (default: <folder>/hf of the run)"
     )
     command_line.add_overwrite_option(parser)
-    parser.add_argument("--format", choices=get_args(Format), default="auto")
+    parser.add_argument("--format", type=_format, choices=get_args(Format), default="auto")
     parser.add_argument("--dtype", choices=get_args(Precision), help="default: the base's")
     parser.add_argument(
         "--for",
@@ -69,6 +69,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="documents to verify on (JSONL, .txt, .zst …)",
     )
+
+
+def _format(text: str) -> str:
+    """The option --format; the name that a format had in earlier versions is told the new one."""
+    if text == "stock":
+        raise argparse.ArgumentTypeError("expected merged, which stock is called now, found stock")
+    return text
 
 
 def main(arguments: argparse.Namespace) -> None:

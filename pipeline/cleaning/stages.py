@@ -119,11 +119,13 @@ def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
     for name, corpus in data.corpora.items():
         if corpus.heldout_input:
             heldout.append(heldout_source(data, name))
-    before: list[Corpus] = []
+    before: list[str] = []
     for name, corpus in data.corpora.items():
         if corpus.clean is not None:
-            yield CleaningJob(corpus, cleaned_folder(data, name), heldout, list(before))
-            before.append(source_of(data, name))
+            # Their cleaned text, if the caller has cleaned them by now.
+            others = [source_of(data, other) for other in before]
+            yield CleaningJob(corpus, cleaned_folder(data, name), heldout, others)
+            before.append(name)
 
 
 def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:

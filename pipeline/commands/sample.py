@@ -104,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--base", type=folder_or_hub, help="a Hugging Face folder")
     add("--output", type=Path, help="the corpus folder")
     add("--tokens", type=positive, help="how many are written, at least")
-    add("--max-tokens", type=positive, help="of a document, its opening included")
+    add("--max-tokens", type=positive, help="tokens of a document, its prompt included")
     add("--temperature", type=float, default=1.0, help="default: 1, the base's own distribution")
     add(
         "--prompts",

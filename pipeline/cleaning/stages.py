@@ -202,12 +202,14 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     heldout = units_of(job.heldout)
     tasks = min(len(units), _MOST_TASKS)
 
+    finds_copies = "duplicates" not in settings.skip
     first = _steps_of_each(job, steps, rules, units)
+    if finds_copies:
+        first.append(Signatures(str(job.work / "signatures"), _MINHASH, _WORDS))
     filtered = [*_patterns_of(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
     stages = [Stage("filter", tasks, first, filtered)]
     last: list[Block] = [Shard(str(job.work / "filtered"))]
-    if "duplicates" not in settings.skip:
-        first.append(Signatures(str(job.work / "signatures"), _MINHASH, _WORDS))
+    if finds_copies:
         known = [*heldout, *units_of(job.others)]
         stages += _stages_of_copies(job, known)
         copies = str(job.work / "copies")

@@ -144,8 +144,13 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     table = (tmp_path / "study" / "chats.md").read_text()
     assert table in capsys.readouterr().out
     labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert labels == ["Base", "Full fine-tuning, 1e-3", "Preserve 1/2, self-generated text", "Preserve 1/2, self-generated text + gate",
-                      "Chat vector"]  # fmt: skip
+    assert labels == [
+        "Base",
+        "Full fine-tuning, 1e-3",
+        "Preserve 1/2, self-generated text",
+        "Preserve 1/2, self-generated text + gate",
+        "Chat vector",
+    ]
     assert all(line.count("|") == 11 for line in table.splitlines())
     monkeypatch.setattr(score, "score_chats", None)  # what was scored is not scored again
     score.main()

@@ -119,8 +119,10 @@ class _Scheduler:
         ended: list[_Process] = []
         running: list[_Process] = []
         for process in self.running:
-            has_ended = process.popen.poll() is not None
-            (ended if has_ended else running).append(process)
+            if process.popen.poll() is None:
+                running.append(process)
+            else:
+                ended.append(process)
         if not ended:
             return
         self.running = running

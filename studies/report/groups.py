@@ -129,7 +129,7 @@ def _round_changes() -> list[float]:
     for power in range(2, 13):
         changes.append(10.0**-power - 1)
     changes += [-0.2, -0.8, -0.1, -0.95, -0.6, -0.3, -0.7, -0.4, -0.98, -0.05]
-    return [math.log1p(change) for change in changes]
+    return [math.log1p(fraction) for fraction in changes]
 
 
 def _round_shares() -> list[float]:

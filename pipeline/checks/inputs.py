@@ -1,4 +1,4 @@
-"""What the configuration of a run names: opened before any rank allocates memory, without collectives."""
+"""What a run's configuration names: opened before ranks allocate memory, without collectives."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class RunInputs:
 
     @cached_property
     def compared_texts(self) -> list[str]:
-        """Beginnings of the run's corpora of text on this machine, on which tokenizers are compared."""
+        """Beginnings of the run's texts on this machine, on which tokenizers are compared."""
         return list(run_texts(self.config))
 
     @cached_property

@@ -83,8 +83,9 @@ def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: L
 def partitioning_context(
     config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
 ) -> AbstractContextManager[Any]:
-    """Within it, ZeRO-3 partitions each parameter on creation; call `attach_zero_partitions`
-    afterwards.
+    """Within it, ZeRO-3 partitions each parameter on creation.
+
+    `attach_zero_partitions` follows.
     """
     if not deepspeed_config.partitions_at_once:
         return nullcontext()
@@ -187,8 +188,9 @@ def _slots(
 
 @torch.no_grad()
 def publish(engine: Any, model: nn.Module, step: int) -> None:
-    """Copies the restored weights into the model and sets the engine's step count; every rank must
-    call it.
+    """Copies the restored weights into the model and sets the engine's step count.
+
+    Every rank must call it.
     """
     engine.global_steps = step
     optimizer = engine.optimizer

@@ -38,7 +38,7 @@ _SMALLEST_NORM = 1e-7
 _RMS = 0.2
 """The root mean square of an update, as a multiple of the learning rate.
 
-It is about that of AdamW's updates, so that one learning rate serves both (Liu et al. 2025, "Muon
+AdamW's updates have about the same, so that one learning rate serves both (Liu et al. 2025, "Muon
 is scalable for LLM training").
 """
 

@@ -178,6 +178,7 @@ class DeepSpeedConfig:
         """The same configuration at another ZeRO stage; there without offloading."""
         if stage == self.zero_stage:
             return self
+        # Which parts may be offloaded depends on the stage.
         zero = {name: value for name, value in self.zero.items() if not name.startswith("offload_")}
         return replace(self, values={**self.values, "zero_optimization": {**zero, "stage": stage}})
 

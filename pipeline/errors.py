@@ -52,9 +52,7 @@ def worth_another_attempt(exit_code: int) -> bool:
 
 
 class UserError(Exception):
-    """A fault that the user can correct: the command lines print it as one line and exit with
-    `exit_code`.
-    """
+    """A fault that the user can correct: one line, and the exit code `exit_code`."""
 
     exit_code = USER_ERROR
 
@@ -71,9 +69,7 @@ class ConfigError(UserError):
 
 
 class BaseModelError(UserError):
-    """A pretrained model folder that is missing, damaged, of another architecture, or not the one
-    expected.
-    """
+    """A pretrained model folder that is missing, damaged, or not of the model expected."""
 
 
 class DataError(UserError):
@@ -117,9 +113,7 @@ class LayoutError(UserError):
 
 
 class PreflightError(UserError):
-    """An allocation on which a run must not start: a result is wrong, or something is too slow or
-    too small.
-    """
+    """An allocation that computes a wrong result, is too slow, or too small: no run starts."""
 
 
 class RendezvousError(UserError):
@@ -174,7 +168,7 @@ _PASSING = _FULL | {
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code for an exception: its own, that of the system's fault, or INTERNAL_FAULT.
+    """The exit code for an exception; INTERNAL_FAULT if it is neither ours nor the system's.
 
     A file system that refuses a path is the user's fault to correct; one that is full or fails may
     recover.

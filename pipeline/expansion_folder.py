@@ -117,6 +117,7 @@ class ExpansionFolder:
                 f"{self.path}: made of the base {self.manifest.base} with other weights than the "
                 "run's base; point `base` at that model, or remove this folder to make it again"
             )
+        # The seed made the initial values; those of a trained expansion no longer show it.
         changed = []
         if self.manifest.method != method:
             changed.append("method")
@@ -157,6 +158,7 @@ def open_expansion(path: Path) -> ExpansionFolder:
         raise CheckpointError(
             f"{path}: holds no expansion; make one with scale-cpt upscale"
         ) from None
+    # A manifest may come from a stranger: no name in it may lead out of the folder.
     if not all(map(is_plain_name, {*manifest.tensors.values(), *manifest.hashes})):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
     return ExpansionFolder(path, manifest)
@@ -193,7 +195,7 @@ def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor
     batch: dict[str, Tensor] = {}
     batch_bytes = 0
     for name, tensor in tensors:
-        batch[name] = tensor.contiguous()
+        batch[name] = tensor.contiguous()  # safetensors refuses others
         batch_bytes += tensor.nbytes
         if batch_bytes >= FILE_BYTES:
             yield batch

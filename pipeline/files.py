@@ -389,6 +389,7 @@ def publish_first(unfinished: Path, path: Path) -> bool:
     `unfinished` is gone in any case.
     """
     try:
+        # Each kind of file system has one of these.
         for rename in (_rename_by_link, _rename_without_replacing, _rename_under_claim):
             try:
                 rename(unfinished, path)
@@ -408,6 +409,7 @@ def publish_first(unfinished: Path, path: Path) -> bool:
 
 
 def _rename_by_link(old: Path, new: Path) -> None:
+    # Unlike a rename, a link fails where `new` exists; `publish_first` then removes `old`.
     os.link(old, new)
 
 
@@ -445,9 +447,7 @@ def _rename_under_claim(old: Path, new: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name`, from an untrusted file, is a file name without any path, which a file system
-    can have.
-    """
+    """Whether `name`, from an untrusted file, is a valid file name without any path."""
     if name in ("", ".", "..") or len(name.encode(errors="replace")) > LONGEST_NAME:
         return False
     return not {"/", "\\", "\0"} & set(name)
@@ -459,10 +459,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal
-    bytes.
+    """Writes `value` as indented JSON, its keys in the given order.
 
-    Raises as `json_bytes`.
+    Equal values give equal bytes.
+
+    Raises:
+        OutputError: as `json_bytes`.
     """
     with published_file(path) as file:
         file.write(json_bytes(value, orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
@@ -482,8 +484,12 @@ def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
 
 
 class FolderKind(NamedTuple):
-    """A kind of folder that this project writes: its name, and the JSON file whose entry `format`
-    says what it is.
+    """A kind of folder that this project writes.
+
+    Attributes:
+        name: with its article, for messages.
+        record: the JSON file in it whose entry `format` says what it is.
+        format: that entry; its last word is the version.
     """
 
     name: str
@@ -593,8 +599,9 @@ def _sync_files(folder: Path) -> None:
 
 
 def replace_directory(new: Path, path: Path) -> Path:
-    """Renames the folder `new` to `path`; returns the path of the folder it replaced, if any, to be
-    removed.
+    """Renames the folder `new` to `path`.
+
+    Returns the new path of the folder that it replaced, if any, which is to be removed.
     """
     replaced = rename_aside(path)
     new.rename(path)

@@ -1,5 +1,4 @@
-"""Models named on the Hugging Face hub, `org/name` or `org/name@revision`: fetched into the hub's
-cache.
+"""Fetches models of the Hugging Face hub, `org/name` or `org/name@revision`, into its cache.
 
 Weights in safetensors, tokenizers, JSON, the card and the terms of use are fetched, never Python.
 The cache names a folder after the commit, so that every record of the path holds it. HF_HOME,

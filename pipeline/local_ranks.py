@@ -55,6 +55,7 @@ def run_ranks(command: Sequence[str], count: int) -> int:
     with ExitStack() as started:
         port = started.enter_context(reserved_port())
         ranks: list[subprocess.Popen[bytes]] = []
+        # However this function ends, no rank outlives it.
         started.callback(_kill, ranks)
         started.enter_context(_forwarded_signals(ranks))
         for rank in range(count):

@@ -1,5 +1,6 @@
-"""Rank-aware logging and progress. Library code asks for a logger; only the command lines call
-`configure`.
+"""Rank-aware logging and progress.
+
+Library code asks for a logger; only the command lines call `configure`.
 """
 
 from __future__ import annotations
@@ -57,9 +58,7 @@ def node() -> str:
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Sends the package's records to stderr. `RANK` and `WORLD_SIZE` are read from the
-    environment.
-    """
+    """Sends the package's records to stderr, with the rank that the environment names."""
     handler = _Lines(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(
@@ -68,7 +67,7 @@ def configure(level: int = logging.INFO) -> None:
     root = logging.getLogger("pipeline")
     root.handlers[:] = [handler]
     root.setLevel(level)
-    root.propagate = False
+    root.propagate = False  # a library may have configured the root logger
 
 
 _logger = get_logger(__name__)

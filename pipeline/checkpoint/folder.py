@@ -146,7 +146,7 @@ def superseded(
 
     Kept are the last `keep_last`, every one at a multiple of `keep_every_steps`, and the newest one
     that lies `rollback_steps` or more behind the last, with all after it: training may have to go
-    back so far.
+    back so far. All are kept if none lies so far behind.
     """
     if not steps:
         return []

@@ -36,6 +36,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
 
 MANIFEST_FILE = "manifest.json"
+# A new entry with a default keeps the version: older checkpoints still load.
 FORMAT: Literal["scale-cpt checkpoint 3"] = "scale-cpt checkpoint 3"
 CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
 _USE_ANOTHER = (
@@ -59,6 +60,7 @@ PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
 
 class _ManifestSection(BaseModel):
+    # An unknown entry is refused: it is damage, or of a version that this one cannot resume.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -184,6 +186,7 @@ class CheckpointManifest(_ManifestSection):
     run: RunRecord
     position: Position
     layout: LayoutRecord
+    # For those who look into a checkpoint; nothing compares them.
     versions: dict[str, str] = Field(default_factory=_versions)
     files: dict[str, CheckpointFile]
 
@@ -268,6 +271,7 @@ def load_manifest(folder: Path) -> CheckpointManifest:
         raise kind(
             f"{path}: not a checkpoint's manifest: {first_fault(error)}; {_USE_ANOTHER}"
         ) from None
+    # A manifest may come from a stranger: no name in it may lead out of the folder.
     if not all(map(is_plain_name, manifest.files)):
         raise CheckpointError(f"{path}: names files outside its folder; do not use this checkpoint")
     check_checksum(content, checksum, path, DamagedCheckpointError, _USE_ANOTHER)
@@ -284,6 +288,7 @@ def check_file(manifest: CheckpointManifest, folder: Path, name: str) -> None:
     path = folder / name
     record = manifest.files[name]
     try:
+        # The size first: it finds a file that was cut short without reading it.
         if path.stat().st_size == record.bytes and file_hash(path) == record.sha256:
             return
     except FileNotFoundError:
@@ -325,6 +330,7 @@ def check_same_run(
 
     saved = _compared(manifest.run, names)
     wanted = _compared(run, names)
+    # Names of either: a setting may exist in one of them only, as those of another method.
     different = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
     if different:
         name = different[0]
@@ -377,6 +383,7 @@ def not_recorded(manifest: CheckpointManifest) -> list[str]:
 
 def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
     """The settings `names` of a run by their dotted names, without the sources of its corpora."""
+    # The schemas fill in the defaults of settings that are not recorded.
     corpora = {name: _with_files(corpus) for name, corpus in run.data["corpora"].items()}
     record = run.model_dump()
     record["data"] = with_defaults(Data, run.data | {"folder": "-", "corpora": corpora})

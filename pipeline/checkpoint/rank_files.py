@@ -92,6 +92,7 @@ def write_rank_file(path: Path, state: RankState) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(tensor.cpu().numpy().data)
+        # On the disk before a manifest says that it is.
         file.flush()
         os.fsync(file.fileno())
 
@@ -135,6 +136,7 @@ def read_index(folder: Path) -> Index:
         raise CheckpointError(
             f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint"
         )
+    # All ranks have counted the same steps.
     with _faults_of(files[0]), safe_open(files[0], "pt") as first_file:
         adam_step = first_file.get_tensor(_STEP)
 
@@ -202,6 +204,7 @@ class CheckpointReader:
         for (name, tp_rank), parts in index.parts.items():
             parameter = self._parameters[name]
             shard = local_shape(full_shape_of(parameter), partition_of(parameter), self.tp_size)
+            # Files of two saves, mixed in one folder, would overlap.
             if parts[:, 1].sum() > prod(shard):
                 raise CheckpointError(
                     f"{self.folder}: the files of tensor-parallel rank {tp_rank} hold more of "
@@ -238,6 +241,7 @@ class CheckpointReader:
         partition = partition_of(self._trained(name))
         if tp_size == self.tp_size:
             return self._read(name, kind, tp_rank, span)
+        # At another size the shard's elements lie in several of the saved shards.
         shard = split(self.read(name, kind), partition, tp_rank, tp_size)
         return shard.flatten()[slice(*span)]
 

@@ -88,7 +88,7 @@ def _train(arguments: argparse.Namespace) -> int:
     log.configure()
     # DeepSpeed chooses its accelerator when it is imported, which must be after `initialise`.
     from pipeline.observers import make_observers
-    from pipeline.training.run import run_training
+    from pipeline.training.attempt import run_training
 
     code = run_training(arguments.run, device, make_observers, arguments.set)
     # Not after a fault: it would wait for ranks that may hang in a collective.

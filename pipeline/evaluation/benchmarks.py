@@ -24,7 +24,7 @@ from pipeline.evaluation.tokens import check_served_ids
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.served_tokenizer import served_tokenizer, tokenizer_as_trained
 from pipeline.log import progress_bar
-from pipeline.model.output import NEVER
+from pipeline.scale_math import NEVER
 
 AVERAGE = "average"
 _FEW_SHOT_SEED = 1234  # lm-eval's default

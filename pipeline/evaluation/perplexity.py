@@ -29,7 +29,8 @@ from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_c
 from pipeline.evaluation.tokens import check_served_ids
 from pipeline.hf.load import load_hf_model
 from pipeline.log import progress_bar
-from pipeline.model.output import NEVER, perplexity
+from pipeline.model.output import perplexity
+from pipeline.scale_math import NEVER
 
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""

@@ -23,7 +23,7 @@ from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
 from pipeline.model.decoder import Decoder
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.output import NEVER, perplexity
+from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
 
 

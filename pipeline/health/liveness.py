@@ -46,13 +46,12 @@ class PhaseState(NamedTuple):
 
 
 class Phases:
-    """The phases of one rank's main thread: `with phases("forward"): ...`. Any thread may read
-    `state`.
+    """The phases of one rank's main thread: `with phases("forward"): ...`.
 
-    Time outside of all phases is "other", or "start" before the first step. An inner phase
-    interrupts the outer one, so that every second counts once. On a GPU a change of phase records a
-    CUDA event instead of the host's clock, because the host runs ahead of the GPU. The events are
-    read after the step, when the host has waited for the loss anyway.
+    Any thread may read `state`. Time outside of all phases is "other", or "start" before the first
+    step. An inner phase interrupts the outer one, so that every second counts once. On a GPU a
+    change of phase records a CUDA event instead of the host's clock, because the host runs ahead of
+    the GPU. The events are read after the step, when the host has waited for the loss anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,6 +66,7 @@ class Phases:
 
         After an exception the phase stays, to show where the exception was raised.
         """
+        # No try: after an exception the phase must stay.
         outer = self.state.phase
         self._enter(phase)
         with record_function(phase):  # names it in a trace
@@ -80,9 +80,7 @@ class Phases:
         self._add_up()
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each phase since the last call. On a GPU, call it after a
-        synchronization.
-        """
+        """The seconds of each phase since the last call; a GPU must be synchronized."""
         self._marks.append((self.state.phase, self._now()))
         self._add_up()
         spent = dict(self._spent)
@@ -193,6 +191,7 @@ class RankHealth:
             del self._heard[rank]
             self._reports.pop(rank, None)
             return
+        # Any message is a sign of life.
         self._heard[rank] = now
         if "report" in message:
             self._reports[rank] = RankReport(**message["report"])
@@ -219,9 +218,7 @@ class RankHealth:
             self.verdict = verdict
 
     def extend_deadline(self, pause_s: float) -> None:
-        """Extends all deadlines by `pause_s`, in which this process was stopped and could not
-        listen.
-        """
+        """Extends all deadlines by `pause_s`, during which this process was stopped."""
         for rank in self._heard:
             self._heard[rank] += pause_s
 

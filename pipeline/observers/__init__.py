@@ -1,6 +1,4 @@
-"""The observers of a run, which receive the events of the training loop
-(`pipeline.training.observer`).
-"""
+"""The observers of a run, which receive the events of `pipeline.training.observer`."""
 
 from __future__ import annotations
 

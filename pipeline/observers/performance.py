@@ -36,6 +36,7 @@ class PerformanceMetrics(Observer):
 
     def on_step(self, event: StepEvent) -> None:
         if event.seconds is not None:
+            # Of training alone: validations and saves are not in the seconds of a step.
             rate = event.tokens / event.seconds / dist.get_world_size()
             event.figures["tokens_per_second_per_gpu"] = rate
             if self.mfu_per_token_rate is not None:

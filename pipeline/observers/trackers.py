@@ -123,8 +123,9 @@ def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
 
 
 def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]:
-    """On a server, or in a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain
-    folders).
+    """Logs to a server, or into a database such as sqlite:///runs/mlflow.db.
+
+    MLflow 3 refuses plain folders.
     """
     # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")

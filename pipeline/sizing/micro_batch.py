@@ -26,7 +26,7 @@ from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
-from pipeline.model.decoder_layer import RotaryEmbedding
+from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import (
     default_dtype,

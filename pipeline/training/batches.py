@@ -33,8 +33,8 @@ class MicroBatch(NamedTuple):
         tokens, targets, positions: [B, S].
         documents: None where attention may cross documents.
         kl_sequences: how many sequences, the first ones, train by KL(base || model).
-        reference_sequences: the largest `kl_sequences` among the ranks. The base runs on so many sequences
-            on every rank, so that all ranks run the same layers and the same collectives.
+        reference_sequences: the largest `kl_sequences` among the ranks. The base runs on so many
+            sequences on every rank, so that all ranks run the same layers and collectives.
     """
 
     tokens: Tensor
@@ -125,7 +125,7 @@ class TrainingBatches:
                 self._read_ahead(range(number, number + 1))
             batch = self._ahead.pop(number).result()
             yield batch.on(self.device)
-            # Only now: the thread would slow down this one, which has just given the GPU its work.
+            # Not before the yield: threads of Python take turns, and only now has the GPU its work.
             self._read_ahead(range(number + 1, min(number + 1 + READ_AHEAD, self._end)))
 
     def close(self) -> None:

@@ -83,8 +83,9 @@ def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: L
 def partitioning_context(
     config: RunConfig, deepspeed_config: DeepSpeedConfig, groups: ProcessGroups
 ) -> AbstractContextManager[Any]:
-    """Within it, ZeRO-3 partitions each parameter on creation; call `attach_zero_partitions`
-    afterwards.
+    """Within it, ZeRO-3 partitions each parameter on creation.
+
+    `attach_zero_partitions` follows.
     """
     if not deepspeed_config.partitions_at_once:
         return nullcontext()
@@ -187,8 +188,9 @@ def _slots(
 
 @torch.no_grad()
 def publish(engine: Any, model: nn.Module, step: int) -> None:
-    """Copies the restored weights into the model and sets the engine's step count; every rank must
-    call it.
+    """Copies the restored weights into the model and sets the engine's step count.
+
+    Every rank must call it.
     """
     engine.global_steps = step
     optimizer = engine.optimizer
@@ -233,7 +235,8 @@ def attach_muon(engine: Any, model: nn.Module, groups: ProcessGroups) -> None:
         if _is_zero3(optimizer):
             shards.append(_shard_of_zero3(weight, optimizer))
             continue
-        (flat,) = muon.param_groups[0]["params"]  # Muon's group comes first
+        # ZeRO-1 and 2 keep a group as one flat tensor.
+        (flat,) = next(group["params"] for group in muon.param_groups if name in group["names"])
         nothing = OptimizerShard(weight, flat, 0, 0, 0)
         shards.append(_shard(weight, optimizer) or nothing)
     muon.attach(shards, groups)

@@ -1,5 +1,4 @@
-"""Divergence: which steps are a spike, how many may be skipped, and the report of a run that is
-ended.
+"""Divergence: which steps are a spike, how many may be skipped, and the report at the end.
 
 All decisions follow from the run's position, so a resumed run makes the same ones as a run that
 never stopped.
@@ -51,6 +50,7 @@ def find_spike(
     highest_norm = float("inf")
     if stability.gradient_norm_factor is not None:
         usual_norm = median(record.gradient_norm for record in before)
+        # A norm that is not clipped harms nothing, however unusual.
         highest_norm = max(gradient_clipping, usual_norm * stability.gradient_norm_factor)
     for record in last:
         if record.loss <= highest_loss and record.gradient_norm <= highest_norm:

@@ -115,6 +115,7 @@ class Engine:
         that is not finite is made NaN: DeepSpeed finds it in the norm, on every rank, before it
         changes any weight.
         """
+        # The gradient of `loss_sum * nan` is NaN even where that of the loss would be finite.
         finite = torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
         self._engine.backward(loss_sum * finite / self._tokens_per_micro_batch)
 
@@ -124,7 +125,7 @@ class Engine:
         It does not if the gradient is not finite.
         """
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["learning_rate_factor"]
         self._engine.step()
 
     @property

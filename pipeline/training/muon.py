@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.rank_files import Kind
 from pipeline.config.schedule import Schedule
+from pipeline.methods.parameter_groups import parameter_groups
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
     OptimizerShard,
@@ -37,37 +38,36 @@ _SMALLEST_NORM = 1e-7
 _RMS = 0.2
 """The root mean square of an update, as a multiple of the learning rate.
 
-It is about that of AdamW's updates, so that one learning rate serves both (Liu et al. 2025, "Muon
+AdamW's updates have about the same, so that one learning rate serves both (Liu et al. 2025, "Muon
 is scalable for LLM training").
 """
 
 
 def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
-    """The optimizer of the trained parameters alone; vectors (gains, biases) do not decay."""
-    by_muon: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in named_trained_parameters(model):
-        if schedule.optimizer == "muon" and is_layer_matrix(name, parameter):
-            by_muon.append(parameter)
-        elif len(full_shape_of(parameter)) <= 1:
-            # Told by the full shape, because ZeRO-3's partitions are flat.
-            vectors.append(parameter)
-        else:
-            others.append(parameter)
-    # Muon's group comes first, as `deepspeed_internals.attach_muon` expects.
-    groups: list[dict[str, Any]] = [
-        {"params": by_muon, "weight_decay": schedule.weight_decay, "muon": True},
-        {"params": others, "weight_decay": schedule.weight_decay, "muon": False},
-        {"params": vectors, "weight_decay": 0.0, "muon": False},
-    ]
-    optimizer = Muon if by_muon else torch.optim.AdamW
-    return optimizer(
-        [group for group in groups if group["params"]],
-        lr=schedule.learning_rate,
-        betas=schedule.betas,
-        fused=True,
-    )
+    """The optimizer of the trained parameters alone, in the groups of `schedule`.
+
+    A group holds its parameters' names too: ZeRO-1 and 2 replace the parameters by one flat tensor.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
+    trained = dict(named_trained_parameters(model))
+    by_muon: list[str] = []
+    if schedule.optimizer == "muon":
+        by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
+    groups: list[dict[str, Any]] = []
+    for group in parameter_groups(trained, schedule, by_muon=by_muon):
+        groups.append(
+            {
+                "params": [trained[name] for name in group.names],
+                "names": group.names,
+                "learning_rate_factor": group.learning_rate_factor,
+                "weight_decay": group.weight_decay,
+                "muon": group.by_muon,
+            }
+        )
+    kind = Muon if by_muon else torch.optim.AdamW
+    return kind(groups, lr=schedule.learning_rate, betas=schedule.betas, fused=True)
 
 
 def moments_of(

@@ -60,11 +60,7 @@ class Observer:
         """The held-out parts were scored; `on_step` of the same step follows."""
 
     def on_rollback(self, step: int) -> None:
-        """The run went back to its state after `step` steps: what was reported for later steps is
-        void.
-        """
+        """The run went back to its state after `step` steps; reports of later steps are void."""
 
     def on_end(self, *, finished: bool) -> None:
-        """The attempt ends, with the run's last step or before it. It may not be called after a
-        crash.
-        """
+        """The attempt ends, with the run's last step or before it; not called after a crash."""

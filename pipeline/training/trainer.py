@@ -84,7 +84,7 @@ class Trainer:
         self.batches = TrainingBatches(
             inputs.samples.training, config, inputs.layout, self.rank, device
         )
-        self.validation = Validator(inputs, self.rank, device)
+        self.validator = Validator(inputs, self.rank, device)
         # Before the checkpoint is read, so that it also detects a base or an expansion that was
         # damaged in a copy.
         self.step0_difference: float | None = None
@@ -118,6 +118,8 @@ class Trainer:
         config = self.config
         self.phases.finished(self.position.step)
         self._validate_ends()
+        # All ranks take the same branches: every decision follows from totals and scores that are
+        # reduced over all ranks.
         while self.position.step < config.schedule.steps:
             event, stop_requested = self.take_step(signals)
             self.phases.finished(event.step)
@@ -189,6 +191,7 @@ class Trainer:
         """
         sums = StepSums(self.device)
         batches = self.batches.of_step(index)
+        # To wait for the next micro-batch is a phase of its own.
         while True:
             with self.phases("data"):
                 batch = next(batches, None)
@@ -237,7 +240,7 @@ class Trainer:
         Returns the error that ends the run, if an observer set one.
         """
         with self.phases("validation"):
-            self.scores = self.validation.run(self.engine)
+            self.scores = self.validator.validate(self.engine)
             validation = ValidationEvent(self.position, self.scores, score_figures(self.scores))
             for observer in self.observers:
                 observer.on_validation(validation)
@@ -253,7 +256,7 @@ class Trainer:
         if 0 < self.position.step < self.config.schedule.steps:
             return
         with self.phases("validation"):
-            self.scores = self.validation.run(self.engine)
+            self.scores = self.validator.validate(self.engine)
         if self.position.step == 0:
             event = StepEvent(0, 0, seconds=None, figures=score_figures(self.scores))
             for observer in self.observers:

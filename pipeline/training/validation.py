@@ -1,5 +1,4 @@
-"""Held-out scores (perplexity, bits per byte, answers), and the preservation check before the first
-step.
+"""Held-out scores (perplexity, bits per byte, answers), and the preservation check.
 
 A score is identical to the last bit in every parallel layout.
 """
@@ -78,7 +77,7 @@ class Validator:
         self.dp_rank = layout.dp_rank(rank)
         self.dp_size = layout.dp_size
 
-    def run(self, engine: Engine) -> dict[str, HeldoutScore]:
+    def validate(self, engine: Engine) -> dict[str, HeldoutScore]:
         """The score of every corpus that has a held-out part; every rank must call it."""
         with engine.evaluating():
             return {name: self._score(engine, samples) for name, samples in self.heldout.items()}

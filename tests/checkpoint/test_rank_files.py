@@ -1,4 +1,4 @@
-"""Checkpoints of real DeepSpeed runs, read back without DeepSpeed: bit-identical, at every layout."""
+"""Checkpoints of DeepSpeed runs are read back without DeepSpeed, bit-identical at any layout."""
 
 from __future__ import annotations
 

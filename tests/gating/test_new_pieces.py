@@ -25,7 +25,7 @@ from pipeline.evaluation.perplexity import score_folder
 from pipeline.gating.fit_run import fit_gate
 from pipeline.hf.load import load_hf_model
 from pipeline.model.from_hf import open_base
-from pipeline.model.output import NEVER
+from pipeline.scale_math import NEVER
 from tests.bases import STORIES, reference
 from tests.conversion.checkpoints import generate_greedily
 from tests.distributed import run_ranks

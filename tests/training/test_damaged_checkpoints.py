@@ -1,4 +1,6 @@
-"""When the newest checkpoint is damaged, a run resumes from the one before it and ends with the same figures."""
+"""When the newest checkpoint is damaged, a run resumes from the one before it and ends with the
+same figures.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def resume(config: Path) -> tuple[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tokens, tmp_path_factory) -> Path:
-    """A run with checkpoints after steps 2 and 4, the last, and damaged copies of it, without its summary."""
+    """A run with checkpoints after steps 2 and 4, the last, and damaged copies of it, without its
+    summary.
+    """
     folder = tmp_path_factory.mktemp("damaged")
     assert run_ranks(train, 2, make_run(folder / "finished", tokens, **SETTINGS)) == [0, 0]
     for name, (change, _) in CHANGES.items():
@@ -103,7 +107,9 @@ def folder(tokens, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(folder) -> dict[str, tuple[Any, Any]]:
-    """The result of each of the two ranks for each copy, resumed or trained; "all lost" is trained twice."""
+    """The result of each of the two ranks for each copy, resumed or trained; "all lost" is trained
+    twice.
+    """
     jobs = {name: partial(resume, folder / name / "run.yaml") for name in (*DAMAGE, *ELSEWHERE)}
     jobs |= {name: partial(train, folder / name / "run.yaml") for name in (*REFUSED, "trained")}
     jobs["all lost, again"] = jobs["all lost"]

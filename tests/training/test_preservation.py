@@ -1,4 +1,6 @@
-"""The preservation check accepts an unmodified expansion, and refuses one that changes the base's logits."""
+"""The preservation check accepts an unmodified expansion, and refuses one that changes the base's
+logits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A step's totals; and results that are not finite: a transient fault changes nothing, a permanent one one step."""
+"""A step's totals; and results that are not finite: a transient fault changes nothing, a permanent
+one one step.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def test_a_resumed_run_remembers_what_it_skipped(tokens, tmp_path):
 
 
 def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
-    """Of a step whose first sequence on data-parallel rank 0 trains by KL, and of one without any."""
+    """Of a step whose first sequence on rank 0 trains by KL, and of one without any."""
     dp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
     norm = 1.0 + dist.get_rank()
     engine: Any = SimpleNamespace(

@@ -1,6 +1,4 @@
-"""One attempt at a training run: read, build, train, save; it resumes where an earlier attempt
-stopped.
-"""
+"""One attempt at a training run, which resumes where an earlier attempt stopped."""
 
 from __future__ import annotations
 

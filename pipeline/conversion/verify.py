@@ -22,7 +22,8 @@ from pipeline.gating.gate import FittedGate
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.hf.write import dtype_name
-from pipeline.model.output import NEVER, perplexity
+from pipeline.model.output import perplexity
+from pipeline.scale_math import NEVER
 
 DOCUMENTS = 4
 TOKENS = 256

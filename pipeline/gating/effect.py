@@ -25,6 +25,7 @@ from pipeline.model.decoder import Decoder
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import perplexity
 from pipeline.model.paths import TokenBatch
+from pipeline.scale_math import NEVER
 
 
 @torch.no_grad()

@@ -113,12 +113,8 @@ def run_routed(layers: LayerPass, adapted: Streams, preserved: Streams) -> tuple
 
 
 class TokenGate(Protocol):
-<<<<<<< HEAD
-    """Decides per token whether the model may differ from its base (`pipeline.gating.gate.FittedGate`)."""
-=======
     """Decides per token whether the model may differ from its base
     (`pipeline.gating.gate.FittedGate`)."""
->>>>>>> w-model
 
     @property
     def layer(self) -> int:

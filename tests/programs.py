@@ -1,4 +1,4 @@
-"""Runs `scale-cpt`, or the main function of one of its commands, in this process."""
+"""Runs `scale-cpt`, `python -m studies`, or the main function of a command, in this process."""
 
 from __future__ import annotations
 

@@ -74,14 +74,13 @@ class TrainedModel:
     @property
     def tokenizer(self) -> Path:
         """The folder of the tokenizer: the base's, or the extended one."""
-        return (
-            self.base.path
-            if self.manifest.run.vocabulary is None
-            else Path(self.manifest.run.vocabulary)
-        )
+        vocabulary = self.manifest.run.vocabulary
+        if vocabulary is None:
+            return self.base.path
+        return Path(vocabulary)
 
     def with_tokenizer(self, vocabulary: Path) -> TrainedModel:
-        """The same with the extended tokenizer in the folder `vocabulary`."""
+        """This model with the extended tokenizer in the folder `vocabulary`."""
         run = self.manifest.run.model_copy(update={"vocabulary": str(vocabulary)})
         return replace(self, manifest=self.manifest.model_copy(update={"run": run}))
 
@@ -106,25 +105,32 @@ class TrainedModel:
     @cached_property
     def counts(self) -> tuple[int, int]:
         """How many parameters trained, and how many there are."""
-        sizes = {
-            name: prod(full_shape_of(parameter))
-            for name, parameter in self.stored.named_parameters()
-        }
-        return sum(sizes[name] for name in self.trained), sum(sizes.values())
+        trained = 0
+        total = 0
+        for name, parameter in self.stored.named_parameters():
+            size = prod(full_shape_of(parameter))
+            total += size
+            if name in self.trained:
+                trained += size
+        return trained, total
 
     def read(self, name: str) -> Tensor:
         """The whole parameter: trained ones in fp32, the base's as published, also where it trained in 8 or 4 bits."""
         new = {"embedding": NEW_EMBEDDING, "output": NEW_OUTPUT}.get(name.split(".")[0])
         if new is None or not self.manifest.run.new_rows:
             return self.read_stored(name)
-        tied = name == "output.base" and self.base.spec.tie_word_embeddings
-        above = self.read_stored("embedding.base.weight" if tied else name).float()
+        stored_name = name
+        if name == "output.base" and self.base.spec.tie_word_embeddings:
+            stored_name = "embedding.base.weight"
+        above = self.read_stored(stored_name).float()
+        # The rows of new tokens are [n, D + U]: the base stream's columns, then those of the expansion stream.
         width = self.base.spec.widths.hidden_size
-        columns = slice(width, None) if "expansion" in name else slice(width)
-        return torch.cat([above, self.read_stored(new)[:, columns]])
+        below = self.read_stored(new)
+        below = below[:, width:] if "expansion" in name else below[:, :width]
+        return torch.cat([above, below])
 
     def read_stored(self, name: str) -> Tensor:
-        """The same of a parameter of `stored`."""
+        """The whole parameter of `stored`, in the types that `read` gives."""
         if name in self.trained:
             return self.reader.read(name)
         return self.base.read(self.method.base_name(name, self.base.spec))
@@ -139,11 +145,13 @@ class TrainedModel:
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
         hidden = decoder.hidden_states(tokens)
         fill_output()
-        starts = range(0, tokens.numel(), tokens.shape[1])
-        rows = [
-            slice(start, start + len(window)) for start, window in zip(starts, windows, strict=True)
-        ]
-        return [decoder.output.logits(hidden.rows(own)) for own in rows]
+        logits = []
+        for index, window in enumerate(windows):
+            # The hidden states of all windows follow each other, each padded to the longest.
+            start = index * tokens.shape[1]
+            rows = slice(start, start + len(window))
+            logits.append(decoder.output.logits(hidden.rows(rows)))
+        return logits
 
     def streamed(self, dtype: torch.dtype) -> tuple[Decoder, Callable[[], None]]:
         """The decoder in `dtype`, with its gate if it has one, of which at most one module is in memory.
@@ -203,7 +211,8 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         _logger.info(
             "%s: an earlier version wrote it without a record of its base's config.json", checkpoint
         )
-    if changed := changed_entry(manifest.run.base.architecture, architecture_of(base.spec)):
+    changed = changed_entry(manifest.run.base.architecture, architecture_of(base.spec))
+    if changed:
         raise BaseModelError(
             f"{base_path}: its config.json has another {changed} than when {checkpoint} was trained; put it back as it "
             "was"
@@ -214,9 +223,9 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
         stored = method.build(replace(base.spec, new_tokens=manifest.run.new_rows), SINGLE, "none")
     reader = CheckpointReader(read_index(checkpoint), stored)
-    if missing := sorted(
-        {name for name, _ in named_trained_parameters(stored)} - set(reader.names)
-    ):
+    trained = {name for name, _ in named_trained_parameters(stored)}
+    missing = sorted(trained - set(reader.names))
+    if missing:
         raise CheckpointError(
             f"{checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's method has; "
             "use another checkpoint"
@@ -227,7 +236,9 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
 def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str, Any]:
     """The facts about a checkpoint; `base` is the path of its base, if that has moved.
 
-    Raises CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or does not fit its base.
+        BaseModelError: the base is missing or damaged, or another one than the checkpoint's.
     """
     manifest = load_manifest(checkpoint)
     model = open_trained(checkpoint, base or Path(manifest.run.base.path))

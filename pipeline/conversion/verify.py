@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,14 @@ class Comparison(Difference):
 class Report(Difference):
     """The contents of verification.json: the worst over all texts, and each text's own figures.
 
-    `rounding` is the difference between the training model in `dtype` and in twice the precision, with the share of
-    tokens on whose successor both agree; `scaling` between it
-    and the model whose norms count added channels as the folder's do.
+    Attributes:
+        dtype: the type in which both models ran.
+        top1_agreement: the share of tokens after which both rank the same token first.
+        rounding: the difference between the training model in `dtype` and in twice the precision.
+        rounding_top1_agreement: the share of tokens after which these two rank the same token first.
+        scaling: the difference between the training model and the one whose norms count added channels as the folder's
+            do.
+        texts: the comparison on each text, by its name.
     """
 
     dtype: str = ""
@@ -89,36 +94,43 @@ def probe_maker(
 ) -> MakeProbe:
     """Makes the text to compare on: the beginnings of the first documents of each source (a list of files).
 
-    Without sources it is the passages above. `keys` are those of sources whose texts are not under "text", or follow
-    prompts. The function returned raises DataError if a source holds no document.
+    Without sources it is the passages of `PROBE_TEXTS`. `keys` are those of sources whose texts are not under "text",
+    or follow prompts. The function returned raises DataError if a source holds no document.
     """
 
     def make(model: TrainedModel) -> Probe:
-        count = max(1, min(DOCUMENTS, LOGITS // (TOKENS * model.spec.vocab_size)))
-        texts: dict[str, Iterable[str]] = {name: [text] for name, text in PROBE_TEXTS.items()}
+        texts: dict[str, list[str]] = {name: [text] for name, text in PROBE_TEXTS.items()}
         if sources:
-            documents = {
-                name: good_documents(files, (keys or {}).get(name, Keys()))
-                for name, files in sources.items()
-            }
-            texts = {
-                name: (one.whole_text for one in islice(found, count))
-                for name, found in documents.items()
-            }
-        longest = model.spec.max_position_embeddings
-        return {
-            name: windows_of(of_source, model.tokenizer, longest)
-            for name, of_source in texts.items()
-        }
+            texts = _first_documents(sources, keys or {}, model.spec.vocab_size)
+        probe: dict[str, list[Tensor]] = {}
+        for name, of_source in texts.items():
+            longest = model.spec.max_position_embeddings
+            probe[name] = windows_of(of_source, model.tokenizer, longest)
+        return probe
 
     return make
+
+
+def _first_documents(
+    sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys], vocab_size: int
+) -> dict[str, list[str]]:
+    """The first documents of each source, fewer for a large vocabulary."""
+    count = max(1, min(DOCUMENTS, LOGITS // (TOKENS * vocab_size)))
+    texts: dict[str, list[str]] = {}
+    for name, files in sources.items():
+        documents = good_documents(files, keys.get(name, Keys()))
+        texts[name] = [document.whole_text for document in islice(documents, count)]
+    return texts
 
 
 def windows_of(texts: Iterable[str], tokenizer: Path, length: int) -> list[Tensor]:
     """The first tokens of each text [S], at most `length` and TOKENS, by the tokenizer in a folder."""
     loaded = load_tokenizer(tokenizer)
-    encoded = (loaded.reference.encode([text]).ids.tolist() for text in texts)
-    return [torch.tensor([*loaded.before_document, *ids][: min(TOKENS, length)]) for ids in encoded]
+    windows = []
+    for text in texts:
+        ids = [*loaded.before_document, *loaded.reference.encode([text]).ids.tolist()]
+        windows.append(torch.tensor(ids[: min(TOKENS, length)]))
+    return windows
 
 
 @torch.no_grad()
@@ -135,35 +147,46 @@ def verify(
     folder that stores added channels times `stored_scale` is compared with the training model whose norms count them
     so, and that with the training model itself.
 
-    Raises ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
+    Raises:
+        ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
     """
-    windows = [window for of_text in probe.values() for window in of_text]
-    gate = None
+    windows = list(chain.from_iterable(probe.values()))
+    gate: _FixedGate | None = None
     if model.gate is not None:
         gate = _FixedGate(
-            **{part.name: getattr(model.gate, part.name) for part in fields(FittedGate)}
+            layer=model.gate.layer,
+            features=model.gate.features,
+            mean=model.gate.mean,
+            std=model.gate.std,
+            weight=model.gate.weight,
+            bias=model.gate.bias,
+            threshold=model.gate.threshold,
         )
         model = replace(model, gate=gate)
+    # The gate decides in the first of these passes for all others, so their order matters.
     scaled = replace(model, stored_scale=stored_scale)
-    expected, finer = scaled.logits(windows, dtype), scaled.logits(windows, _FINER[dtype])
-    unscaled = expected if stored_scale is None else model.logits(windows, dtype)
+    expected = scaled.logits(windows, dtype)
+    finer = scaled.logits(windows, _FINER[dtype])
+    unscaled = expected
+    if stored_scale is not None:
+        unscaled = model.logits(windows, dtype)
     exported = load_hf_model(folder, dtype)
     if gate is not None:
         gate.fix_in(exported.token_gate, windows, str(folder))
-    found = [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
+    found = []
+    for window in windows:
+        logits = exported(window.unsqueeze(0), use_cache=False).logits
+        found.append(logits[0].float())
 
-    def by_text(expected: list[Tensor], found: list[Tensor]) -> dict[str, Comparison]:
-        pairs = iter(zip(expected, found, strict=True))
-        return {
-            name: compare(of_text, [next(pairs) for _ in of_text])
-            for name, of_text in probe.items()
-        }
-
-    trained, texts = by_text(unscaled, expected), by_text(expected, found)
-    rounded = by_text(finer, expected)
-    rounding, scaling, worst = map(_worst, (rounded, trained, texts))
+    texts = _compared(probe, expected, found)
+    trained = _compared(probe, unscaled, expected)
+    rounded = _compared(probe, finer, expected)
     for name, text in texts.items():
-        texts[name] = replace(text, training_perplexity=trained[name].training_perplexity)
+        perplexity_in_training = trained[name].training_perplexity
+        texts[name] = replace(text, training_perplexity=perplexity_in_training)
+    worst = _worst(texts)
+    rounding = _worst(rounded)
+    scaling = _worst(trained)
     report = Report(
         max_abs=worst.max_abs,
         kl=worst.kl,
@@ -175,12 +198,27 @@ def verify(
         texts=texts,
     )
     check(report, GRANTED[dtype], str(folder))
-    if not scaling.kl <= max(_MOST_BY_SCALE, ROUNDINGS * rounding.kl):
+    if not scaling.kl <= max(
+        _MOST_BY_SCALE, ROUNDINGS * rounding.kl
+    ):  # written so that a NaN fails
         raise ConversionError(
             f"{folder}: the expansion stream is too large for an ordinary norm: counted times {stored_scale:g} it "
             f"changes the model by {scaling.kl:.3g} nats a token; use --format scale, or --dtype fp32 if it was another"
         )
     return report
+
+
+def _compared(
+    probe: Probe, trained: Sequence[Tensor], exported: Sequence[Tensor]
+) -> dict[str, Comparison]:
+    """The comparison on each text of the logits of all windows, which are in the order of the probe."""
+    comparisons: dict[str, Comparison] = {}
+    first = 0
+    for name, windows in probe.items():
+        stop = first + len(windows)
+        comparisons[name] = compare(windows, trained[first:stop], exported[first:stop])
+        first = stop
+    return comparisons
 
 
 @dataclass(frozen=True)
@@ -202,14 +240,17 @@ class _FixedGate(FittedGate):
 
         Such a pass raises ConversionError if the export would decide otherwise where no rounding explains it.
         """
-        first, finer = self.passes[:2]
-        rounding = (first - finer).abs().max()
-        turns = iter(scores[: len(window)] for scores, window in zip(first, windows, strict=True))
+        first = self.passes[0]
+        rounding = (first - self.passes[1]).abs().max()
+        expected = [scores[: len(window)] for scores, window in zip(first, windows, strict=True)]
+        remaining = iter(expected)
 
         def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
-            scores = next(turns)
-            opens, far = scores > self.threshold, (scores - self.threshold).abs() > rounding
-            if wrong := int((far & (opens != found[0, :, 0])).sum()):
+            scores = next(remaining)
+            opens = scores > self.threshold
+            is_far = (scores - self.threshold).abs() > rounding
+            wrong = int((is_far & (opens != found[0, :, 0])).sum())
+            if wrong:
                 raise ConversionError(
                     f"{folder}: the exported gate decides otherwise than the trained model's on {wrong} of "
                     f"{len(opens)} tokens; not kept"
@@ -241,34 +282,49 @@ def check(report: Report, granted: Difference, folder: str) -> None:
         )
 
 
-def compare(windows: list[Tensor], logits: list[tuple[Tensor, Tensor]]) -> Comparison:
-    """The figures over all windows [S] of one text; the logits of the training and the exported model are [S, V].
+def compare(
+    windows: Sequence[Tensor], trained: Sequence[Tensor], exported: Sequence[Tensor]
+) -> Comparison:
+    """The figures over all windows [S] of one text; `trained` and `exported` are the logits [S, V] of both models.
 
-    Perplexities leave out new pieces after a token that a gate closed, which have no probability.
+    Perplexities leave out new tokens after a token that a gate closed, which have no probability.
     """
-    tokens, targets = sum(map(len, windows)), 0
-    max_abs = agreed = divergence = nll_expected = nll_found = 0.0
-    for window, (trained, exported) in zip(windows, logits, strict=True):
-        difference = float((trained.float() - exported.float()).abs().max())
-        max_abs = max(max_abs, math.inf if math.isnan(difference) else difference)
-        agreed += float((trained.argmax(-1) == exported.argmax(-1)).sum())
-        p, q = F.log_softmax(trained.double(), dim=-1), F.log_softmax(exported.double(), dim=-1)
+    tokens = 0
+    targets = 0
+    max_abs = 0.0
+    agreed = 0
+    divergence = 0.0
+    nll_trained = 0.0
+    nll_exported = 0.0
+    for window, z_trained, z_exported in zip(windows, trained, exported, strict=True):
+        tokens += len(window)
+        difference = float((z_trained.float() - z_exported.float()).abs().max())
+        if math.isnan(difference):
+            difference = math.inf
+        max_abs = max(max_abs, difference)
+        agreed += int((z_trained.argmax(-1) == z_exported.argmax(-1)).sum())
+        p = F.log_softmax(z_trained.double(), dim=-1)
+        q = F.log_softmax(z_exported.double(), dim=-1)
         divergence += float((p.exp() * (p - q)).sum())
-        possible = p[:-1].gather(1, window[1:, None])[:, 0] > NEVER / 2
-        nll_expected += float(F.nll_loss(p[:-1], window[1:], reduction="none")[possible].sum())
-        nll_found += float(F.nll_loss(q[:-1], window[1:], reduction="none")[possible].sum())
-        targets += int(possible.sum())
+        following = window[1:]
+        is_possible = p[:-1].gather(1, following[:, None])[:, 0] > NEVER / 2
+        targets += int(is_possible.sum())
+        nll_trained += float(F.nll_loss(p[:-1], following, reduction="none")[is_possible].sum())
+        nll_exported += float(F.nll_loss(q[:-1], following, reduction="none")[is_possible].sum())
+    if math.isnan(divergence):
+        divergence = math.inf
     return Comparison(
         max_abs,
-        math.inf if math.isnan(divergence) else divergence / tokens,
+        divergence / tokens,
         tokens,
         agreed / tokens,
-        training_perplexity=perplexity(nll_expected / max(1, targets)),
-        exported_perplexity=perplexity(nll_found / max(1, targets)),
+        training_perplexity=perplexity(nll_trained / max(1, targets)),
+        exported_perplexity=perplexity(nll_exported / max(1, targets)),
     )
 
 
 def _worst(texts: Mapping[str, Comparison]) -> Difference:
-    return Difference(
-        max(text.max_abs for text in texts.values()), max(text.kl for text in texts.values())
-    )
+    """The largest of each figure over all texts."""
+    max_abs = max(text.max_abs for text in texts.values())
+    kl = max(text.kl for text in texts.values())
+    return Difference(max_abs, kl)

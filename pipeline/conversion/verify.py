@@ -37,7 +37,7 @@ MakeProbe = Callable[[TrainedModel], Probe]
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogitDifference:
     """Between two models' logits: the largest, and the mean Kullback-Leibler divergence in nats a token."""
 
     max_abs: float = 0.0
@@ -48,9 +48,9 @@ class Difference:
 # logit depends on the model, so what rounding does to the training model itself is measured, and the export may differ
 # by ROUNDINGS times as much. GRANTED is always allowed; in 16 bits the divergence alone decides.
 GRANTED = {
-    torch.float32: Difference(max_abs=1e-4, kl=1e-6),
-    torch.float16: Difference(max_abs=math.inf, kl=1e-4),
-    torch.bfloat16: Difference(max_abs=math.inf, kl=1e-4),
+    torch.float32: LogitDifference(max_abs=1e-4, kl=1e-6),
+    torch.float16: LogitDifference(max_abs=math.inf, kl=1e-4),
+    torch.bfloat16: LogitDifference(max_abs=math.inf, kl=1e-4),
 }
 ROUNDINGS = 4
 _MOST_BY_SCALE = 1e-3
@@ -58,7 +58,7 @@ _FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bflo
 
 
 @dataclass(frozen=True)
-class Comparison(Difference):
+class Comparison(LogitDifference):
     """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first."""
 
     tokens: int = 0
@@ -68,7 +68,7 @@ class Comparison(Difference):
 
 
 @dataclass(frozen=True)
-class Report(Difference):
+class Report(LogitDifference):
     """The contents of verification.json: the worst over all texts, and each text's own figures.
 
     Attributes:
@@ -83,9 +83,9 @@ class Report(Difference):
 
     dtype: str = ""
     top1_agreement: float = 1.0
-    rounding: Difference = Difference()
+    rounding: LogitDifference = LogitDifference()
     rounding_top1_agreement: float = 1.0
-    scaling: Difference = Difference()
+    scaling: LogitDifference = LogitDifference()
     texts: Mapping[str, Comparison] = field(default_factory=dict)
 
 
@@ -271,7 +271,7 @@ def describe(report: Report) -> str:
     )
 
 
-def check(report: Report, granted: Difference, folder: str) -> None:
+def check(report: Report, granted: LogitDifference, folder: str) -> None:
     """Raises ConversionError if the two models differ by more than `granted` and by more than rounding explains."""
     max_abs = max(granted.max_abs, ROUNDINGS * report.rounding.max_abs)
     kl = max(granted.kl, ROUNDINGS * report.rounding.kl)
@@ -323,8 +323,8 @@ def compare(
     )
 
 
-def _worst(texts: Mapping[str, Comparison]) -> Difference:
+def _worst(texts: Mapping[str, Comparison]) -> LogitDifference:
     """The largest of each figure over all texts."""
     max_abs = max(text.max_abs for text in texts.values())
     kl = max(text.kl for text in texts.values())
-    return Difference(max_abs, kl)
+    return LogitDifference(max_abs, kl)

@@ -49,7 +49,7 @@ def measure(
                 decoder.gate = gate
                 gated = decoder.hidden_states(*inputs)
                 assert gated.closed is not None, "it has a gate"
-                base = replace(base, closed=torch.ones_like(gated.closed))  # it gives no new piece
+                base = replace(base, closed=torch.ones_like(gated.closed))  # it gives no new token
                 # What the gate decides on padding is of no consequence: nothing is predicted there.
                 closed = gated.closed.view(group.tokens.shape).cpu() | ~group.present
                 rows = (
@@ -76,7 +76,7 @@ def _figures(
     predicted, is_first = windows.targets != IGNORED, windows.positions < FIRST_TOKENS
     possible = predicted & (nll[2] < -NEVER / 2)
     base, ungated, gated = (_finite(perplexity(float(own[possible].mean()))) for own in nll)
-    has_new_pieces = bool((torch.maximum(windows.tokens, windows.targets) >= base_tokens).any())
+    has_new_tokens = bool((torch.maximum(windows.tokens, windows.targets) >= base_tokens).any())
     first, later = (
         float((nll[2] - nll[1])[possible & rows].mean()) for rows in (is_first, ~is_first)
     )
@@ -90,7 +90,7 @@ def _figures(
         impossible_fraction=1 - int(possible.sum()) / max(1, int(predicted.sum())),
         cost_of_first_tokens=_finite(first),
         cost_of_later_tokens=_finite(later),
-        base_perplexity=None if has_new_pieces else base,
+        base_perplexity=None if has_new_tokens else base,
         ungated_perplexity=ungated,
         gated_perplexity=gated,
     )

@@ -121,7 +121,7 @@ def warn_of_cost(record: GateRecord) -> None:
             )
         if text.impossible_fraction > MOST_COST:
             _logger.warning(
-                "%s: %.1f %% of its tokens are new pieces behind a token on which the gate closes: the gated model "
+                "%s: %.1f %% of its tokens are new tokens behind a token on which the gate closes: the gated model "
                 "cannot write them",
                 *(name, 100 * text.impossible_fraction),
             )
@@ -259,6 +259,6 @@ def as_text(record: GateRecord) -> str:
         f"reads {record.features} before layer {record.layer}; of unused text: AUC {record.auc:.5f}, "
         f"closed, of new: {record.closed_fraction_of_new:.2%}; open, of other: "
         f"{record.open_fraction_of_negatives:.2%}; left out of the base's own: {record.left_out_of_own_text:.2%}; "
-        f"impossible, as new pieces after a closed token: {impossible:.2%} of the tokens of a corpus at most"
+        f"impossible, as new tokens after a closed token: {impossible:.2%} of the tokens of a corpus at most"
     )
     return f"{table(header, rows)}\n\n{facts}"

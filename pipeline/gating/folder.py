@@ -38,7 +38,7 @@ FIRST_TOKENS = 4
 class HeldoutText(BaseModel):
     """What the gate does to the held-out part of a corpus.
 
-    Perplexities are None if that part predicts nothing, the base's also if it holds pieces that the base does not have.
+    Perplexities are None if that part predicts nothing, the base's also if it holds tokens that the base does not have.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,7 +50,7 @@ class HeldoutText(BaseModel):
     closed_sequences: int
     """on which every token is closed"""
     impossible_fraction: float = 0.0
-    """of the predicted tokens: new pieces after a closed token, whose probability is zero; no perplexity counts them"""
+    """of the predicted tokens: new tokens after a closed token, whose probability is zero; no perplexity counts them"""
     cost_of_first_tokens: float | None = None
     """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None: not measured"""
     cost_of_later_tokens: float | None = None

@@ -53,7 +53,7 @@ class Windows:
         return Windows(*(tensor[rows] for tensor in vars(self).values()))
 
     def without_tokens_from(self, first: int) -> Windows:
-        """The same without the tokens from that id on: new pieces, on which no gate decides."""
+        """The same without the tokens from that id on: new tokens, on which no gate decides."""
         return replace(self, present=self.present & (self.tokens < first))
 
     def without_new_kind(self, is_open: Tensor) -> Windows:

@@ -295,7 +295,7 @@ def _is_ambiguous(text: str, tokenizer: Tokenizer) -> bool:
     """Whether a text spells a control token, which is plain text for SentencePiece and never for `tokenizers`."""
     if not isinstance(tokenizer.reference, SentencePieceEncoder):
         return False
-    return any(piece in text for piece in tokenizer.reference.model.reserved_pieces)
+    return any(token in text for token in tokenizer.reference.model.reserved_tokens)
 
 
 def _shortened(

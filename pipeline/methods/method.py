@@ -22,10 +22,11 @@ class TrainingMethod(ABC):
         tp: TensorParallel,
         activation_checkpointing: ActivationCheckpointing,
     ) -> Decoder:
-        """The model with this rank's shards, uninitialised; `requires_grad` is set where parameters train.
+        """The model with this rank's shards, uninitialised; `requires_grad` is set where parameters
+        train.
 
-        The rows of an extended vocabulary train with every method. Raises UserError if the settings do not fit the
-        base, or the model cannot be split over the ranks.
+        The rows of an extended vocabulary train with every method. Raises UserError if the settings
+        do not fit the base, or the model cannot be split over the ranks.
         """
         model = self._build(spec, tp)
         model.activation_checkpointing = activation_checkpointing
@@ -49,9 +50,11 @@ class TrainingMethod(ABC):
 
     @property
     def expansion(self) -> ExpansionFolder | None:
-        """The initial expansion, for methods that have one. Raises CheckpointError if it is missing or damaged."""
+        """The initial expansion, for methods that have one. Raises CheckpointError if it is missing
+        or damaged."""
         return None
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:
-        """The base's name of the model's base parameter `name`, for a base of architecture `spec`."""
+        """The base's name of the model's base parameter `name`, for a base of architecture
+        `spec`."""
         return name

@@ -64,7 +64,8 @@ class Scale(TrainingMethod):
 def _check_origin(
     expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int
 ) -> None:
-    """Raises as `check_origin`, and BaseModelError where the base's config.json has changed since."""
+    """Raises as `check_origin`, and BaseModelError where the base's config.json has changed
+    since."""
     expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
     recorded = expansion.manifest.base_architecture
     if recorded is None:
@@ -74,7 +75,8 @@ def _check_origin(
         )
     if changed := changed_entry(recorded, architecture_of(base.spec)):
         raise BaseModelError(
-            f"{expansion.path}: the config.json of its base {expansion.manifest.base} had another {changed}; put it "
+            f"{expansion.path}: the config.json of its base {expansion.manifest.base} had another "
+            f"{changed}; put it "
             "back as it was, or remove this folder to make it again"
         )
 
@@ -85,7 +87,8 @@ def _check_new_tokens(expansion: ExpansionFolder, new_tokens: NewTokens | None) 
         new_tokens is None or new_tokens.tokenizer != expansion.manifest.tokenizer
     ):
         raise CheckpointError(
-            f"{expansion.path}: holds rows of {'an' if new_tokens is None else 'another'} extended vocabulary; set "
+            f"{expansion.path}: holds rows of {'an' if new_tokens is None else 'another'} extended "
+            "vocabulary; set "
             "`vocabulary` to that of the run that it comes from"
         )
 
@@ -97,7 +100,8 @@ def check_named_expansion(folder: Path | None) -> None:
     """
     if folder is not None and not (folder / MANIFEST).exists():
         raise ConfigError(
-            f"init_expansion: {folder}: holds no expansion; convert the run to train on with --format expansion --output "
+            f"init_expansion: {folder}: holds no expansion; convert the run to train on with "
+            "--format expansion --output "
             f"{folder}, or remove the setting to begin with a new expansion"
         )
 
@@ -105,7 +109,8 @@ def check_named_expansion(folder: Path | None) -> None:
 def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
     """The initial expansion of a run of method scale; None if it is yet to be made.
 
-    Raises UserError if it is damaged, of another base or other settings, or missing where a run is to continue from it.
+    Raises UserError if it is damaged, of another base or other settings, or missing where a run is
+    to continue from it.
     """
     check_named_expansion(config.init_expansion)
     if (

@@ -1,4 +1,5 @@
-"""The vocabulary of a run against its base: the rows of added pieces, and that every id has a row."""
+"""The vocabulary of a run against its base: the rows of added pieces, and that every id has a
+row."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def with_new_tokens(config: RunConfig, base: BaseFolder) -> BaseFolder:
 
 
 def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
-    """The architecture of a run's base with the new rows of the run, where there may be no base. Raises the same."""
+    """The architecture of a run's base with the new rows of the run, where there may be no base.
+    Raises the same."""
     return replace(spec, new_tokens=len(_new_tokens(config, spec) or ()))
 
 
@@ -40,8 +42,10 @@ def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
         config.base.exists() and load_tokenizer(config.base).fingerprint != record.base_tokenizer
     ):
         raise DataError(
-            f"vocabulary.folder: {folder} extends another tokenizer than that of {config.base}, or its first new id, "
-            f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
+            f"vocabulary.folder: {folder} extends another tokenizer than that of {config.base}, or "
+            "its first new id, "
+            f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from "
+            "this base"
         )
     return NewTokens(
         [new.replaces for new in record.tokens], config.vocabulary.initial, record.tokenizer
@@ -55,7 +59,9 @@ def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
     """
     if tokenizer.vocab_size > spec.vocab_size + spec.new_tokens:
         raise BaseModelError(
-            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
-            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or remove the "
+            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's "
+            "vocab_size is "
+            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of "
+            "transformers), or remove the "
             "tokens beyond from the tokenizer"
         )

@@ -1,8 +1,9 @@
-"""The loss of a batch, computed for a chunk of tokens at a time, so that the logits [N, V] never exist at once.
+"""The loss of a batch, computed for a chunk of tokens at a time, so that the logits [N, V] never
+exist at once.
 
-The forward pass computes each chunk's gradients with respect to the hidden states and to the output's weights right
-after its logits. The backward pass only scales them. For a chunk of n tokens, with G [n, V] the gradient with respect
-to the logits z = W_out x + W_out^up x_up:
+The forward pass computes each chunk's gradients with respect to the hidden states and to the
+output's weights right after its logits. The backward pass only scales them. For a chunk of n
+tokens, with G [n, V] the gradient with respect to the logits z = W_out x + W_out^up x_up:
 
     gradient of x      G W_out               gradient of W_out      Gᵀ x       summed over chunks
     gradient of x_up   G W_out^up            gradient of W_out^up   Gᵀ x_up    summed over chunks
@@ -32,13 +33,14 @@ class Losses(NamedTuple):
     """The losses of N targets, [N] or [B, S].
 
     Attributes:
-        total: a scalar to differentiate: the summed nll; the summed kl times its coefficient; and, where routers of a
-            mixture train, the loss that balances experts times its coefficient.
-        nll: each target's negative log likelihood, fp32; zero where nothing is predicted, or kl is measured instead.
+        total: a scalar to differentiate: the summed nll; the summed kl times its coefficient; and,
+            where routers of a mixture train, the loss that balances experts times its coefficient.
+        nll: each target's negative log likelihood, fp32; zero where nothing is predicted, or kl is
+            measured instead.
         kl: KL(base || model) at each token of self-generated text, in nats, fp32; zero elsewhere.
         preserved: bool; which tokens took Route's preserved path.
-        is_greedy_choice: bool; whether greedy decoding chooses the target. None while gradients are computed, to save
-            time.
+        is_greedy_choice: bool; whether greedy decoding chooses the target. None while gradients are
+            computed, to save time.
     """
 
     total: Tensor
@@ -67,7 +69,8 @@ class Projected:
 
     Attributes:
         logits: [n, columns] in fp32, this rank's columns.
-        x, x_up: [n, D] and [n, U], the streams that the weights multiplied; Route mixes its two paths' before.
+        x, x_up: [n, D] and [n, U], the streams that the weights multiplied; Route mixes its two
+            paths' before.
         preserved: bool [n], which tokens took Route's preserved path; None for other models.
     """
 
@@ -90,7 +93,8 @@ class Projection(Protocol):
         """The logits of some tokens."""
 
     def slopes(self, logits: Tensor) -> Tensor | None:
-        """The derivatives of soft-capped logits with respect to what was capped; None without capping."""
+        """The derivatives of soft-capped logits with respect to what was capped; None without
+        capping."""
 
     def reference_logits(self, x: Tensor) -> Tensor:
         """The base's own logits for its hidden states x: [n, D]."""
@@ -98,7 +102,8 @@ class Projection(Protocol):
 
 @dataclass
 class LossInputs:
-    """The differentiable inputs of the loss, or their gradients. None: there is none, or it needs no gradient.
+    """The differentiable inputs of the loss, or their gradients. None: there is none, or it needs
+    no gradient.
 
     Attributes:
         x, x_up, preserved_x, preserved_x_up: the fields of `HiddenStates`.
@@ -131,7 +136,8 @@ class LossSettings:
     Attributes:
         projection: computes the logits.
         targets: [N], IGNORED where nothing is predicted.
-        reference: [K, D], the base's hidden states for the first K tokens, whose loss is KL(base || model).
+        reference: [K, D], the base's hidden states for the first K tokens, whose loss is KL(base ||
+            model).
         closed: the field of `HiddenStates`.
     """
 
@@ -142,16 +148,19 @@ class LossSettings:
 
 
 def chunked_loss(settings: LossSettings, inputs: LossInputs) -> Losses:
-    """The losses of N targets. A collective over the tensor-parallel group: all its ranks call it together."""
+    """The losses of N targets. A collective over the tensor-parallel group: all its ranks call it
+    together."""
     tensors = inputs.in_order()
     if not torch.is_grad_enabled():
-        # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be computed.
+        # `needs_input_grad` is true for parameters even under no_grad: unused gradients would be
+        # computed.
         tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
     return Losses(*_ChunkedLoss.apply(settings, *tensors))
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """`chunked_loss` for autograd, which takes and returns tensors by position: those of `LossInputs`."""
+    """`chunked_loss` for autograd, which takes and returns tensors by position: those of
+    `LossInputs`."""
 
     @staticmethod
     def forward(
@@ -249,9 +258,11 @@ def add_gradients(
     projected: Projected,
     logit_gradient: Tensor,
 ) -> None:
-    """Adds one chunk's part to `gradients`; logit_gradient: [n, columns] in the type of the weights."""
+    """Adds one chunk's part to `gradients`; logit_gradient: [n, columns] in the type of the
+    weights."""
     assert inputs.base is not None
-    # This rank's columns are those of the base's vocabulary, then those of new tokens, if there are any.
+    # This rank's columns are those of the base's vocabulary, then those of new tokens, if there are
+    # any.
     of_base = logit_gradient[:, : len(inputs.base)]
     of_new = logit_gradient[:, len(inputs.base) :]
     width = inputs.base.shape[1]

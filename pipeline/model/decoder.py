@@ -1,4 +1,5 @@
-"""The decoder on two streams. Without a plan it is the base model; with one, the base widened by SCALE."""
+"""The decoder on two streams. Without a plan it is the base model; with one, the base widened by
+SCALE."""
 
 from __future__ import annotations
 
@@ -11,15 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.model.attention import Attend, Documents, attention_kernel
 from pipeline.model.chunked_loss import Losses
-from pipeline.model.decoder_layer import (
-    Context,
-    DecoderLayer,
-    RotaryEmbedding,
-    RotaryTable,
-    widened_norm,
-)
+from pipeline.model.decoder_layer import Context, DecoderLayer, widened_norm
 from pipeline.model.hidden_states import HiddenStates
-from pipeline.model.mixture import Load, MixtureFeedForward, balance_loss, recorded_loads
+from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.output import OutputProjection
 from pipeline.model.paths import (
     LayerPass,
@@ -33,6 +28,7 @@ from pipeline.model.paths import (
     run_widened,
 )
 from pipeline.model.reference import run_beside_base
+from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
 from pipeline.parallel.linear import LowRankAdapter
@@ -46,7 +42,8 @@ from pipeline.scale_math import choose_path
 ActivationCheckpointing = Literal["none", "collaborative", "all"]
 """Which layers the backward pass recomputes."""
 LogitsPath = Literal["model", "preserved", "base"]
-"""What to run: the whole model; the preserved path, with every W12 masked; or the base alone, without its expansion.
+"""What to run: the whole model; the preserved path, with every W12 masked; or the base alone,
+without its expansion.
 
 The last two also mask adapters and added layers."""
 REFERENCE = "reference."
@@ -54,7 +51,8 @@ REFERENCE = "reference."
 
 
 def is_layer_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether the parameter of that name is a linear map within a layer, or those of all experts, and no router."""
+    """Whether the parameter of that name is a linear map within a layer, or those of all experts,
+    and no router."""
     shape = full_shape_of(parameter)
     return (
         name.startswith("layers.")
@@ -68,9 +66,9 @@ class Decoder(nn.Module):
     """A decoder-only language model; its parameters are named in docs/architecture.md.
 
     Attributes:
-        gate: decides per token, on the exact base stream, whether the model may differ from its base. It is fitted
-            after training and set for inference in one process only: training, and with it tensor parallelism,
-            sequence parallelism and ZeRO, never has one.
+        gate: decides per token, on the exact base stream, whether the model may differ from its
+            base. It is fitted after training and set for inference in one process only: training,
+            and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
     """
 
     def __init__(
@@ -96,10 +94,8 @@ class Decoder(nn.Module):
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
-        hidden_size, hidden_up = (
-            spec.widths.hidden_size,
-            plan.expansion.hidden_size if plan else None,
-        )
+        hidden_size = spec.widths.hidden_size
+        hidden_up = None if plan is None else plan.expansion.hidden_size
         self.rotary = RotaryEmbedding()
         self.embedding = WidenedEmbedding(
             spec.vocab_size, hidden_size, hidden_up, new_tokens=spec.new_tokens, tp=tp
@@ -108,17 +104,18 @@ class Decoder(nn.Module):
             DecoderLayer(spec, plan, layer, added=layer in added_layers, tp=tp)
             for layer in range(spec.num_layers)
         )
-        ffns = (layer.ffn for layer in self.layers)
-        self.mixtures = [ffn.base for ffn in ffns if isinstance(ffn, MixtureFeedForward)]
+        self.mixtures: list[Mixture] = []
+        for layer in self.layers:
+            if isinstance(layer.ffn, MixtureFeedForward):
+                self.mixtures.append(layer.ffn.base)
         self.final_norm = widened_norm(spec, plan, tp)
         self._is_routed = plan is not None and plan.routed
-        threshold = plan.router_threshold if plan else 0.0
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,
             hidden_up,
             new_tokens=spec.new_tokens,
-            threshold=threshold,
+            threshold=0.0 if plan is None else plan.router_threshold,
             softcap=spec.output_softcap,
             tp=tp,
         )
@@ -127,15 +124,16 @@ class Decoder(nn.Module):
 
     @property
     def keeps_base(self) -> bool:
-        """Whether the base is kept unchanged next to what was added, so that `path="base"` runs it."""
+        """Whether the base is kept unchanged next to what was added, so that `path="base"` runs
+        it."""
         adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
         return self.plan is not None or adapted or bool(self.added_layers)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compiles every layer, each as one graph; layers of one kind share it.
 
-        Compiled and plain layers round differently. The base's path and the widened one are compiled alike, so that
-        the base stays exact where it was.
+        Compiled and plain layers round differently. The base's path and the widened one are
+        compiled alike, so that the base stays exact where it was.
         """
         # A kind of layer has a graph for each path that it runs, with and without gradients.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -155,10 +153,10 @@ class Decoder(nn.Module):
     ) -> Losses:
         """The losses of `targets` (−100 where nothing is predicted); see `Losses`.
 
-        All tensors are [B, S]. Attention stays within the `documents`; `positions` default to 0, 1, ….
-        The first `kl_sequences` sequences are self-generated text, whose loss is KL(base || model).
-        `reference_sequences`, at least as many, is how many the base itself runs on; under ZeRO-3 it must be equal on
-        all ranks.
+        All tensors are [B, S]. Attention stays within the `documents`; `positions` default to 0, 1,
+        …. The first `kl_sequences` sequences are self-generated text, whose loss is KL(base ||
+        model). `reference_sequences`, at least as many, is how many the base itself runs on; under
+        ZeRO-3 it must be equal on all ranks.
         """
         batch = TokenBatch(tokens, positions, documents)
         with recorded_loads(self.mixtures) as loads:
@@ -192,7 +190,8 @@ class Decoder(nn.Module):
         *,
         path: LogitsPath = "model",
     ) -> HiddenStates:
-        """The normalised hidden states that the output projection reads, one row for each of the B·S tokens."""
+        """The normalised hidden states that the output projection reads, one row for each of the
+        B·S tokens."""
         batch = TokenBatch(tokens, positions, documents)
         streams = self._embedded(tokens)
         layers = self._layer_pass(batch, streams[0].dtype)
@@ -207,13 +206,15 @@ class Decoder(nn.Module):
         return self._final_states(run_widened(layers, streams))
 
     def _final_states(self, streams: Streams, preserved: Streams | None = None) -> HiddenStates:
-        """The final norm of the streams, and of Route's preserved path; then all positions' rows on every rank."""
+        """The final norm of the streams, and of Route's preserved path; then all positions' rows on
+        every rank."""
         x, x_up = self.final_norm(*streams)
         preserved_x: Tensor | None = None
         preserved_x_up: Tensor | None = None
         if preserved is not None:
             preserved_x, preserved_x_up = self.final_norm(*preserved)
-        # One message for all streams: an all-gather under sequence parallelism, and the sum of their gradients.
+        # One message for all streams: an all-gather under sequence parallelism, and the sum of
+        # their gradients.
         x, x_up, preserved_x, preserved_x_up = enter_region(
             self.tp, x, x_up, preserved_x, preserved_x_up
         )
@@ -224,12 +225,14 @@ class Decoder(nn.Module):
         """The base's own hidden states, to the bit those of the base model."""
         if self.tp.size <= 2:
             return self._final_states((run_base(layers, streams[0]), None))
-        # Over three or more ranks, the order of a sum depends on an element's position in the message. There the
-        # expansion stream runs along, without effect on the base stream, so that the base's results are bit-identical.
+        # Over three or more ranks, the order of a sum depends on an element's position in the
+        # message. There the expansion stream runs along, without effect on the base stream, so that
+        # the base's results are bit-identical.
         return HiddenStates(self._final_states(run_preserved(layers, streams)).x)
 
     def _with_balance_loss(self, losses: Losses, loads: Sequence[Load], length: int) -> Losses:
-        """Adds the loss that balances the experts, where the routers of a mixture train: that of a token, times S."""
+        """Adds the loss that balances the experts, where the routers of a mixture train: that of a
+        token, times S."""
         mixture = self.spec.mixture
         if mixture is None or mixture.balance_coefficient is None:
             return losses
@@ -243,7 +246,9 @@ class Decoder(nn.Module):
             return x, x_up
         # transformers rounds the factor to the type of the weights.
         scale = torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device="cpu").item()
-        return x * scale, None if x_up is None else x_up * scale
+        if x_up is not None:
+            x_up = x_up * scale
+        return x * scale, x_up
 
     def _layer_pass(self, batch: TokenBatch, dtype: torch.dtype) -> LayerPass:
         """All layers, with the rotary tables and attention kernels of the batch in `dtype`."""
@@ -251,14 +256,16 @@ class Decoder(nn.Module):
         length = tokens.shape[1]
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        # Layers of several kinds share a table or a kernel, whose mask may be large: each is made once.
+        # Layers of several kinds share a table or a kernel, whose mask may be large: each is made
+        # once.
         tables: dict[RotarySpec | None, RotaryTable | None] = {None: None}
         kernels: dict[int | None, Attend] = {}
         contexts: dict[LayerKind, Context] = {}
         for kind in dict.fromkeys(self.spec.layers):
             window = kind.window
             if window is not None and window >= length:
-                # A window as long as the row is plain causal attention, for which there are faster kernels.
+                # A window as long as the row is plain causal attention, for which there are faster
+                # kernels.
                 window = None
             if window not in kernels:
                 kernels[window] = self._attention_kernel(window, tokens, documents, dtype)
@@ -303,7 +310,8 @@ class Decoder(nn.Module):
         *,
         layer: int,
     ) -> Tensor:
-        """The base's residual stream before `layer`, or after the last if there are as many: [B, S, D]."""
+        """The base's residual stream before `layer`, or after the last if there are as many: [B, S,
+        D]."""
         x, _ = self._embedded(tokens)
         layers = self._layer_pass(TokenBatch(tokens, positions, documents), x.dtype)
         return run_base(layers.part(None, layer), x)
@@ -311,13 +319,15 @@ class Decoder(nn.Module):
     def gate_closes(
         self, gate: TokenGate, x: Tensor, tokens: Tensor, document_ids: Tensor | None
     ) -> Tensor:
-        """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New tokens are open."""
+        """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New
+        tokens are open."""
         return ~gate.is_open(x, document_ids) & (tokens < self.output.base_columns)
 
     def _gated_states(
         self, gate: TokenGate, layers: LayerPass, streams: Streams, batch: TokenBatch
     ) -> HiddenStates:
-        """The hidden states of each token's path; a closed token's is without W12, and has an x_up of zeros."""
+        """The hidden states of each token's path; a closed token's is without W12, and has an x_up
+        of zeros."""
         plan = self.plan
         if plan is None or gate.layer > plan.last_exact_layer or self.tp.size > 1:
             raise ValueError(
@@ -340,13 +350,15 @@ class Decoder(nn.Module):
         return HiddenStates(x, x_up, closed=closed.squeeze(-1)).one_token_a_row()
 
     def add_reference(self) -> None:
-        """Adds a frozen copy of the base, uninitialised: what KL(base || model) needs where the base itself trains."""
+        """Adds a frozen copy of the base, uninitialised: what KL(base || model) needs where the
+        base itself trains."""
         self.reference = Decoder(self.spec, tp=self.tp).requires_grad_(False)
         self.reference.output.new_rows = None  # the base never gives a new token
         self.output.reference = self.reference.output.base
 
     def _states_with_reference(self, batch: TokenBatch, sequences: int) -> HiddenStates:
-        """The hidden states, and as their `reference` the base's own of the first sequences (`model.reference`)."""
+        """The hidden states, and as their `reference` the base's own of the first sequences
+        (`model.reference`)."""
         of_base = batch.first_sequences(sequences)
         if self.reference is not None:
             hidden = self.hidden_states(*batch)

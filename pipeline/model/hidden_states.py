@@ -11,14 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The normalised hidden states after the last layer, one row for each of the N tokens of a batch.
+    """The normalised hidden states after the last layer, one row for each of the N tokens of a
+    batch.
 
     Attributes:
         x: [N, D], the base stream.
         x_up: [N, U], the expansion stream; None for a model, or a path, that has none.
-        preserved_x, preserved_x_up: the two streams of Route's preserved path; x and x_up are then the adapted path's.
-        reference: [R, D], the base's own hidden states for the first R tokens, for KL(base || model).
-        closed: bool [N], the tokens that a gate closed: no new token may follow them. None without a gate.
+        preserved_x, preserved_x_up: the two streams of Route's preserved path; x and x_up are then
+            the adapted path's.
+        reference: [R, D], the base's own hidden states for the first R tokens, for KL(base ||
+            model).
+        closed: bool [N], the tokens that a gate closed: no new token may follow them. None without
+            a gate.
     """
 
     x: Tensor

@@ -1,7 +1,9 @@
-"""The new tokens of a run: their rows in the embedding and in the output projection, and their columns of the logits.
+"""The new tokens of a run: their rows in the embedding and in the output projection, and their
+columns of the logits.
 
-A run that extends its base's vocabulary trains a row for each new token, with every method. The base's own matrices
-stay as they are: the new rows are parameters of their own, and their logits stand behind the base's.
+A run that extends its base's vocabulary trains a row for each new token, with every method. The
+base's own matrices stay as they are: the new rows are parameters of their own, and their logits
+stand behind the base's.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from pipeline.parallel.topology import TensorParallel
 
 Initial = Literal["mean", "last-weighted", "zero"]
 
-# The names of the parameters as checkpoints and expansions store them. Each is [n, D + U]: the columns of the base
-# stream, then those of the expansion stream.
+# The names of the parameters as checkpoints and expansions store them. Each is [n, D + U]: the
+# columns of the base stream, then those of the expansion stream.
 NEW_EMBEDDING = "embedding.new_rows.weight"
 NEW_OUTPUT = "output.new_rows"
 
@@ -37,9 +39,11 @@ class NewTokens:
 
     Attributes:
         replaces: for each new token, the ids of the base's tokens that spell it.
-        initial: how a new row starts: as the mean of those tokens' rows; as their mean with weights 1, 2, 3, … (the
-            last token counts most, because it is the one from which the next token was predicted); or as zero.
-        tokenizer: the fingerprint of the extended tokenizer, which says to which token each row belongs.
+        initial: how a new row starts: as the mean of those tokens' rows; as their mean with weights
+            1, 2, 3, … (the last token counts most, because it is the one from which the next token
+            was predicted); or as zero.
+        tokenizer: the fingerprint of the extended tokenizer, which says to which token each row
+            belongs.
     """
 
     replaces: Sequence[Sequence[int]]
@@ -73,7 +77,8 @@ class NewTokens:
 
 
 class ColumnRange(TypedDict):
-    """Which of all ranks' columns are a rank's, as the functions of `parallel.cross_entropy` take it."""
+    """Which of all ranks' columns are a rank's, as the functions of `parallel.cross_entropy` take
+    it."""
 
     first: int
     vocab_size: int
@@ -81,10 +86,12 @@ class ColumnRange(TypedDict):
 
 
 class LogitColumns:
-    """Which columns of the logits a rank holds: its part of the base's vocabulary, then its part of the new tokens.
+    """Which columns of the logits a rank holds: its part of the base's vocabulary, then its part of
+    the new tokens.
 
-    Both parts are padded to the same length on all ranks (`Partition`). With new tokens, the column of a token is not
-    its id: the columns of all ranks, one rank after the other, are base, new, base, new, ….
+    Both parts are padded to the same length on all ranks (`Partition`). With new tokens, the column
+    of a token is not its id: the columns of all ranks, one rank after the other, are base, new,
+    base, new, ….
 
     Attributes:
         first: the id of the first token of the base's vocabulary that this rank holds.
@@ -113,7 +120,8 @@ class LogitColumns:
         """This rank's columns among those of all ranks."""
         if not self.new_tokens:
             return {"first": self.first, "vocab_size": self.vocab_size, "tp": self.tp}
-        # Padding lies between the columns, where its logits are set to NEVER; so none is cut off at the end.
+        # Padding lies between the columns, where its logits are set to NEVER; so none is cut off at
+        # the end.
         first = self.tp.rank * self.width
         return {"first": first, "vocab_size": self.tp.size * self.width, "tp": self.tp}
 

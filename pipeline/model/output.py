@@ -1,4 +1,5 @@
-"""The output projection on two streams: logits = W_out x + W_out^up x_up, and the loss of its targets."""
+"""The output projection on two streams: logits = W_out x + W_out^up x_up, and the loss of its
+targets."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from pipeline.scale_math import NEVER, separate_products
 CHUNK_ELEMENTS = 2**25
 """How many logits exist at a time on a CPU: 128 MiB in fp32."""
 GPU_CHUNK_ELEMENTS = 2**27
-"""How many logits exist at a time on a GPU: 512 MiB in fp32. With 2**25 a step of a 1B model takes 5 % (Adapt) to 14 %
-(full fine-tuning) longer on an H100 (docs/gpu.md), because each chunk adds to the whole gradient of the output's
-weights.
+"""How many logits exist at a time on a GPU: 512 MiB in fp32. With 2**25 a step of a 1B model takes
+5 % (Adapt) to 14 % (full fine-tuning) longer on an H100 (docs/gpu.md), because each chunk adds to
+the whole gradient of the output's weights.
 """
 
 
@@ -36,8 +37,8 @@ def perplexity(nats: float) -> float:
 class OutputProjection(nn.Module):
     """logits = W_out x + W_out^up x_up: [N, V]; under Route, Eq. 5 of the paper decides per token.
 
-    The weights are parameters of this module, not of submodules: the loss multiplies with them itself, and ZeRO-3
-    gathers the parameters of a module for its forward pass.
+    The weights are parameters of this module, not of submodules: the loss multiplies with them
+    itself, and ZeRO-3 gathers the parameters of a module for its forward pass.
 
     Attributes:
         base: W_out, [V / tp_size, D].
@@ -49,8 +50,9 @@ class OutputProjection(nn.Module):
         softcap: with c, a logit is c · tanh(z / c); the router compares z itself.
         vocabulary: which columns of the logits are this rank's.
         columns: how many of them `base` gives, without padding.
-        base_columns: how many of them are of the base's vocabulary. The router compares these alone, and after a closed
-            token only these are possible. They are fewer than `columns` where `base` also holds the rows of new tokens.
+        base_columns: how many of them are of the base's vocabulary. The router compares these
+            alone, and after a closed token only these are possible. They are fewer than `columns`
+            where `base` also holds the rows of new tokens.
     """
 
     def __init__(
@@ -130,11 +132,13 @@ class OutputProjection(nn.Module):
         return Projected(z, x, x_up, preserved)
 
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-        """Runs of rows with a chunk of logits each; none holds rows on both sides of `kl_tokens`."""
+        """Runs of rows with a chunk of logits each; none holds rows on both sides of
+        `kl_tokens`."""
         # The meta device stands for a GPU.
         elements = CHUNK_ELEMENTS if self.base.device.type == "cpu" else GPU_CHUNK_ELEMENTS
         rows = elements // self.vocabulary.width
-        # Soft-capping keeps one more value for each logit, KL two more: the base's logit, and the difference.
+        # Soft-capping keeps one more value for each logit, KL two more: the base's logit, and the
+        # difference.
         capped = int(self.softcap is not None)
         size = max(1, rows // (1 + capped))
         kl_size = max(1, rows // (3 + capped))
@@ -144,16 +148,19 @@ class OutputProjection(nn.Module):
             yield slice(first, first + size)
 
     def slopes(self, logits: Tensor) -> Tensor | None:
-        """The derivatives of soft-capped `logits` with respect to z; None without capping. Impossible ones have 0."""
+        """The derivatives of soft-capped `logits` with respect to z; None without capping.
+        Impossible ones have 0."""
         if self.softcap is None:
             return None
         # d(c tanh(z / c)) / dz = 1 - tanh²(z / c)
         return (1 - (logits / self.softcap).square_()).clamp_(min=0)
 
     def reference_logits(self, x: Tensor) -> Tensor:
-        """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n, V / tp_size].
+        """This rank's columns of the base's logits, in fp32: its last hidden states x [n, D] -> [n,
+        V / tp_size].
 
-        New tokens are impossible for the base, so that KL(base || model) counts the probability that they take away.
+        New tokens are impossible for the base, so that KL(base || model) counts the probability
+        that they take away.
         """
         weight = self.base if self.reference is None else self.reference
         z = self._capped_(F.linear(x, weight).float())
@@ -163,21 +170,24 @@ class OutputProjection(nn.Module):
         return F.pad(z, (0, self.vocabulary.new_width), value=NEVER)
 
     def _base_logits(self, x: Tensor) -> Tensor:
-        """W_out x in fp32; the base's own columns are the same to the bit whether others follow them or not."""
+        """W_out x in fp32; the base's own columns are the same to the bit whether others follow
+        them or not."""
         if self.base_columns == self.columns:
             return F.linear(x, self.base).float()
-        widths = [self.base_columns, len(self.base) - self.base_columns]
-        return separate_products(x, self.base, widths).float()
+        rows = [self.base_columns, len(self.base) - self.base_columns]
+        return separate_products(x, self.base, rows).float()
 
     def _route(self, z_p: Tensor, z_a: Tensor) -> Tensor:
-        """Which tokens take Route's preserved path: bool [n]. One all-reduce where the vocabulary is split."""
+        """Which tokens take Route's preserved path: bool [n]. One all-reduce where the vocabulary
+        is split."""
         of_base = slice(self.base_columns)
         return preserved_tokens(z_p[:, of_base], z_a[:, of_base], self.threshold, self.tp)
 
     def _with_new_tokens(
         self, z: Tensor, x: Tensor, x_up: Tensor | None, new_rows: Tensor
     ) -> Tensor:
-        """z: [n, V / tp_size] -> [n, (V + new) / tp_size], the logits of new tokens behind; padding is impossible."""
+        """z: [n, V / tp_size] -> [n, (V + new) / tp_size], the logits of new tokens behind; padding
+        is impossible."""
         width = x.shape[1]
         new = F.linear(x, new_rows[:, :width]).float()
         if x_up is not None:

@@ -1,4 +1,5 @@
-"""The base's own hidden states of self-generated text, which KL(base || model) compares the model with.
+"""The base's own hidden states of self-generated text, which KL(base || model) compares the model
+with.
 
 Where they come from depends on the model (`Decoder.forward` chooses):
 
@@ -19,11 +20,13 @@ from pipeline.scale.widened_linear import Streams
 def run_beside_base(
     layers: LayerPass, streams: Streams, base_layers: LayerPass, sequences: int
 ) -> tuple[Streams, Tensor | None]:
-    """The whole model, and beside it the base alone on the first `sequences` sequences, without gradients.
+    """The whole model, and beside it the base alone on the first `sequences` sequences, without
+    gradients.
 
-    `base_layers` are the same layers, with the contexts of these sequences. Layer by layer, so that ZeRO-3 gathers each
-    layer once for both. Below the first layer with W12 both are one, so the base starts there. Returns the model's
-    streams and the base's x: [R, S, D]; None if no layer has W12, since then x itself is the base's.
+    `base_layers` are the same layers, with the contexts of these sequences. Layer by layer, so that
+    ZeRO-3 gathers each layer once for both. Below the first layer with W12 both are one, so the
+    base starts there. Returns the model's streams and the base's x: [R, S, D]; None if no layer has
+    W12, since then x itself is the base's.
     """
     base_x: Tensor | None = None
     for layer in layers.layers:

@@ -1,6 +1,8 @@
-"""Losses of logits whose vocabulary is split over the ranks: cross-entropy, KL divergence, and greedy choices.
+"""Losses of logits whose vocabulary is split over the ranks: cross-entropy, KL divergence, and
+greedy choices.
 
-Each function of this module is a collective over the tensor-parallel group: all its ranks call it together.
+Each function of this module is a collective over the tensor-parallel group: all its ranks call it
+together.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ IGNORED = -100
 def nll_and_logit_gradient_(
     logits: Tensor, targets: Tensor, *, first: int, vocab_size: int, tp: TensorParallel
 ) -> tuple[Tensor, Tensor]:
-    """The negative log likelihood of each target, and its gradient with respect to the logits, written over them.
+    """The negative log likelihood of each target, and its gradient with respect to the logits,
+    written over them.
 
-    logits: [N, V / tp_size] in fp32, the columns from token `first` on (columns past `vocab_size` are padding);
-    targets: [N], `IGNORED` where nothing is predicted (nll and gradient are zero there).
-    Returns nll: [N] and the gradient of their sum: [N, V / tp_size], which is `logits` itself.
+    logits: [N, V / tp_size] in fp32, the columns from token `first` on (columns past `vocab_size`
+    are padding); targets: [N], `IGNORED` where nothing is predicted (nll and gradient are zero
+    there). Returns nll: [N] and the gradient of their sum: [N, V / tp_size], which is `logits`
+    itself.
     """
     _mask_padding_(logits, first, vocab_size)
     largest = logits.amax(dim=1)
@@ -57,43 +61,54 @@ def kl_and_logit_gradient_(
     vocab_size: int,
     tp: TensorParallel,
 ) -> tuple[Tensor, Tensor]:
-    """KL(reference || model) of each token in nats, and its gradient with respect to the model's logits.
+    """KL(reference || model) of each token in nats, and its gradient with respect to the model's
+    logits.
 
-    logits, reference: [N, V / tp_size] in fp32 as in `nll_and_logit_gradient_`; both are overwritten. ignored: bool
+    logits, reference: [N, V / tp_size] in fp32 as in `nll_and_logit_gradient_`; both are
+    overwritten. ignored: bool
     [N]; the divergence and the gradient of these tokens are zero.
-    Returns kl: [N] and the gradient of its sum: [N, V / tp_size], which is `logits` itself. Equal logits give exact
-    zeros.
+    Returns kl: [N] and the gradient of its sum: [N, V / tp_size], which is `logits` itself. Equal
+    logits give exact zeros.
     """
     columns = max(0, min(vocab_size - first, logits.shape[1]))
     logits[:, columns:] = 0  # padding has no gradient
-    whole, logits, reference = logits, logits[:, :columns], reference[:, :columns]
-    # A rank may hold padding only.
-    largest = torch.stack(
-        [
-            z.amax(dim=1) if columns else z.new_full((len(z),), -torch.inf)
-            for z in (logits, reference)
-        ]
-    )
+    gradient = logits
+    logits = logits[:, :columns]
+    reference = reference[:, :columns]
+    largest = torch.stack([_largest(logits), _largest(reference)])
     if tp.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
     logits -= largest[0].unsqueeze(1)
     reference -= largest[1].unsqueeze(1)
 
+    # With p = exp(reference) and q = exp(logits), both unnormalised:
+    # KL = sum(p (reference - logits)) / sum(p) - log sum(p) + log sum(q)
     difference = reference - logits
-    p, q = reference.exp_(), logits.exp_()
+    p = reference.exp_()
+    q = logits.exp_()
     sums = torch.stack([p.sum(dim=1), q.sum(dim=1), difference.mul_(p).sum(dim=1)])
     if tp.size > 1:
         dist.all_reduce(sums, group=tp.group)
     p_sum, q_sum, weighted = sums
-
     kl = (weighted / p_sum - p_sum.log() + q_sum.log()).masked_fill(ignored, 0)
+
+    # The gradient is q / sum(q) - p / sum(p), written over the logits. Division by infinity zeroes
+    # the ignored rows without another pass over them.
     q.div_(q_sum.masked_fill(ignored, torch.inf).unsqueeze(1))
     q.sub_(p.div_(p_sum.masked_fill(ignored, torch.inf).unsqueeze(1)))
-    return kl, whole
+    return kl, gradient
+
+
+def _largest(z: Tensor) -> Tensor:
+    """The largest of each row: z [N, columns] -> [N]; −inf on a rank that holds padding only."""
+    if z.shape[1] == 0:
+        return z.new_full((len(z),), -torch.inf)
+    return z.amax(dim=1)
 
 
 def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorParallel) -> Tensor:
-    """The token that greedy decoding chooses in each row: int64 [N]; the first of several with the largest logit.
+    """The token that greedy decoding chooses in each row: int64 [N]; the first of several with the
+    largest logit.
 
     `logits` are as in `nll_and_logit_gradient_`; only their padding is overwritten.
     """

@@ -26,7 +26,8 @@ from pipeline.parallel.topology import TensorParallel
 class ColumnParallelLinear(nn.Module):
     """`Y = W X + b`, with the rows of W (and of b) split over the ranks.
 
-    `units` is how many indivisible groups the rows form (heads). x: [..., in], y: [..., out / tp_size].
+    x: [..., in], y: [..., out / tp_size]. `units` is how many indivisible groups the rows form
+    (heads).
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """The partial product of `Y = W X`, with the columns of W split over the ranks.
 
-    x: [..., in / tp_size], y: [..., out], a partial sum over the ranks; rank 0's part includes the bias.
+    x: [..., in / tp_size], y: [..., out], a partial sum over the ranks; rank 0's part includes the
+    bias.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class ReplicatedLinear(nn.Module):
 class ExpertLinear(nn.Module):
     """`Y = W_e X` for the rows of each expert e, with W: [experts, out, in].
 
-    Rows and columns of each expert's matrix are split over the ranks as `dim` says: 1 `out`, 2 `in`; with 2 results are
-    partial sums. x: [N, in], sorted by expert; ends: int32 [experts], where the rows of each end; y: [N, out].
+    x: [N, in], its rows sorted by expert; ends: int32 [experts], where the rows of each expert end;
+    y: [N, out]. With `dim` 1 each expert's rows are split over the ranks (as ColumnParallelLinear),
+    with 2 its columns (as RowParallelLinear: y is then a partial sum over the ranks).
     """
 
     def __init__(
@@ -106,11 +109,14 @@ def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorPar
 
 
 class LowRankAdapter(nn.Module):
-    """s B A x, to be added to W x: x: [..., in] -> [..., out], a partial sum over the ranks if W is row-parallel.
+    """s B A x, which LoRA adds to W x. x: [..., in] -> [..., out].
 
-    W: [out, in] is `weight`, s is `scale`, A: [rank, in], B: [out, rank]. If W is split by rows, so is B; if by
-    columns, so is A. The other factor is replicated, but each rank applies it to its part only, so its gradient is
-    summed over the ranks. A and B are parameters of this module, so that ZeRO-3 gathers both at once.
+    W: [out, in] is `weight`, s is `scale`, A: [rank, in], B: [out, rank]. The result is a partial
+    sum over the ranks if W is row-parallel.
+
+    If W is split by rows, so is B; if by columns, so is A. The other factor is replicated, but each
+    rank applies it to its part only, so its gradient is summed over the ranks. A and B are
+    parameters of this module, so that ZeRO-3 gathers both at once.
     """
 
     def __init__(
@@ -121,13 +127,12 @@ class LowRankAdapter(nn.Module):
         self.scale = scale
         partition = partition_of(weight)
         out_features, in_features = full_shape_of(weight)
-        self.a = sharded_parameter(
-            (rank, in_features), partition if partition.dim == 1 else REPLICATED, tp
-        )
-        self.b = sharded_parameter(
-            (out_features, rank), partition if partition.dim == 0 else REPLICATED, tp
-        )
+        partition_of_a = partition if partition.dim == 1 else REPLICATED
+        partition_of_b = partition if partition.dim == 0 else REPLICATED
+        self.a = sharded_parameter((rank, in_features), partition_of_a, tp)
+        self.b = sharded_parameter((out_features, rank), partition_of_b, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         reduced = F.linear(x, shared_by_neighbours(self.a, self.tp))
+        # The scale on the narrow activations: `rank` channels, not `out`.
         return F.linear(reduced * self.scale, shared_by_neighbours(self.b, self.tp))

@@ -22,9 +22,10 @@ NormKind = Literal["rmsnorm", "layernorm"]
 
 @dataclass(frozen=True)
 class NormedChannels:
-    """How an RMSNorm's mean square counts channels: the first `size` fully, the others times `rest_scale`.
+    """How an RMSNorm's mean square counts the channels of a base that was widened before.
 
-    Such a base was widened before, and its folder stores the others times `rest_scale`. The divisor is the full width.
+    It counts the first `size` channels fully and the others times `rest_scale`, by which the base's
+    folder stores them. The divisor is the full width.
     """
 
     size: int
@@ -38,7 +39,10 @@ class NormedChannels:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
+    Attributes:
+        gain_offset: the gain is 1 + weight.
+        shared: how the weight's gradient is summed over ranks. In a region (`in_region`) x is this
+            rank's heads; between regions it is, under sequence parallelism, this rank's positions.
     """
 
     def __init__(
@@ -61,10 +65,14 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None
     ) -> Tensor:
-        """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the caller has it: a second
-        copy would be kept for the backward pass."""
+        """`mean_square` [..., 1], if given, takes the place of the mean square of x.
+
+        `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for the backward
+        pass.
+        """
         weight = self.shared(self.weight, self.tp)
-        x_fp32 = x.float() if x_fp32 is None else x_fp32
+        if x_fp32 is None:
+            x_fp32 = x.float()
         if mean_square is None:
             normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
         else:
@@ -73,7 +81,10 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x − mean) / std · weight + bias; x: [..., size]. Mean and variance are those of `statistics_of` where given."""
+    """(x − mean) / std · weight + bias; x: [..., size].
+
+    Mean and variance are taken of `statistics_of` where it is given.
+    """
 
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
@@ -83,9 +94,8 @@ class LayerNorm(nn.Module):
         self.bias = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
-        weight, bias = (
-            used_between_regions(parameter, self.tp) for parameter in (self.weight, self.bias)
-        )
+        weight = used_between_regions(self.weight, self.tp)
+        bias = used_between_regions(self.bias, self.tp)
         if statistics_of is None:
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
         return layer_norm_by(statistics_of, x, weight, bias, self.eps)

@@ -1,4 +1,5 @@
-"""The router of SCALE-Route, Eq. 5 of the paper: which tokens keep the preserved path, and what their logits are.
+"""The router of SCALE-Route, Eq. 5 of the paper: which tokens keep the preserved path, and what
+their logits are.
 
     Z = (Z_p + Z_a) / 2 + Z_p^up   where cos(Z_p, Z_a) > threshold: the token is preserved
     Z =        Z_a      + Z_a^up   elsewhere
@@ -23,8 +24,9 @@ from pipeline.scale_math import keeps_preserved_path
 def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParallel) -> Tensor:
     """The router's choice: a mask [N] of the tokens where cos(Z_p, Z_a) > threshold.
 
-    z_p, z_a: [N, V / tp_size], this rank's columns of the base logits of both paths, in fp32 and without padding. The
-    cosine takes three sums a token: one all-reduce over the tensor-parallel group where the vocabulary is split.
+    z_p, z_a: [N, V / tp_size], this rank's columns of the base logits of both paths, in fp32 and
+    without padding. The cosine takes three sums a token: one all-reduce over the tensor-parallel
+    group where the vocabulary is split.
     """
     # `(z_p * z_a).sum(-1)` would need a temporary as large as the logits.
     product = torch.bmm(z_p.unsqueeze(1), z_a.unsqueeze(2)).flatten()
@@ -38,12 +40,14 @@ def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParal
 
 
 def mixed_logits_(z_p: Tensor, z_a: Tensor, preserved: Tensor) -> Tensor:
-    """The base logits of each token by Eq. 5, written over z_a. z_p, z_a: [N, columns]; preserved: bool [N]."""
+    """The base logits of each token by Eq. 5, written over z_a. z_p, z_a: [N, columns]; preserved:
+    bool [N]."""
     return z_a.lerp_(z_p, preserved.unsqueeze(1) * 0.5)
 
 
 def mixed_streams(preserved_path: Streams, adapted_path: Streams, preserved: Tensor) -> Streams:
-    """The streams whose logits are those of Eq. 5: x [N, D] and x_up [N, U]. Their products need one path only."""
+    """The streams whose logits are those of Eq. 5: x [N, D] and x_up [N, U]. Their products need
+    one path only."""
     preserved_x, preserved_x_up = preserved_path
     x, x_up = adapted_path
     assert preserved_x_up is not None and x_up is not None, "Route has an expansion stream"
@@ -55,7 +59,8 @@ def mixed_streams(preserved_path: Streams, adapted_path: Streams, preserved: Ten
 
 
 class GradientsOfPaths(NamedTuple):
-    """The gradients of both paths' streams, [N, D] and [N, U]; None where they were not asked for."""
+    """The gradients of both paths' streams, [N, D] and [N, U]; None where they were not asked
+    for."""
 
     x: Tensor | None
     x_up: Tensor | None
@@ -66,7 +71,8 @@ class GradientsOfPaths(NamedTuple):
 def gradients_of_paths(
     of_x: Tensor | None, of_x_up: Tensor | None, preserved: Tensor
 ) -> GradientsOfPaths:
-    """The backward pass of `mixed_streams`: the gradients of its results, given to the paths that they come from."""
+    """The backward pass of `mixed_streams`: the gradients of its results, given to the paths that
+    they come from."""
     column = preserved.unsqueeze(1)
     x = preserved_x = None
     if of_x is not None:

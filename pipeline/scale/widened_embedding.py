@@ -1,4 +1,5 @@
-"""The widened embedding: a token's row of the base, and beside it a row of the expansion (W_in^up in the paper)."""
+"""The widened embedding: a token's row of the base, and beside it a row of the expansion (W_in^up
+in the paper)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ from pipeline.scale.widened_linear import Streams
 
 
 class WidenedEmbedding(nn.Module):
-    """tokens: [B, S] -> x: [B, S, D], x_up: [B, S, U]; with sequence parallelism [B, S / tp_size, ...].
+    """tokens: [B, S] -> x: [B, S, D], x_up: [B, S, U]; with sequence parallelism [B, S / tp_size,
+    ...].
 
     Attributes:
         base: the base's embedding, [V, D].
         expansion: `W_in^up`, [V, U], which gives x_up its first value; None where nothing is added.
-        new_rows: the rows of tokens from `vocab_size` on, [n, D + U], for both streams; None without new tokens.
+        new_rows: the rows of tokens from `vocab_size` on, [n, D + U], for both streams; None
+            without new tokens.
     """
 
     def __init__(

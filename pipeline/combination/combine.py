@@ -1,6 +1,7 @@
 """One base with several expansions: a folder that is made of the exports of runs on that base.
 
-It holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the base.
+It holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the
+base.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from pipeline.hf.write import PlannedTensor, code_files, copy_code, stored_tenso
 COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
 EMBEDDING = "embedding.base.weight"
 OUTPUT = "output.base"
-# The tensors of an export with an extended vocabulary whose last rows are of new tokens, and the names that these rows
-# have beside the base's.
+# The tensors of an export with an extended vocabulary whose last rows are of new tokens, and the
+# names that these rows have beside the base's.
 _NEW_ROWS = {EMBEDDING: NEW_ROWS[0], OUTPUT: NEW_ROWS[1]}
 # A ScaleConfig without an expansion. Heads are the base's: what is left of all.
 _NO_EXPANSION: dict[str, Any] = {
@@ -99,7 +100,9 @@ class ExpansionExport:
 
     @cached_property
     def base(self) -> dict[str, PlannedTensor]:
-        """The base's tensors by name, without rows of new tokens; its output too where that is its embedding."""
+        """The base's tensors by name, without rows of new tokens; its output too where that is its
+        embedding.
+        """
         own: dict[str, PlannedTensor] = {}
         for name, tensor in stored_tensors(self.folder).items():
             if is_of_base(name):
@@ -132,7 +135,9 @@ def _rows(tensor: PlannedTensor, first: int, stop: int) -> PlannedTensor:
 
 
 def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a CombinedConfig without expansions, for the base of a model with the ScaleConfig `config`."""
+    """The entries of a CombinedConfig without expansions, for the base of a model with the
+    ScaleConfig `config`.
+    """
     left_out = ("architectures", "auto_map", "model_type", "transformers_version", "expansions")
     entries: dict[str, Any] = {}
     for key, value in config.items():
@@ -175,13 +180,14 @@ def open_export(path: Path) -> ExpansionExport:
 
 
 def combine(folder: Path, runs: Mapping[str, Path]) -> None:
-    """Writes a folder of the base and of the exports of `runs`, by the names that their expansions get there.
+    """Writes a folder of the base and of the exports of `runs`, by the names that their expansions
+    get there.
 
     It appears, in place of an earlier combination, when each of them has been verified.
 
     Raises:
-        ConversionError: an export cannot be combined, or is of another base; a name is none; what was written computes
-            something else than the export.
+        ConversionError: an export cannot be combined, or is of another base; a name is none; what
+            was written computes something else than the export.
         OutputError: `folder` holds something else.
     """
     for name in runs:
@@ -236,18 +242,21 @@ def _check_base(first: ExpansionExport, export: ExpansionExport) -> None:
         if key == "dtype":
             advice = "convert the run again with --dtype"
         raise ConversionError(
-            f"{export.folder}: its base has {key} {value}, that of {first.folder} {expected.get(key)}: {advice}"
+            f"{export.folder}: its base has {key} {value}, that of {first.folder} "
+            f"{expected.get(key)}: {advice}"
         )
     if export.base_tokenizer != first.base_tokenizer:
         raise ConversionError(
-            f"{export.folder}: its base's tokenizer differs from that of {first.folder}: combine expansions of one base"
+            f"{export.folder}: its base's tokenizer differs from that of {first.folder}: combine "
+            "expansions of one base"
         )
     if export is first:
         return
     for name, tensor in export.base.items():
         if name not in first.base or not torch.equal(first.base[name].make(), tensor.make()):
             raise ConversionError(
-                f"{export.folder}: {name} differs from that of {first.folder}: combine expansions of one base"
+                f"{export.folder}: {name} differs from that of {first.folder}: combine expansions "
+                "of one base"
             )
 
 
@@ -256,7 +265,8 @@ def _write_model(
 ) -> None:
     """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card."""
     copy_code(folder, code_files(CombinedForCausalLM))
-    # The tokenizer is that of an expansion, joined with others that have new tokens, in the order of the model's ids.
+    # The tokenizer is that of an expansion, joined with others that have new tokens, in the order
+    # of the model's ids.
     names = sorted(name for name, export in exports.items() if export.new_tokens)
     if not names:
         names = list(exports)[:1]
@@ -314,7 +324,8 @@ tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 @torch.no_grad()
 def _verify(folder: Path, name: str, export: ExpansionExport) -> None:
-    """Compares the logits of an expansion of `folder`, alone beside its base, with those of its export.
+    """Compares the logits of an expansion of `folder`, alone beside its base, with those of its
+    export.
 
     Raises:
         ConversionError: they differ in a bit.
@@ -327,11 +338,13 @@ def _verify(folder: Path, name: str, export: ExpansionExport) -> None:
         tokens = window.unsqueeze(0)
         expected = alone(tokens, use_cache=False).logits
         columns = torch.arange(expected.shape[-1])
-        # Its new tokens may have other ids here, and those of other expansions come before or behind.
+        # Its new tokens may have other ids here, and those of other expansions come before or
+        # behind.
         columns[export.base_rows :] += own.start - export.base_rows
         found = model(columns[tokens], use_cache=False).logits[..., columns]
         if not torch.equal(found, expected):
             difference = float((found - expected).abs().max())
             raise ConversionError(
-                f"{export.folder}: {name} beside its base differs by {difference:.3g} in a logit; not kept"
+                f"{export.folder}: {name} beside its base differs by {difference:.3g} in a logit; "
+                "not kept"
             )

@@ -1,4 +1,6 @@
-"""Which formats can express a model, and what the format `scale` writes. `merged` has a module of its own."""
+"""Which formats can express a model, and what the format `scale` writes. `merged` has a module of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +76,16 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         return "merged" if reasons["merged"] is None else "scale"
     if reasons[format] is not None:
         raise ConversionError(
-            f"{model.checkpoint}: cannot leave as --format {format}, but as {describe_formats(reasons)}"
+            f"{model.checkpoint}: cannot leave as --format {format}, but as "
+            f"{describe_formats(reasons)}"
         )
     return format
 
 
 def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """Any SCALE model: its tensors as they trained, and the files of code that run them in `transformers`."""
+    """Any SCALE model: its tensors as they trained, and the files of code that run them in
+    `transformers`.
+    """
     assert model.plan is not None, "checked before"
     config: dict[str, Any] = {
         "architectures": [ScaleForCausalLM.__name__],

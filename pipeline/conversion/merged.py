@@ -1,27 +1,31 @@
 """`--format merged`: a model of the base's own class, which any server loads with no code of ours.
 
-Without an expansion it has the base's tensors: full fine-tuning and Freeze change their values, LLaMA Pro adds layers,
-LoRA's adapters are merged. With one, it is an ordinary wider model: the four blocks of a linear map fuse into one
-matrix. That leaves the norm: with `norm: base` both streams are divided by the root mean square of `x` alone, while an
-ordinary RMSNorm takes it over the whole residual stream. So the new part of that stream is stored scaled by a power of
-two s (which is exact), small enough to vanish in the mean square, and the gains undo it. Other tools cannot train
-weights as small as those for serving in fp32: for training s is larger. With D the base's width and D' the whole:
+Without an expansion it has the base's tensors: full fine-tuning and Freeze change their values,
+LLaMA Pro adds layers, LoRA's adapters are merged. With one, it is an ordinary wider model: the four
+blocks of a linear map fuse into one matrix. That leaves the norm: with `norm: base` both streams
+are divided by the root mean square of `x` alone, while an ordinary RMSNorm takes it over the whole
+residual stream. So the new part of that stream is stored scaled by a power of two s (which is
+exact), small enough to vanish in the mean square, and the gains undo it. Other tools cannot train
+weights as small as those for serving in fp32: for training s is larger. With D the base's width and
+D' the whole:
 
     what writes x_up (embedding, output and down maps)   times s
     gains   base: times √(D / D')    expansion: times √(D / D') / s
     eps     times D / D'
 
-Norms after attention and FFN (EXAONE 4) leave the new part scaled by s: their gains are times √(D / D') only, and the
-maps that read the stream, with no norm before them, are times 1 / s in the new columns. A norm of each query and key
-head shares eps, so these maps are times √(D / D') in fp32; in 16 bits rounding them would cost more than that eps.
+Norms after attention and FFN (EXAONE 4) leave the new part scaled by s: their gains are times √(D /
+D') only, and the maps that read the stream, with no norm before them, are times 1 / s in the new
+columns. A norm of each query and key head shares eps, so these maps are times √(D / D') in fp32; in
+16 bits rounding them would cost more than that eps.
 
-In a mixture with a shared expert (GLM-4-MoE) the expansion's FFN becomes more inner width of that expert, which every
-token takes; the router and the other experts read no added channel. W21 reads the sum of all experts. As it is linear,
-each writes its own part: below its down map W stands W21 W. The shared expert's width is a multiple of an expert's, so
-zeros fill it up.
+In a mixture with a shared expert (GLM-4-MoE) the expansion's FFN becomes more inner width of that
+expert, which every token takes; the router and the other experts read no added channel. W21 reads
+the sum of all experts. As it is linear, each writes its own part: below its down map W stands W21
+W. The shared expert's width is a multiple of an expert's, so zeros fill it up.
 
-If the base was widened before, the channels added then are stored in the same way. config.json says which channels are
-scaled, and s, so that training can undo it (`pipeline.model.spec.StoredResidual`).
+If the base was widened before, the channels added then are stored in the same way. config.json says
+which channels are scaled, and s, so that training can undo it
+(`pipeline.model.spec.StoredResidual`).
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ from pipeline.model.spec import DecoderSpec, MixtureSpec, StoredResidual, scale_
 from pipeline.scale.plan import ExpansionPlan
 
 _HEADS_NORMS = ("attention.query_norm", "attention.key_norm")
-# Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's and the output's.
+# Row and column of each block in the fused matrix (SCALE, Eq. 1); `expansion` is the embedding's
+# and the output's.
 _BLOCK_POSITIONS = {
     "expansion_to_base": (0, 1),
     "base_to_expansion": (1, 0),
@@ -56,7 +61,9 @@ _BLOCK_POSITIONS = {
 
 
 def merged_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
-    """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the base's family allows."""
+    """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the
+    base's family allows.
+    """
     scale = scale_in(dtype, for_training=purpose == "training")
     if model.plan is None:
         return _unwidened_export(model, dtype, scale)
@@ -96,7 +103,8 @@ class _Fusion:
         model: the widened model.
         dtype: the type of the export.
         residual: how the added channels of the residual stream are stored.
-        normed_share: D / D', the share of the wider stream's channels that count in the mean square.
+        normed_share: D / D', the share of the wider stream's channels that count in the mean
+            square.
     """
 
     model: TrainedModel
@@ -105,7 +113,9 @@ class _Fusion:
     normed_share: float
 
     def fused(self, name: str, shape: torch.Size) -> Tensor:
-        """Zeros of `shape`, in which the base parameter `name` and each block beside it have a corner."""
+        """Zeros of `shape`, in which the base parameter `name` and each block beside it have a
+        corner.
+        """
         base = self.model.read(name)
         parts = {(0, 0): base, **_blocks_beside(self.model, name, base)}
         values = torch.zeros(shape, dtype=self.dtype)
@@ -114,7 +124,8 @@ class _Fusion:
                 # In a bias or gain, what is added comes second.
                 start = [0 if row == column == 0 else base.shape[0]]
             else:
-                # The matrices of all experts are one tensor, of which the last two dimensions are widened.
+                # The matrices of all experts are one tensor, of which the last two dimensions are
+                # widened.
                 rows, columns = base.shape[-2:]
                 start = [0] * (base.dim() - 2) + [row * rows, column * columns]
             corner = []
@@ -138,7 +149,9 @@ class _Fusion:
 def _wider_mixture(
     spec: DecoderSpec, plan: ExpansionPlan
 ) -> tuple[MixtureSpec | None, dict[str, int]]:
-    """The ordinary model's mixture, whose shared expert holds the expansion's FFN, and its entry in config.json."""
+    """The ordinary model's mixture, whose shared expert holds the expansion's FFN, and its entry in
+    config.json.
+    """
     mixture = spec.mixture
     entry = family_of(spec).shared_experts
     if mixture is None or entry is None:
@@ -149,7 +162,9 @@ def _wider_mixture(
 
 
 def _blocks_beside(model: TrainedModel, name: str, base: Tensor) -> dict[tuple[int, int], Tensor]:
-    """The blocks beside `base`, the values of the base parameter `name`, by their places in the fused matrix."""
+    """The blocks beside `base`, the values of the base parameter `name`, by their places in the
+    fused matrix.
+    """
     stem, _, kind = name.partition(".base")
     if kind.startswith((".experts.", ".router.", ".shared.")):
         _, module, linear, *_ = kind.split(".")
@@ -189,7 +204,9 @@ def _blocks_beside_experts(
 
 
 def _stored(model: TrainedModel, tensors: Mapping[str, PlannedTensor]) -> list[PlannedTensor]:
-    """The tensors as the base's folder names and fuses them; given are those of our base parameters, by name."""
+    """The tensors as the base's folder names and fuses them; given are those of our base
+    parameters, by name.
+    """
     targets: dict[HfTensor, list[tuple[FusedPart | None, PlannedTensor]]] = {}
     for name, planned in tensors.items():
         target = hf_tensor(name, model.spec)
@@ -248,7 +265,9 @@ def _fused_parts(
 
 
 def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> Export:
-    """The base's own tensors, with the layers that were added; adapters are merged: W + s B A in fp32."""
+    """The base's own tensors, with the layers that were added; adapters are merged: W + s B A in
+    fp32.
+    """
     config = base_config(model.base.path) | {
         "vocab_size": model.spec.vocab_size,
         "num_hidden_layers": model.spec.num_layers,
@@ -279,7 +298,8 @@ def _unwidened_export(model: TrainedModel, dtype: torch.dtype, scale: float) -> 
 
 
 def _kept(residual: StoredResidual | None, scale: float) -> StoredResidual | None:
-    """How an export whose added channels have this `scale` stores the residual stream of a base that stores it so.
+    """How an export whose added channels have this `scale` stores the residual stream of a base
+    that stores it so.
 
     A smaller scale than the base's own would change what its norms compute.
     """

@@ -1,8 +1,8 @@
 """The model card of an export.
 
-It says what the export is made of, under which terms, how it was trained, and what was measured. The hub reads
-its front matter. What that says of the base comes from the base's own card, which a stranger may have written: only
-plain values of known fields are taken.
+It says what the export is made of, under which terms, how it was trained, and what was measured.
+The hub reads its front matter. What that says of the base comes from the base's own card, which a
+stranger may have written: only plain values of known fields are taken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from pipeline.model.spec import scale_in
 
 CARD = "README.md"
 LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
-"""The modules of a gated export that adapters may change: its closed text does not depend on them."""
+"""The modules of a gated export that adapters may change: its closed text does not depend on them.
+"""
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 _logger = log.get_logger(__name__)
@@ -49,9 +50,9 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     paragraphs = [
         f"---\n{_front_matter(model).to_yaml()}\n---",
         f"# {run.name}",
-        f"`{base_name or model.base.path.resolve().name}`, trained further with the method {title_of(_kind(model))} by "
-        f"scale-cpt, on {position.tokens_seen:,} tokens in {position.step:,} steps. The terms of use are those of the "
-        "base, and of the texts below.",
+        f"`{base_name or model.base.path.resolve().name}`, trained further with the method "
+        f"{title_of(_kind(model))} by scale-cpt, on {position.tokens_seen:,} tokens in "
+        f"{position.step:,} steps. The terms of use are those of the base, and of the texts below.",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'folder = "{run.name}"  # this repository, or a folder with its files\n'
         f"model = AutoModelForCausalLM.from_pretrained(folder{options})\n"
@@ -61,9 +62,11 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
         "## Text",
         markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
-        "The first held-out documents, by the model that trained and by this one as transformers loads it:",
+        "The first held-out documents, by the model that trained and by this one as transformers "
+        "loads it:",
         markdown_table(("text", "tokens", "perplexity in training", "here"), figures),
-        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.",
+        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on "
+        "safety.",
         *_on_further_training(model, export),
     ]
     return "\n\n".join(paragraphs) + "\n"
@@ -130,7 +133,9 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
 
 
 def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
-    """The section on what other tools must know before they train the folder; empty if that is nothing."""
+    """The section on what other tools must know before they train the folder; empty if that is
+    nothing.
+    """
     heading = "## Training it further"
     if sentences := on_stored_scale(export):
         return [
@@ -142,15 +147,17 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
     targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
     return [
         heading,
-        "Text for which the gate stays shut remains the base's to the last bit as long as only the expansion's blocks "
-        "change. With LoRA these are:",
+        "Text for which the gate stays shut remains the base's to the last bit as long as only the "
+        "expansion's blocks change. With LoRA these are:",
         f"```python\nLoraConfig(target_modules=[{targets}])\n```",
         'Adapters on all linear maps (`"all-linear"`) change the base\'s own, and so every text.',
     ]
 
 
 def on_stored_scale(export: Export) -> list[str]:
-    """Whether other tools can train an export that stores added channels at a small scale; empty if it has none."""
+    """Whether other tools can train an export that stores added channels at a small scale; empty if
+    it has none.
+    """
     residual = export.config.get(RESIDUAL_KEY)
     if residual is None:
         return []
@@ -158,7 +165,8 @@ def on_stored_scale(export: Export) -> list[str]:
     stored = f"the channels that were added are stored times 2^{math.log2(scale):.0f}"
     if scale < scale_in(export.dtype, for_training=True):
         return [
-            f"{stored}, for serving: training by any other tool than scale-cpt destroys the model in its first step, "
+            f"{stored}, for serving: training by any other tool than scale-cpt destroys the model "
+            "in its first step, "
             "as AdamW moves a weight by about the learning rate, however small the weight is",
             "for such training, convert the checkpoint with --for training, or in 16 bits",
         ]
@@ -166,7 +174,9 @@ def on_stored_scale(export: Export) -> list[str]:
 
 
 def add_to_card(folder: Path, heading: str, text: str) -> None:
-    """Ends the card of the export in `folder` with a section, in place of an earlier one of that heading."""
+    """Ends the card of the export in `folder` with a section, in place of an earlier one of that
+    heading.
+    """
     card = read_text(folder / CARD, ConversionError).partition(f"\n## {heading}\n")[0].rstrip()
     write_text(folder / CARD, f"{card}\n\n## {heading}\n\n{text}\n")
 

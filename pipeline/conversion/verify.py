@@ -1,4 +1,6 @@
-"""Verification of an exported folder: its logits on real text are compared with those of the model that trained."""
+"""Verification of an exported folder: its logits on real text are compared with those of the model
+that trained.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,18 @@ MakeProbe = Callable[[TrainedModel], Probe]
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Between two models' logits: the largest, and the mean Kullback-Leibler divergence in nats a token."""
+    """Between two models' logits: the largest, and the mean Kullback-Leibler divergence in nats a
+    token.
+    """
 
     max_abs: float = 0.0
     kl: float = 0.0
 
 
-# Both models are correct and still round differently, because they multiply in another order. How far that moves a
-# logit depends on the model, so what rounding does to the training model itself is measured, and the export may differ
-# by ROUNDINGS times as much. GRANTED is always allowed; in 16 bits the divergence alone decides.
+# Both models are correct and still round differently, because they multiply in another order. How
+# far that moves a logit depends on the model, so what rounding does to the training model itself is
+# measured, and the export may differ by ROUNDINGS times as much. GRANTED is always allowed; in 16
+# bits the divergence alone decides.
 GRANTED = {
     torch.float32: LogitDifference(max_abs=1e-4, kl=1e-6),
     torch.float16: LogitDifference(max_abs=math.inf, kl=1e-4),
@@ -59,7 +64,9 @@ _FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bflo
 
 @dataclass(frozen=True)
 class Comparison(LogitDifference):
-    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first."""
+    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the
+    same token first.
+    """
 
     tokens: int = 0
     top1_agreement: float = 1.0
@@ -75,9 +82,10 @@ class Report(LogitDifference):
         dtype: the type in which both models ran.
         top1_agreement: the share of tokens after which both rank the same token first.
         rounding: the difference between the training model in `dtype` and in twice the precision.
-        rounding_top1_agreement: the share of tokens after which these two rank the same token first.
-        scaling: the difference between the training model and the one whose norms count added channels as the folder's
-            do.
+        rounding_top1_agreement: the share of tokens after which these two rank the same token
+            first.
+        scaling: the difference between the training model and the one whose norms count added
+            channels as the folder's do.
         texts: the comparison on each text, by its name.
     """
 
@@ -92,10 +100,12 @@ class Report(LogitDifference):
 def probe_maker(
     sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
 ) -> MakeProbe:
-    """Makes the text to compare on: the beginnings of the first documents of each source (a list of files).
+    """Makes the text to compare on: the beginnings of the first documents of each source (a list of
+    files).
 
-    Without sources it is the passages of `PROBE_TEXTS`. `keys` are those of sources whose texts are not under "text",
-    or follow prompts. The function returned raises DataError if a source holds no document.
+    Without sources it is the passages of `PROBE_TEXTS`. `keys` are those of sources whose texts are
+    not under "text", or follow prompts. The function returned raises DataError if a source holds no
+    document.
     """
 
     def make(model: TrainedModel) -> Probe:
@@ -143,12 +153,13 @@ def verify(
 ) -> Report:
     """Compares the training model with what `transformers` makes of `folder`, both in `dtype`.
 
-    Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. A
-    folder that stores added channels times `stored_scale` is compared with the training model whose norms count them
-    so, and that with the training model itself.
+    Neither model is ever whole in memory: of the first there is one layer, the second is mapped
+    from its files. A folder that stores added channels times `stored_scale` is compared with the
+    training model whose norms count them so, and that with the training model itself.
 
     Raises:
-        ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
+        ConversionError: they differ by more than rounding explains, or the scale changes the model
+            noticeably.
     """
     windows = list(chain.from_iterable(probe.values()))
     gate: _FixedGate | None = None
@@ -202,8 +213,9 @@ def verify(
         _MOST_BY_SCALE, ROUNDINGS * rounding.kl
     ):  # written so that a NaN fails
         raise ConversionError(
-            f"{folder}: the expansion stream is too large for an ordinary norm: counted times {stored_scale:g} it "
-            f"changes the model by {scaling.kl:.3g} nats a token; use --format scale, or --dtype fp32 if it was another"
+            f"{folder}: the expansion stream is too large for an ordinary norm: counted times "
+            f"{stored_scale:g} it changes the model by {scaling.kl:.3g} nats a token; "
+            "use --format scale, or --dtype fp32 if it was another"
         )
     return report
 
@@ -211,7 +223,9 @@ def verify(
 def _compared(
     probe: Probe, trained: Sequence[Tensor], exported: Sequence[Tensor]
 ) -> dict[str, Comparison]:
-    """The comparison on each text of the logits of all windows, which are in the order of the probe."""
+    """The comparison on each text of the logits of all windows, which are in the order of the
+    probe.
+    """
     comparisons: dict[str, Comparison] = {}
     first = 0
     for name, windows in probe.items():
@@ -223,10 +237,11 @@ def _compared(
 
 @dataclass(frozen=True)
 class _FixedGate(FittedGate):
-    """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps each pass's scores.
+    """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps
+    each pass's scores.
 
-    Rounding may change the decision at a token whose score is near the threshold. Then two correct models differ by as
-    much as the base from the trained model, there and at later tokens.
+    Rounding may change the decision at a token whose score is near the threshold. Then two correct
+    models differ by as much as the base from the trained model, there and at later tokens.
     """
 
     passes: list[Tensor] = field(default_factory=list)
@@ -236,9 +251,11 @@ class _FixedGate(FittedGate):
         return self.passes[0] > self.threshold
 
     def fix_in(self, exported: nn.Module, windows: Sequence[Tensor], folder: str) -> None:
-        """Makes the gate of an exported model take the same decisions in its next passes, one for each window [S].
+        """Makes the gate of an exported model take the same decisions in its next passes, one for
+        each window [S].
 
-        Such a pass raises ConversionError if the export would decide otherwise where no rounding explains it.
+        Such a pass raises ConversionError if the export would decide otherwise where no rounding
+        explains it.
         """
         first = self.passes[0]
         rounding = (first - self.passes[1]).abs().max()
@@ -252,7 +269,8 @@ class _FixedGate(FittedGate):
             wrong = int((is_far & (opens != found[0, :, 0])).sum())
             if wrong:
                 raise ConversionError(
-                    f"{folder}: the exported gate decides otherwise than the trained model's on {wrong} of "
+                    f"{folder}: the exported gate decides otherwise than the trained model's on "
+                    f"{wrong} of "
                     f"{len(opens)} tokens; not kept"
                 )
             return opens.view(1, -1, 1)
@@ -264,20 +282,24 @@ def describe(report: Report) -> str:
     """What was found, beside what rounding alone does to the model that trained: for the log."""
     rounding = report.rounding
     return (
-        f"verified in {report.dtype}: largest logit difference {report.max_abs:.2g}, KL {report.kl:.2g}, "
-        f"same likeliest token {100 * report.top1_agreement:.2f} %; rounding to {report.dtype} alone makes "
-        f"{rounding.max_abs:.2g}, {rounding.kl:.2g} and {100 * report.rounding_top1_agreement:.2f} % "
+        f"verified in {report.dtype}: largest logit difference {report.max_abs:.2g}, "
+        f"KL {report.kl:.2g}, same likeliest token {100 * report.top1_agreement:.2f} %; "
+        f"rounding to {report.dtype} alone makes {rounding.max_abs:.2g}, {rounding.kl:.2g} "
+        f"and {100 * report.rounding_top1_agreement:.2f} % "
         "in the model that trained"
     )
 
 
 def check(report: Report, granted: LogitDifference, folder: str) -> None:
-    """Raises ConversionError if the two models differ by more than `granted` and by more than rounding explains."""
+    """Raises ConversionError if the two models differ by more than `granted` and by more than
+    rounding explains.
+    """
     max_abs = max(granted.max_abs, ROUNDINGS * report.rounding.max_abs)
     kl = max(granted.kl, ROUNDINGS * report.rounding.kl)
     if not (report.max_abs <= max_abs and report.kl <= kl):  # written so that a NaN fails
         raise ConversionError(
-            f"{folder}: the exported model differs from the trained one by {report.max_abs:.3g} in a logit (at most "
+            f"{folder}: the exported model differs from the trained one by {report.max_abs:.3g} in "
+            "a logit (at most "
             f"{max_abs:.3g}) and {report.kl:.3g} nats a token (at most {kl:.3g}); not kept"
         )
 
@@ -285,7 +307,8 @@ def check(report: Report, granted: LogitDifference, folder: str) -> None:
 def compare(
     windows: Sequence[Tensor], trained: Sequence[Tensor], exported: Sequence[Tensor]
 ) -> Comparison:
-    """The figures over all windows [S] of one text; `trained` and `exported` are the logits [S, V] of both models.
+    """The figures over all windows [S] of one text; `trained` and `exported` are the logits [S, V]
+    of both models.
 
     Perplexities leave out new tokens after a token that a gate closed, which have no probability.
     """

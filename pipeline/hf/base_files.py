@@ -1,7 +1,8 @@
-"""What an export keeps of its base's folder: its licence, its settings and the entries of its config.json.
+"""What an export keeps of its base's folder: its licence, its settings and the entries of its
+config.json.
 
-The folder comes from a stranger and the export may be published: names are fixed or match a pattern, and no link leads
-out of the folder.
+The folder comes from a stranger and the export may be published: names are fixed or match a
+pattern, and no link leads out of the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def terms_in(folder: Path) -> list[str]:
 
 
 def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
-    """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the folder `tokenizer`.
+    """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the
+    folder `tokenizer`.
 
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
@@ -53,8 +55,9 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
 def base_config(base: Path) -> dict[str, Any]:
     """The config.json of the folder `base`, without the entries that are true of that folder only.
 
-    The class is named that AutoModel takes: servers go by the name, and would run a mistral with `layer_types` as one
-    without. Rotary embeddings are described as transformers 5 reads them, and as 4 does.
+    The class is named that AutoModel takes: servers go by the name, and would run a mistral with
+    `layer_types` as one without. Rotary embeddings are described as transformers 5 reads them, and
+    as 4 does.
     """
     config = read_object(base / "config.json", BaseModelError, "copy the folder again")
     model_type = model_type_of(config)
@@ -76,13 +79,14 @@ def base_config(base: Path) -> dict[str, Any]:
 
 
 def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:
-    """The entries of a config.json that describe its rotary embedding, in both forms that transformers has had.
+    """The entries of a config.json that describe its rotary embedding, in both forms that
+    transformers has had.
 
-    Version 5 writes `rope_parameters`, of which version 4 knows nothing: it would take its default without a word. An
-    entry of the older form is left out where version 5 would read it otherwise.
+    Version 5 writes `rope_parameters`, of which version 4 knows nothing: it would take its default
+    without a word. An entry of the older form is left out where version 5 would read it otherwise.
 
-    in_part: only a part of each head is rotated. Of Llama's heads version 5 rotates the whole whatever the entry says,
-    and version 4 a part.
+    in_part: only a part of each head is rotated. Of Llama's heads version 5 rotates the whole
+    whatever the entry says, and version 4 a part.
     """
     parameters = _rope_parameters(config)
     if not parameters:

@@ -33,10 +33,12 @@ def load_hf_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The causal language model in `folder`, ready for inference; `dtype` None: in the type of its files.
+    """The causal language model in `folder`, ready for inference; `dtype` None: in the type of its
+    files.
 
     Raises:
-        BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
+        BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user
+            does not trust.
     """
     values = check_hf_config(folder, trust_remote_code=trust_remote_code)
     files_by_tensor(folder)  # training must read the same weights
@@ -65,10 +67,11 @@ def load_hf_model(
 
 
 def taken_ends(model: Any) -> list[int]:
-    """Every `eos_token_id` of the model's generation_config.json, as chat models have several; the rest is forgotten.
+    """Every `eos_token_id` of the model's generation_config.json, as chat models have several; the
+    rest is forgotten.
 
-    `generate` fills what a given configuration leaves open from the model's own: Llama's, for one, lowers the
-    temperature and cuts off the tail of the distribution.
+    `generate` fills what a given configuration leaves open from the model's own: Llama's, for one,
+    lowers the temperature and cuts off the tail of the distribution.
     """
     ends = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig()
@@ -76,7 +79,8 @@ def taken_ends(model: Any) -> list[int]:
 
 
 def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Checks a model's folder before any weight is read, and returns the contents of its config.json.
+    """Checks a model's folder before any weight is read, and returns the contents of its
+    config.json.
 
     Raises:
         BaseModelError: it holds no model's config.json, or code that the user does not trust.

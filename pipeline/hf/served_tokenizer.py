@@ -1,7 +1,9 @@
-"""The tokenizer that `transformers` makes of a folder, as every server does, compared with that of training.
+"""The tokenizer that `transformers` makes of a folder, as every server does, compared with that of
+training.
 
-`AutoTokenizer` goes by the class that tokenizer_config.json names, and by the model's type: many classes build their
-own tokenizer from the vocabulary of tokenizer.json, and cut numbers, spaces or new lines otherwise than that file says.
+`AutoTokenizer` goes by the class that tokenizer_config.json names, and by the model's type: many
+classes build their own tokenizer from the vocabulary of tokenizer.json, and cut numbers, spaces or
+new lines otherwise than that file says.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def _shown(ids: Sequence[int], alike: int) -> str:
 def texts_of(
     sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
 ) -> Iterator[str]:
-    """The beginnings of sources (lists of files), as far as they are here and can be read without a long wait."""
+    """The beginnings of sources (lists of files), as far as they are here and can be read without a
+    long wait.
+    """
     for name, inputs in sources.items():
         with suppress(DataError):  # whoever needs these texts reports what is wrong with them
             if not is_here(inputs):
@@ -125,10 +129,11 @@ def first_difference(
     *,
     trust_remote_code: bool = False,
 ) -> TokenDifference | None:
-    """The first text of which `AutoTokenizer` of `folder` has other ids than `tokenizer`, made short.
+    """The first text of which `AutoTokenizer` of `folder` has other ids than `tokenizer`, made
+    short.
 
-    Compared are `texts`, and texts with numbers, spaces, new lines and every special token. The ids include what stands
-    before a text.
+    Compared are `texts`, and texts with numbers, spaces, new lines and every special token. The ids
+    include what stands before a text.
 
     Raises:
         DataError: a tokenizer cannot be loaded or cannot encode a text.
@@ -170,7 +175,8 @@ def check_export(
     found = first_difference(folder, tokenizer, texts)
     if found is not None:
         raise ConversionError(
-            f"{folder}: its ids are not those of training: {found}; {advice or export_advice(tokenizer)}"
+            f"{folder}: its ids are not those of training: {found}; "
+            f"{advice or export_advice(tokenizer)}"
         )
 
 
@@ -178,12 +184,15 @@ def export_advice(tokenizer: Tokenizer) -> str:
     """What to do about an export whose ids would differ."""
     if isinstance(tokenizer.reference, SentencePieceEncoder):
         return (
-            f"{tokenizer.path} has no tokenizer.json with the same ids: write one (scale-cpt tokenizer --convert), "
+            f"{tokenizer.path} has no tokenizer.json with the same ids: write one (scale-cpt "
+            "tokenizer --convert), "
             "and tokenize and train with that; not kept"
         )
     return (
-        f"correct the files beside {tokenizer.path}: tokenizer_config.json must name only tokens that tokenizer.json "
-        "has, with the same settings; a merged model may also have a class of its own, then use --format scale; not kept"
+        f"correct the files beside {tokenizer.path}: tokenizer_config.json must name only tokens "
+        "that tokenizer.json "
+        "has, with the same settings; a merged model may also have a class of its own, then use "
+        "--format scale; not kept"
     )
 
 
@@ -194,7 +203,9 @@ def warn_of_base(
     *,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Logs a warning, and returns it, where `AutoTokenizer` of a base has other ids than its tokenizer.json."""
+    """Logs a warning, and returns it, where `AutoTokenizer` of a base has other ids than its
+    tokenizer.json.
+    """
     try:
         found = first_difference(folder, tokenizer, texts, trust_remote_code=trust_remote_code)
     except DataError as fault:
@@ -208,7 +219,9 @@ def warn_of_base(
 
 
 def write_exported_tokenizer(folder: Path, source: Path, model_type: str) -> None:
-    """Writes into `folder` the tokenizer of the folder or file `source` as an export has it, for a type of model."""
+    """Writes into `folder` the tokenizer of the folder or file `source` as an export has it, for a
+    type of model.
+    """
     if source.is_dir():
         copy_tokenizer(folder, source)
         add_tokenizer_json(folder, source)
@@ -229,14 +242,17 @@ def check_future_export(
         found = first_difference(folder, tokenizer, texts)
     if found is not None:
         raise ConversionError(
-            f"{source}: an export would have other ids than training: {found}; {export_advice(tokenizer)}"
+            f"{source}: an export would have other ids than training: {found}; "
+            f"{export_advice(tokenizer)}"
         )
 
 
 def tokenizer_as_trained(folder: Path, tokenizer: Tokenizer) -> Any:
-    """A tokenizer of `transformers` with the ids of `tokenizer`, which is that of the folder, whatever its class.
+    """A tokenizer of `transformers` with the ids of `tokenizer`, which is that of the folder,
+    whatever its class.
 
-    Where the library cannot have all of them, as of some models of SentencePiece, a warning says so.
+    Where the library cannot have all of them, as of some models of SentencePiece, a warning says
+    so.
     """
     with tempfile.TemporaryDirectory() as temporary:
         copied = Path(temporary)
@@ -292,7 +308,9 @@ def _special_texts(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _is_ambiguous(text: str, tokenizer: Tokenizer) -> bool:
-    """Whether a text spells a control token, which is plain text for SentencePiece and never for `tokenizers`."""
+    """Whether a text spells a control token, which is plain text for SentencePiece and never for
+    `tokenizers`.
+    """
     if not isinstance(tokenizer.reference, SentencePieceEncoder):
         return False
     return any(token in text for token in tokenizer.reference.model.reserved_tokens)

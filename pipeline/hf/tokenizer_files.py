@@ -1,7 +1,7 @@
 """Copies a tokenizer into an export, so that every server reads the same ids from it.
 
-The files come from a stranger's folder and may be published: their names are fixed or match a pattern, and no link
-leads out of the folder.
+The files come from a stranger's folder and may be published: their names are fixed or match a
+pattern, and no link leads out of the folder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ _MORE_TEMPLATES = "additional_chat_templates"
 
 
 def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
-    """Copies into `folder` the tokenizer of the folder `tokenizer`, so that every server reads its tokenizer.json.
+    """Copies into `folder` the tokenizer of the folder `tokenizer`, so that every server reads its
+    tokenizer.json.
 
-    The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
-    latter names is not kept: the only code of an export is that of `remote_code`. Nor is a class that would build
-    another tokenizer than tokenizer.json says, and BPE dropout is off, as in training.
+    The chat template is put where every server looks: a file of its own, and tokenizer_config.json.
+    Code that the latter names is not kept: the only code of an export is that of `remote_code`. Nor
+    is a class that would build another tokenizer than tokenizer.json says, and BPE dropout is off,
+    as in training.
 
     Raises:
         BaseModelError: a file cannot be read, or links out of its folder.
@@ -66,7 +68,8 @@ def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
 
 
 def add_tokenizer_json(folder: Path, tokenizer: Path) -> None:
-    """Writes a tokenizer.json into `folder` where the folder `tokenizer` has only a model of SentencePiece.
+    """Writes a tokenizer.json into `folder` where the folder `tokenizer` has only a model of
+    SentencePiece.
 
     Raises:
         DataError: the model cannot be read or converted.

@@ -31,7 +31,8 @@ from pipeline.model.base_folder import INDEX_FILE
 FILE_BYTES = 2**30
 """The largest file of weights; one is in memory at a time."""
 CONFIGURATION_FILE = Path(inspect.getfile(ScaleConfig)).name
-"""The file of code that every folder of the scale format carries, and transformers imports first."""
+"""The file of code that every folder of the scale format carries, and transformers imports first.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Export:
 def write_hf_folder(
     folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None
 ) -> None:
-    """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by default `base`.
+    """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by
+    default `base`.
 
     Raises:
         BaseModelError: a file of the base cannot be read, or links out of its folder.
@@ -82,7 +84,9 @@ def write_hf_folder(
 
 
 def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype) -> None:
-    """Writes files of weights of FILE_BYTES, or of one larger tensor, and their index into `folder`."""
+    """Writes files of weights of FILE_BYTES, or of one larger tensor, and their index into
+    `folder`.
+    """
 
     def size_of(tensor: PlannedTensor) -> int:
         return prod(tensor.shape) * (tensor.dtype or dtype).itemsize
@@ -156,17 +160,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def code_files(model: type) -> list[Path]:
-    """The file of a model's class and those that it imports, which its folder carries beside the weights."""
+    """The file of a model's class and those that it imports, which its folder carries beside the
+    weights.
+    """
     file = Path(inspect.getfile(model))
     imported = set(get_relative_import_files(file))
     return [file, *(Path(name) for name in sorted(imported))]
 
 
 def copy_code(folder: Path, files: Sequence[Path]) -> None:
-    """Copies the Python files of an export into `folder`; their configuration file ends with a hash of them all.
+    """Copies the Python files of an export into `folder`; their configuration file ends with a hash
+    of them all.
 
-    transformers takes a model's class by that of its configuration, which it knows by the contents of that file alone.
-    Two folders with other code beside an equal configuration file would both run the code that is loaded first.
+    transformers takes a model's class by that of its configuration, which it knows by the contents
+    of that file alone. Two folders with other code beside an equal configuration file would both
+    run the code that is loaded first.
     """
     digest = hashlib.sha256()
     for file in sorted(files):

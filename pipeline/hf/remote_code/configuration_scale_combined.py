@@ -13,7 +13,8 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
 
 
 class CombinedConfig(ScaleConfig):
-    """The base's sizes, an expansion of none, and the entries of a ScaleConfig for each of `expansions`.
+    """The base's sizes, an expansion of none, and the entries of a ScaleConfig for each of
+    `expansions`.
 
     `active` are the names of those that may open; None: all.
     """
@@ -30,7 +31,8 @@ class CombinedConfig(ScaleConfig):
         return "a model with several expansions is for inference"
 
     def names(self) -> list[str]:
-        """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer has.
+        """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer
+        has.
 
         Sorted, as a config that was saved again is, so that every new token keeps its id.
 

@@ -143,22 +143,25 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     if tp_size > 1 and spec.query_key_norm == "all":
         raise LayoutError(
             f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all "
-            "heads together, found "
-            f"{tp_size}; use ZeRO-3"
+            f"heads together, found {tp_size}; use ZeRO-3"
         )
-    heads, kv_heads = spec.widths.num_attention_heads, spec.widths.num_key_value_heads
-    inner = {spec.widths.intermediate_size for layer in spec.layers if not layer.has_experts}
+    heads = spec.widths.num_attention_heads
+    kv_heads = spec.widths.num_key_value_heads
+    inner: set[int] = set()
+    if not all(layer.has_experts for layer in spec.layers):
+        inner.add(spec.widths.intermediate_size)
     if spec.mixture is not None:
-        inner |= {spec.mixture.intermediate_size, spec.mixture.shared_size} - {0}
-    if any(width % tp_size for width in (heads, *inner)) or (
-        kv_heads % tp_size and tp_size % kv_heads
-    ):
+        inner.add(spec.mixture.intermediate_size)
+        if spec.mixture.shared_size:
+            inner.add(spec.mixture.shared_size)
+    splits_widths = all(width % tp_size == 0 for width in (heads, *inner))
+    splits_kv_heads = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+    if not splits_widths or not splits_kv_heads:
+        sizes = " and ".join(str(width) for width in sorted(inner))
         raise LayoutError(
             f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its "
-            "intermediate_size "
-            f"{' and '.join(map(str, sorted(inner)))}, and a divisor or multiple of its {kv_heads} "
-            "key/value heads, "
-            f"found {tp_size}"
+            f"intermediate_size {sizes}, and a divisor or multiple of its {kv_heads} key/value "
+            f"heads, found {tp_size}"
         )
 
 

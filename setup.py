@@ -104,6 +104,7 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "peft>=0.15",
+            "matplotlib>=3.9,<4",  # figures of studies/ and benchmarks/
             "ruff>=0.9",
             "mypy>=1.13",
             "import-linter>=2.1",

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from benchmarks.results import BASES, Row, adapt_run, make_parser, print_rows, write_rows
 from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
-from pipeline.config.run import Checkpoints as Settings
+from pipeline.config.run import CheckpointSettings as Settings
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import load_deepspeed_config
 from pipeline.files import sync, write_json
@@ -134,7 +134,7 @@ class Saver:
     """Saves `engine` in each of the ways."""
 
     def __init__(self, config: RunConfig, engine: Engine, zero_stage: int) -> None:
-        from pipeline.training.checkpointing import Checkpoints
+        from pipeline.training.checkpointing import CheckpointManager
 
         base = BaseFolder(config.base, read_spec(config.base))
         base.set_known_hashes({})
@@ -142,7 +142,7 @@ class Saver:
         layout = describe_layout(Layout(RANKS), zero_stage, torch.bfloat16)
         self.folder, self.engine = config.folder, engine
         self.checkpoints = {
-            way: Checkpoints(
+            way: CheckpointManager(
                 self.folder / way,
                 run,
                 layout,

@@ -1,4 +1,4 @@
-"""`scale-cpt COMMAND`: reads the command line and runs the command, a module of `pipeline.commands`.
+"""`scale-cpt COMMAND`: reads the command line and runs a command, a module of pipeline.commands.
 
 Only the command that is asked for is imported, so that `scale-cpt --help` answers at once.
 """

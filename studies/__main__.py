@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from pipeline import command_line, log
+from pipeline.errors import MissingPackageError
 
 RUN_HELP = """\
 Runs all runs that a study compares, several at a time; prints tables, writes summary.json.
@@ -140,22 +141,22 @@ def run(arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """`python -m studies report`."""
     from pipeline.files import write_text
-    from studies.report.figures import figures_of
-    from studies.report.groups import group
-    from studies.report.page import WIDE, page, svg_file
     from studies.report.results import read_runs
+
+    try:
+        from studies.report.page import page, write_figures
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"report: {error.name} is not installed; pip install -e '.[dev]' in the project's root"
+        ) from None
 
     runs = read_runs(arguments.runs)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_text(arguments.output, page(runs, arguments.title))
     print(arguments.output)
-    if arguments.svg is None:
-        return
-    arguments.svg.mkdir(parents=True, exist_ok=True)
-    for figure in figures_of(group(runs)):
-        path = arguments.svg / f"{figure.name}.svg"
-        write_text(path, svg_file(figure.draw(WIDE)))
-        print(path)
+    if arguments.svg is not None:
+        for path in write_figures(runs, arguments.svg):
+            print(path)
 
 
 if __name__ == "__main__":

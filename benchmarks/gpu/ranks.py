@@ -21,10 +21,10 @@ import torch.distributed as dist
 from benchmarks.gpu.setting import Row, Setting, started
 from pipeline import log
 from pipeline.config.method import FullFineTuning
-from pipeline.config.run import Watchdog as Limits
+from pipeline.config.run import WatchdogSettings as Limits
 from pipeline.errors import LOST_RANK
 from pipeline.health.liveness import Phases
-from pipeline.health.watchdog import Watchdog
+from pipeline.health.watchdog import RankWatchdog
 from pipeline.local_ranks import reserved_port
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 
@@ -173,7 +173,7 @@ def _watched(
         hung_after_s=300,
         slow_after_s=300,
     )
-    with Watchdog(limits, phases, folder / "stacks"):
+    with RankWatchdog(limits, phases, folder / "stacks"):
         for step in range(1000):
             with phases("data"):
                 if (rank, step) == (1, 20):

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from pipeline import log
-from pipeline.checkpoint.manifest import MANIFEST_FILE, Manifest, load_manifest
+from pipeline.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, load_manifest
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
@@ -42,17 +42,20 @@ class TrainedModel:
     """A checkpoint and its base.
 
     Attributes:
-        settings: the section `method` that it was trained with; `method` is what they make of the base.
-        structure: the decoder on the meta device: names and shapes. The rows of an extended vocabulary follow those of
-            the base, in one matrix, so that this is a model with a larger vocabulary and an output that is not tied.
+        settings: the section `method` that it was trained with.
+        method: the method that these settings describe.
+        structure: the decoder on the meta device: names and shapes. The rows of an extended
+            vocabulary follow those of the base, in one matrix. It is a model with a larger
+            vocabulary, and an output that is not tied.
         stored: the decoder on the meta device as it was trained, and as the checkpoint holds it.
         gate: the gate that was fitted for it, if it is to have one.
-        stored_scale: the scale of added channels in a merged export, if the norms are to count them as there.
+        stored_scale: the scale of added channels in a merged export, if the norms are to count them
+            as there.
     """
 
     checkpoint: Path
     base: BaseFolder
-    manifest: Manifest
+    manifest: CheckpointManifest
     settings: Method
     method: TrainingMethod
     structure: Decoder
@@ -74,11 +77,10 @@ class TrainedModel:
     @property
     def tokenizer(self) -> Path:
         """The folder of the tokenizer: the base's, or the extended one."""
-        return (
-            self.base.path
-            if self.manifest.run.vocabulary is None
-            else Path(self.manifest.run.vocabulary)
-        )
+        vocabulary = self.manifest.run.vocabulary
+        if vocabulary is None:
+            return self.base.path
+        return Path(vocabulary)
 
     def with_tokenizer(self, vocabulary: Path) -> TrainedModel:
         """The same with the extended tokenizer in the folder `vocabulary`."""
@@ -106,50 +108,72 @@ class TrainedModel:
     @cached_property
     def counts(self) -> tuple[int, int]:
         """How many parameters trained, and how many there are."""
-        sizes = {
-            name: prod(full_shape_of(parameter))
-            for name, parameter in self.stored.named_parameters()
-        }
-        return sum(sizes[name] for name in self.trained), sum(sizes.values())
+        trained = 0
+        total = 0
+        for name, parameter in self.stored.named_parameters():
+            size = prod(full_shape_of(parameter))
+            total += size
+            if name in self.trained:
+                trained += size
+        return trained, total
 
     def read(self, name: str) -> Tensor:
-        """The whole parameter: trained ones in fp32, the base's as published, also where it trained in 8 or 4 bits."""
-        new = {"embedding": NEW_EMBEDDING, "output": NEW_OUTPUT}.get(name.split(".")[0])
-        if new is None or not self.manifest.run.new_rows:
+        """A whole parameter of `structure`.
+
+        Trained ones are in fp32. The base's are as published, also where it trained in 8 or 4 bits.
+        """
+        module, _, _ = name.partition(".")
+        new_rows = {"embedding": NEW_EMBEDDING, "output": NEW_OUTPUT}.get(module)
+        if new_rows is None or not self.manifest.run.new_rows:
             return self.read_stored(name)
-        tied = name == "output.base" and self.base.spec.tie_word_embeddings
-        above = self.read_stored("embedding.base.weight" if tied else name).float()
+        # The rows of the new tokens are a matrix of their own: the columns of the base's hidden
+        # size first, then those of the expansion.
+        base_name = name
+        if name == "output.base" and self.base.spec.tie_word_embeddings:
+            base_name = "embedding.base.weight"
         width = self.base.spec.widths.hidden_size
-        columns = slice(width, None) if "expansion" in name else slice(width)
-        return torch.cat([above, self.read_stored(new)[:, columns]])
+        columns = slice(width)
+        if "expansion" in name:
+            columns = slice(width, None)
+        old = self.read_stored(base_name).float()
+        new = self.read_stored(new_rows)[:, columns]
+        return torch.cat([old, new])
 
     def read_stored(self, name: str) -> Tensor:
-        """The same of a parameter of `stored`."""
+        """A whole parameter of `stored`; see `read`."""
         if name in self.trained:
             return self.reader.read(name)
         return self.base.read(self.method.base_name(name, self.base.spec))
 
     @torch.no_grad()
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The logits [S, V] in fp32 of each window of tokens [S], computed in `dtype` with one layer in memory.
+        """The logits of each window of tokens, with one layer in memory at a time.
 
-        All windows pass a layer together.
+        Args:
+            windows: tensors [S]. All of them pass a layer together.
+            dtype: the dtype of the computation.
+
+        Returns:
+            A tensor [S, V] in fp32 for each window.
         """
         decoder, fill_output = self.streamed(dtype)
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
+        length = tokens.shape[1]
         hidden = decoder.hidden_states(tokens)
         fill_output()
-        starts = range(0, tokens.numel(), tokens.shape[1])
-        rows = [
-            slice(start, start + len(window)) for start, window in zip(starts, windows, strict=True)
-        ]
-        return [decoder.output.logits(hidden.rows(own)) for own in rows]
+        logits = []
+        for number, window in enumerate(windows):
+            # The hidden states are those of all windows in a row, [B * S, D], with their padding.
+            rows = slice(number * length, number * length + len(window))
+            logits.append(decoder.output.logits(hidden.rows(rows)))
+        return logits
 
     def streamed(self, dtype: torch.dtype) -> tuple[Decoder, Callable[[], None]]:
-        """The decoder in `dtype`, with its gate if it has one, of which at most one module is in memory.
+        """The decoder in `dtype`, of which at most one module has values at a time.
 
-        `OutputProjection.logits` is no forward pass: the function that comes with the decoder reads the weights of the
-        output projection, to keep.
+        It has its gate, if there is one. `OutputProjection.logits` is no forward pass of a module:
+        the function that comes with the decoder reads the weights of the output projection, to
+        keep.
         """
         decoder = self._without_values(dtype)
         return decoder, stream_weights(decoder, self.read, dtype)
@@ -164,10 +188,9 @@ class TrainedModel:
         return decoder
 
     def _without_values(self, dtype: torch.dtype) -> Decoder:
+        spec = _whole_vocabulary(self.base.spec, self.manifest)
         with torch.device("meta"):
-            decoder = self.method.build(
-                _whole_vocabulary(self.base.spec, self.manifest), SINGLE, "none"
-            )
+            decoder = self.method.build(spec, SINGLE, "none")
         decoder = decoder.to(dtype).eval()
         decoder.output.base_columns = self.base.spec.vocab_size
         decoder.gate = self.gate
@@ -182,7 +205,8 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     """Opens a checkpoint folder and the base that it was trained on.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or does not fit the base's architecture.
+        CheckpointError: the checkpoint is missing, damaged, or does not fit the architecture of the
+            base.
         BaseModelError: the base is missing, damaged, or another one than the checkpoint's.
     """
     manifest = load_manifest(checkpoint)
@@ -203,23 +227,25 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         _logger.info(
             "%s: an earlier version wrote it without a record of its base's config.json", checkpoint
         )
-    if changed := changed_entry(manifest.run.base.architecture, architecture_of(base.spec)):
+    changed = changed_entry(manifest.run.base.architecture, architecture_of(base.spec))
+    if changed:
         raise BaseModelError(
-            f"{base_path}: its config.json has another {changed} than when {checkpoint} was trained; put it back as it "
-            "was"
+            f"{base_path}: its config.json has another {changed} than when {checkpoint} was "
+            "trained; put it back as it was"
         )
-    # No folder of initial values is needed: only the structure is used, the values are in the checkpoint.
+    # No folder of initial values is needed: only the structure is used, the values are in the
+    # checkpoint.
     method = method_for(settings, Path(), manifest.run.seed)
     with torch.device("meta"):
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
         stored = method.build(replace(base.spec, new_tokens=manifest.run.new_rows), SINGLE, "none")
     reader = CheckpointReader(read_index(checkpoint), stored)
-    if missing := sorted(
-        {name for name, _ in named_trained_parameters(stored)} - set(reader.names)
-    ):
+    trained = {name for name, _ in named_trained_parameters(stored)}
+    missing = sorted(trained - set(reader.names))
+    if missing:
         raise CheckpointError(
-            f"{checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's method has; "
-            "use another checkpoint"
+            f"{checkpoint}: lacks {missing[0]} and {len(missing) - 1} more that its manifest's "
+            "method has; use another checkpoint"
         )
     return TrainedModel(checkpoint, base, manifest, settings, method, structure, stored, reader)
 
@@ -227,7 +253,8 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
 def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str, Any]:
     """The facts about a checkpoint; `base` is the path of its base, if that has moved.
 
-    Raises CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
+    Raises:
+        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together.
     """
     manifest = load_manifest(checkpoint)
     model = open_trained(checkpoint, base or Path(manifest.run.base.path))
@@ -245,10 +272,10 @@ def describe_checkpoint(checkpoint: Path, base: Path | None = None) -> dict[str,
     }
 
 
-def _whole_vocabulary(spec: DecoderSpec, manifest: Manifest) -> DecoderSpec:
+def _whole_vocabulary(spec: DecoderSpec, manifest: CheckpointManifest) -> DecoderSpec:
     """The base's architecture with the new rows of a run as part of its vocabulary."""
     new_tokens = manifest.run.new_rows
     if not new_tokens:
         return spec
-    # In training a tied base's new rows are two matrices: the expansion's columns of them are.
+    # In training a tied base has two matrices of new rows, because their expansion columns differ.
     return replace(spec, vocab_size=spec.vocab_size + new_tokens, tie_word_embeddings=False)

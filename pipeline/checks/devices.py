@@ -41,10 +41,10 @@ def _now(device: torch.device) -> float:
 
 
 # --- Matrix products: correct on every rank, and about equally fast -------------------------------
-# The matrix is Sylvester's: H of +1 and -1, with H H = n I. Its rows and columns are scaled by small
-# integers and by 1/n. So the result is known in advance, and bf16 and fp16 represent every partial
-# sum over an aligned run of products: the result must be exact in any dtype, however a kernel
-# splits the sum.
+# The matrix is Sylvester's: H of +1 and -1, with H H = n I. Its rows and columns are scaled by
+# small integers and by 1/n. So the result is known in advance, and bf16 and fp16 represent every
+# partial sum over an aligned run of products: the result must be exact in any dtype, however a
+# kernel splits the sum.
 
 SIZE = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
@@ -95,8 +95,8 @@ def judge_products(
 ) -> Finding:
     """Judges the products of all ranks.
 
-    A wrong product is a fault. So is one that takes more than `slow_factor` times the median time of
-    the other ranks; None allows any time.
+    A wrong product is a fault. So is one that takes more than `slow_factor` times the median time
+    of the other ranks; None allows any time.
     """
     faults: list[Fault] = []
     for rank, product in enumerate(products):

@@ -17,7 +17,7 @@ from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokeni
 from pipeline.data.tokenize.queue import finished
 from pipeline.data.tokenize.units import input_files, is_here
 from pipeline.errors import ConfigError, MissingPackageError, UserError
-from pipeline.hf.folder import base_config
+from pipeline.hf.base_files import base_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.served_tokenizer import check_future_export
 from pipeline.methods.scale import check_named_expansion, made_expansion

@@ -1,4 +1,4 @@
-"""What the configuration of a run names: opened before any rank allocates memory, without collectives."""
+"""What a run's configuration names: opened before ranks allocate memory, without collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import (
     SAME_MODEL,
     SAME_OVER_A_RUN,
-    Manifest,
+    CheckpointManifest,
     check_same_run,
     describe_run,
     load_manifest,
@@ -145,7 +145,7 @@ class RunInputs:
 
     @cached_property
     def compared_texts(self) -> list[str]:
-        """Beginnings of the run's corpora of text on this machine, on which tokenizers are compared."""
+        """Beginnings of the run's texts on this machine, on which tokenizers are compared."""
         return list(run_texts(self.config))
 
     @cached_property
@@ -204,7 +204,9 @@ class RunInputs:
         check_no_checkpoint_is_lost(config)
         return False
 
-    def _check_continues(self, checkpoint: Path, manifest: Manifest, *, finished: bool) -> None:
+    def _check_continues(
+        self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool
+    ) -> None:
         """Raises CheckpointError where this run cannot be the one that wrote the checkpoint."""
         with torch.device("meta"):
             model = build_model(self.config, self.base.spec, SINGLE)

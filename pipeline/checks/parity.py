@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline import log
 from pipeline.conversion.verify import windows_of
 from pipeline.errors import BaseModelError, faults_of_library
-from pipeline.hf.folder import base_config
+from pipeline.hf.base_files import base_config
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder

@@ -1,7 +1,7 @@
 """The commands of scale-cpt: a module each, of the command's name with `_` for `-`.
 
-A command's module has a docstring, which is its help, `add_options(parser)`, and `main(arguments)`, which returns the
-exit code or None for 0. `pipeline.cli` calls them.
+A command's module has a docstring, which is its help, `add_options(parser)`, and
+`main(arguments)`, which returns the exit code, or None for 0. `pipeline.cli` calls them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pipeline.files import with_pages_found
 
 PROGRAM = "scale-cpt"
 
-# In the order in which `scale-cpt --help` lists them. The lines are here, and not only in the modules' docstrings, so
-# that the list waits for no import.
+# In the order of `scale-cpt --help`. The summaries are here, and not only in the docstrings of the
+# modules, so that the list waits for no import.
 COMMANDS = {
     # The stages of a run.
     "config": "Shows every setting of a run, or writes a first configuration.",
@@ -50,7 +50,8 @@ def build_parser(with_options: Iterable[str] = COMMANDS) -> argparse.ArgumentPar
     """The parser of `scale-cpt`.
 
     Args:
-        with_options: The commands that are imported and get their options. The others are listed only.
+        with_options: The commands that are imported and get their options. The others are only
+            listed.
     """
     parser = argparse.ArgumentParser(PROGRAM, epilog=f"{PROGRAM} COMMAND --help: its options")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")

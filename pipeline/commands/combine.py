@@ -2,12 +2,14 @@
 
     scale-cpt combine served korean=runs/ko law=runs/law
 
-Each is a finished run of method `scale`, Preserve or Adapt, with a gate, exported in the format `scale`; or the folder
-of such an export. The folder that is made holds the base once, and is a model for transformers:
+Each expansion is a finished run, or the folder of its export. The run is one of method `scale`,
+variant Preserve or Adapt, with a gate, exported in the format `scale`. The folder that is made
+holds the base once, and is a model for transformers:
 
     AutoModelForCausalLM.from_pretrained("served", trust_remote_code=True, active=["korean"])
 
-Where no gate has opened the text is the base's; docs/expansions.md says which expansion gives a token.
+Where no gate opens, the base writes the text. docs/expansions.md says which expansion gives a
+token.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "runs",
         metavar="NAME=RUN",
         nargs="+",
-        help="an expansion's name, and its run's or export's folder",
+        help="a name for the expansion, and the folder of its run or export",
     )
 
 
@@ -41,7 +43,7 @@ def main(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{pair}: expected NAME=RUN, and each name once")
         runs[name] = Path(path)
     _logger.info("combining %s into %s: loading the libraries", ", ".join(runs), arguments.folder)
-    # Imported after the arguments are checked: a mistake in them is reported at once.
+    # After the arguments are checked, so that a mistake in them is reported at once.
     from pipeline.combination.combine import combine
 
     combine(arguments.folder, runs)

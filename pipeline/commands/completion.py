@@ -12,11 +12,11 @@ import argparse
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh"])
+    parser.add_argument("shell", choices=["bash", "zsh"], help="the shell that reads the script")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    import shtab  # here, so that no other command needs it
+    import shtab  # Here, so that no other command needs it.
 
     from pipeline.commands import build_parser
 

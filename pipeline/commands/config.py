@@ -1,9 +1,9 @@
 """Shows every setting of a run, or writes a first configuration.
 
     scale-cpt config show configs/demo_fft.yaml --set schedule.steps=20
-    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
+    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --gpus 8
 
-A first configuration is for --gpus GPUs, or for this machine, and is followed by its dry run.
+A first configuration is made for --gpus GPUs, or else for this machine. Its dry run is printed too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pipeline.sizing.cluster import add_cluster_options, cluster_of
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SHOW = "    scale-cpt config show configs/demo.yaml --set schedule.steps=20"
 _INIT = """\
-    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --output my_run.yaml
+    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl
     scale-cpt config init --base org/name --new hf://org/texts --old general.jsonl --gpus 8
 
-A line of a .txt file is a document. Chats, and other documents: `messages_key` or `document` of the corpus, in the file
-that is written (docs/data.md)."""
+A line of a .txt file is a document. For chats, and for other documents, set `messages_key` or
+`document` of the corpus in the file that is written (docs/data.md)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     show = _command(
         commands,
         "show",
-        "print every setting, with all that the file extends, and with --set",
+        "print every setting of a run: its file, the files that it extends, and --set",
         _SHOW,
     )
     command_line.add_run(show)
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--base",
         type=Path,
         required=True,
-        help="the model that learns: a folder or org/name@revision",
+        help="the model that learns: a folder, or org/name@revision on the hub",
     )
     init.add_argument(
         "--new",
@@ -57,27 +57,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="texts to learn: files, patterns, hf://org/name",
     )
     init.add_argument(
-        "--old", nargs="+", required=True, metavar="FILE", help="texts of what the base knows"
+        "--old",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="texts of what the base knows, for replay",
     )
     init.add_argument(
-        "--text-key", default="text", help="the key or column that holds the texts (default: text)"
+        "--text-key", default="text", help="the key or column of the documents (default: text)"
     )
     init.add_argument(
-        "--old-text-key", help="that of the texts given as --old (default: as --text-key)"
+        "--old-text-key", help="the key or column in the --old texts (default: as --text-key)"
     )
     init.add_argument(
         "--vocabulary",
         type=Path,
         metavar="DIR",
-        help="a tokenizer extended by `scale-cpt vocabulary`",
+        help="a folder that scale-cpt vocabulary wrote, for a run with new tokens",
     )
     init.add_argument(
         "--without-gate",
         action="store_true",
-        help="for an export that any server runs: narrower, with self-generated text instead",
+        help="a narrower expansion with self-generated text, for an export that any server runs",
     )
     init.add_argument(
-        "--output", type=Path, help="the YAML file to write (default: the base's name)"
+        "--output", type=Path, help="the YAML file to write (default: <name of the base>.yaml)"
     )
     add_cluster_options(init)
 
@@ -85,40 +89,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.command == "init":
         return _write_first(arguments)
-    values = load_config(arguments.run, arguments.set, base="named").model_dump(mode="json")
+    config = load_config(arguments.run, arguments.set, base="named")
+    values = config.model_dump(mode="json")
     print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
     return 0
 
 
-def _command(commands: _Commands, name: str, what: str, text: str) -> argparse.ArgumentParser:
-    text = f"{what[0].upper()}{what[1:]}.\n\n{text}"
+def _command(
+    commands: _Commands, name: str, summary: str, examples: str
+) -> argparse.ArgumentParser:
+    """Adds a command, whose help is its summary and its examples."""
     return commands.add_parser(
-        name, help=what, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.\n\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
 def _write_first(arguments: argparse.Namespace) -> int:
-    """Writes a first configuration, prints its dry run, and returns 1 if that finds a fault."""
+    """Writes a first configuration and prints its dry run. Returns 1 if that finds a fault."""
     output = arguments.output or Path(f"{arguments.base.resolve().name}.yaml")
     name = re.sub("[^A-Za-z0-9._-]", "-", output.stem)
     if output.exists():
         raise ConfigError(f"{output}: this file exists already; give another one as --output")
-    # Imported after the options are checked: torch takes seconds.
+    # After the options are checked, because torch takes seconds.
     from pipeline.checks.dry_run import make_plan
-    from pipeline.sizing.first_config import propose
+    from pipeline.sizing.first_config import FirstRun, propose
 
     cluster = cluster_of(arguments)
-    config, text = propose(
-        name,
-        arguments.base,
-        arguments.new,
-        arguments.old,
-        cluster,
+    wanted = FirstRun(
+        name=name,
+        base=arguments.base,
+        new=arguments.new,
+        old=arguments.old,
         text_key=arguments.text_key,
-        old_text_key=arguments.old_text_key or arguments.text_key,
+        old_text_key=arguments.old_text_key,
         vocabulary=arguments.vocabulary,
         gated=not arguments.without_gate,
     )
+    config, text = propose(wanted, cluster)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, text)
     plan = make_plan(config, cluster)

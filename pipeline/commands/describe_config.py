@@ -2,7 +2,7 @@
 
     scale-cpt describe-config
 
-A test compares that page with this output.
+docs/configuration.md has the same tables, which a test compares with this output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORDS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """The command has no options."""
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -40,17 +40,15 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def _tables() -> Iterator[str]:
-    """A table of the keys outside of sections, then one for each section."""
+    """A table of the settings outside of sections, then one for each section."""
     fields = RunConfig.model_fields
     yield _heading("Top level", "Settings of a run outside of its sections.")
-    yield from (
-        _row(name, field) for name, field in fields.items() if not _sections(field.annotation)
-    )
     for name, field in fields.items():
-        alternatives, required = (
-            _sections(field.annotation),
-            " Required." if field.is_required() else "",
-        )
+        if not _sections(field.annotation):
+            yield _row(name, field)
+    for name, field in fields.items():
+        alternatives = _sections(field.annotation)
+        required = " Required." if field.is_required() else ""
         if len(alternatives) == 1:
             yield from _table(name, alternatives[0], required)
         elif alternatives:
@@ -74,49 +72,72 @@ def _heading(title: str, summary: str) -> str:
 
 
 def _summary(section: type[BaseModel]) -> str:
-    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
+    """The first paragraph of a section's docstring, in one line."""
+    paragraph, _, _ = (section.__doc__ or "").partition("\n\n")
+    return " ".join(paragraph.split())
 
 
 def _rows(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The rows of a section's keys, each followed by those of the section in it."""
+    """The rows of a section's settings, each followed by the rows of a section inside it."""
     for name, field in section.model_fields.items():
-        if name == "name" and get_origin(field.annotation) is Literal:
-            continue
-        inner = [] if get_origin(field.annotation) is dict else _sections(field.annotation)
-        yield _row(prefix + name, field, _summary(inner[0]).rstrip(".") if inner else "")
+        origin = get_origin(field.annotation)
+        if name == "name" and origin is Literal:
+            continue  # `_tables` shows it.
+        inner: list[type[BaseModel]] = []
+        if origin is not dict:
+            inner = _sections(field.annotation)
+        summary = _summary(inner[0]).rstrip(".") if inner else ""
+        yield _row(prefix + name, field, summary)
         for child in inner:
             yield from _rows(child, f"{prefix}{name}.")
 
 
 def _row(key: str, field: FieldInfo, summary: str = "") -> str:
+    """The row of a setting; `summary` is its meaning where the setting describes none."""
     meaning = " ".join((field.description or summary).split()).replace("|", r"\|")
+    default = _default(field)
+    return f"| `{key}` | {_type(field.annotation)} | {default} | {meaning} |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    """A setting's default as YAML has it."""
     default = field.default
     if field.is_required():
-        shown = "required"
-    elif default is None or isinstance(default, BaseModel):
-        shown = ""
-    else:
-        value = str(default).lower() if isinstance(default, bool) else default
-        shown = f"`{list(value) if isinstance(value, tuple) else value}`"
-    return f"| `{key}` | {_type(field.annotation)} | {shown} | {meaning} |\n"
+        return "required"
+    if default is None or isinstance(default, BaseModel):
+        return ""
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
+    return f"`{default}`"
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The classes of sections in a type such as `list[Section] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [inner for part in get_args(annotation) for inner in _sections(part)]
+    sections: list[type[BaseModel]] = []
+    for part in get_args(annotation):
+        sections += _sections(part)
+    return sections
 
 
 def _type(annotation: Any) -> str:
-    origin, parts = get_origin(annotation), get_args(annotation)
+    """A setting's type in words."""
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Annotated:
         return _type(parts[0])
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in parts)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_type(part) for part in parts))
+        words = [_type(part) for part in parts]
+        return " or ".join(dict.fromkeys(words))
     if origin in (list, tuple):
         return f"list of {_type(parts[0])}"
+    if origin is dict:
+        return "one section a name"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    return "one section a name" if origin is dict else _WORDS.get(annotation, str(annotation))
+    return _WORDS.get(annotation, str(annotation))

@@ -1,10 +1,12 @@
-"""Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.
+r"""Estimates memory, traffic, FLOPs and time of a run, and recommends a layout.
 
     scale-cpt estimate configs/demo.yaml --gpus 2
+    scale-cpt estimate configs/cpt_korean_llama3.2_1b.yaml --gpus 8 \
+        --base-config configs/bases/llama-3.2-1b.json
 
-Layouts that recompute more than they must are left out (--all lists them). A layout is recommended if at least 5 % of
-the usable memory is left, the error of the estimate. The base's weights are not needed: its config.json is enough
-(--base-config, if its folder is missing).
+Layouts that recompute more than they must are left out; --all lists them. A layout is recommended
+if it leaves at least 5 % of the usable memory, which is the error of the estimate. The exit code is
+1 where none fits. The base's weights are not needed: its config.json is enough.
 """
 
 from __future__ import annotations
@@ -30,15 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if "gpus" not in arguments:
         raise ConfigError("--gpus: give the number of GPUs")
-    from pipeline.sizing.estimate import (
-        open_estimator,
-        report,
-    )  # here, so that --help does not import torch
+    # Here, because --help does not wait for torch.
+    from pipeline.sizing.estimate import open_estimator, report
 
-    config, cluster = (
-        load_config(arguments.run, arguments.set, base="described"),
-        cluster_of(arguments),
-    )
+    config = load_config(arguments.run, arguments.set, base="described")
+    cluster = cluster_of(arguments)
     estimator = open_estimator(config, cluster, base_config=arguments.base_config)
     text, recommended = report(estimator, every=arguments.all)
     print(text)

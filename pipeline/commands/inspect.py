@@ -1,9 +1,9 @@
 """Prints a checkpoint's method, widths, base, step and trained share.
 
     scale-cpt inspect runs/demo
-    scale-cpt inspect runs/demo/checkpoints/step_00000200
+    scale-cpt inspect runs/demo/checkpoints/step_00000200 --json
 
-A run stands for its newest checkpoint.
+Of a run, the newest checkpoint is shown. The output is YAML, or JSON with --json.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from pipeline.config.sources import CHECKPOINTS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="its folder, or a run's for the newest")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint's folder, or a run's folder")
     parser.add_argument(
-        "--base", type=command_line.folder_or_hub, help="the path of the base, if it has moved"
+        "--base", type=command_line.folder_or_hub, help="the base model's folder, if it has moved"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of YAML")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    from pipeline.checkpoint.folder import latest_checkpoint  # after --help: they load torch
+    # Here, because --help does not wait for torch.
+    from pipeline.checkpoint.folder import latest_checkpoint
     from pipeline.checkpoint.trained_model import describe_checkpoint
 
     folder = arguments.checkpoint
     if (folder / CHECKPOINTS).is_dir():
         folder = latest_checkpoint(folder / CHECKPOINTS) or folder
     facts = describe_checkpoint(folder, arguments.base)
-    text = json.dumps(facts, indent=2) if arguments.json else yaml.safe_dump(facts, sort_keys=False)
-    print(text.rstrip("\n"))
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(yaml.safe_dump(facts, sort_keys=False), end="")

@@ -3,7 +3,7 @@
     scale-cpt new my_runs && cd my_runs
     bash slurm/cpt_korean.sh configs/demo.yaml
 
-For an installed package; a checkout of the project is such a folder itself.
+This is for an installed package: a checkout of the project is such a folder itself.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
+    ignored = shutil.ignore_patterns("__pycache__")
     with published_folder(folder, None) as unfinished:
         for name in SHIPPED:
-            shutil.copytree(
-                shipped() / name, unfinished / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-    print(
-        f"made {folder} with {', '.join(SHIPPED)}; next: cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml"
-    )
+            shutil.copytree(shipped() / name, unfinished / name, ignore=ignored)
+    run_demo = f"cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml"
+    print(f"made {folder} with {', '.join(SHIPPED)}; next: {run_demo}")

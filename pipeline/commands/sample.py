@@ -1,10 +1,13 @@
-"""Makes token corpora of text that the base model writes itself.
+r"""Makes token corpora of text that the base model writes itself.
 
-    scale-cpt sample configs/….yaml
+    scale-cpt sample configs/demo.yaml
     scale-cpt sample --base path/to/model --output tokens/own --tokens 1000000 --max-tokens 2048
+    scale-cpt sample --base path/to/chat_model --output tokens/answers --tokens 1000000 \
+        --max-tokens 2048 --prompts questions.jsonl --chat-template
 
-With a run's configuration, every corpus of role self_generated that it names is made; without one, give the base and the
-settings, which are those of `data.corpora.<name>.sample` in docs/configuration.md.
+With a run, every corpus of role self_generated that it names is made. Without a run, give the base
+and the settings: the options have the names and meanings of `data.corpora.<name>.sample` in
+docs/configuration.md. Stopped or killed, the same command continues.
 """
 
 from __future__ import annotations
@@ -14,8 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import log
-from pipeline.command_line import add_run, day, folder_or_hub, positive, share
-from pipeline.config.data import CHAT_DATE, Sampling
+from pipeline.command_line import (
+    add_chat_date_option,
+    add_run,
+    add_share_option,
+    add_text_key_option,
+    folder_or_hub,
+    positive,
+)
+from pipeline.config.data import Sampling
 from pipeline.config.reading import checked
 from pipeline.config.run import load_config
 from pipeline.errors import ConfigError
@@ -27,11 +37,71 @@ if TYPE_CHECKING:
 _logger = log.get_logger(__name__)
 
 
-def main(options: argparse.Namespace) -> None:
-    config = load_config(options.run, options.set) if options.run else None
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_run(parser, required=False)
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        help="processes, each with the base (default: one for each GPU, or as many as fit)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        help="documents written at a time (default: what suits the base, at most 128)",
+    )
+    add_share_option(parser)
+    group = parser.add_argument_group("without a run")
+    group.add_argument("--base", type=folder_or_hub, help="the base model's Hugging Face folder")
+    group.add_argument("--output", type=Path, help="the folder of the corpus to make")
+    group.add_argument("--tokens", type=positive, help="how many tokens are written, at least")
+    group.add_argument(
+        "--max-tokens", type=positive, help="the most tokens of a document, with its prompt"
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="the temperature of sampling (default: 1, the base's own distribution)",
+    )
+    group.add_argument(
+        "--prompts",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="documents whose beginnings the base continues",
+    )
+    group.add_argument(
+        "--prompt-tokens",
+        type=positive,
+        help="how many tokens of each document are its prompt (default: all of them)",
+    )
+    add_text_key_option(group)
+    group.add_argument(
+        "--chat-template",
+        action="store_true",
+        help="the prompts are a user's messages, framed by the chat template",
+    )
+    add_chat_date_option(group)
+    group.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether the base thinks before it answers (default: as its chat template has it)",
+    )
+    group.add_argument(
+        "--system-prompts",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="system prompts, one of which is drawn for each message",
+    )
+    group.add_argument("--seed", type=int, default=0, help="the seed of the text (default: 0)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.run, arguments.set) if arguments.run else None
     if config is not None and not any(corpus.sample for corpus in config.data.corpora.values()):
-        return  # before torch is imported: every run of slurm/cpt_korean.sh passes here
-    sampling = _sampling_of(options) if config is None else None
+        return  # Every run of slurm/cpt_korean.sh passes here, without torch.
+    sampling = _sampling_of(arguments) if config is None else None
     _logger.info("sampling text that the base writes itself: loading the libraries, then the base")
     from pipeline.data.tokenize.workers import local_workers
     from pipeline.self_generated.corpus import (
@@ -42,99 +112,41 @@ def main(options: argparse.Namespace) -> None:
     )
 
     with stage_of(config, "sample"):
+        jobs: list[SamplingJob] = []
         if config is not None:
-            jobs = list(sampling_jobs(config, options.batch_size))
-        else:
-            assert sampling is not None
-            jobs = [_given(options, sampling)]
+            jobs += sampling_jobs(config, arguments.batch_size)
+        if sampling is not None:
+            jobs.append(_given_job(arguments, sampling))
+        # Faults of every job are found before the first one is made.
         plans = [plan_of(job) for job in jobs]
         if config is not None:
             begin_run(config)
-        count = options.workers or default_workers(jobs[0].base)
-        with local_workers(count, preload="pipeline.self_generated.corpus") as workers:
+        workers = arguments.workers or default_workers(jobs[0].base)
+        with local_workers(workers, preload="pipeline.self_generated.corpus") as pool:
             for job, plan in zip(jobs, plans, strict=True):
-                manifest = sample_corpus(job, plan, workers, options.share)
-                print(
-                    f"{job.output}: {manifest.documents:,} documents, {manifest.tokens:,} tokens that the base wrote"
-                )
+                manifest = sample_corpus(job, plan, pool, arguments.share)
+                tokens = f"{manifest.tokens:,} tokens that the base wrote"
+                print(f"{job.output}: {manifest.documents:,} documents, {tokens}")
 
 
-def _sampling_of(options: argparse.Namespace) -> Sampling:
-    """What the flags say of the sampling; raises ConfigError where they do not fit together."""
-    if not (options.base and options.output and options.tokens and options.max_tokens):
+def _sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """The settings that the options give; raises ConfigError where they do not fit together."""
+    required = (arguments.base, arguments.output, arguments.tokens, arguments.max_tokens)
+    if not all(required):
         raise ConfigError("name a run, or give all of --base, --output, --tokens and --max-tokens")
-    given = {name: getattr(options, name) for name in Sampling.model_fields}
+    given = {name: getattr(arguments, name) for name in Sampling.model_fields}
     return checked(Sampling, given, source="the command line", listed_in="--help")
 
 
-def _given(options: argparse.Namespace, sampling: Sampling) -> SamplingJob:
+def _given_job(arguments: argparse.Namespace, sampling: Sampling) -> SamplingJob:
     from pipeline.self_generated.corpus import SamplingJob
 
     return SamplingJob(
-        options.base,
-        options.output,
+        arguments.base,
+        arguments.output,
         sampling,
-        options.max_tokens,
-        options.text_key,
-        options.batch_size,
-        chat_date=options.chat_date,
+        arguments.max_tokens,
+        arguments.text_key,
+        arguments.batch_size,
+        chat_date=arguments.chat_date,
     )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add_run(parser, required=False)
-    add(
-        "--workers",
-        type=positive,
-        help="processes, each with the base (default: one per GPU, or as many as fit)",
-    )
-    add(
-        "--batch-size",
-        type=positive,
-        help="documents at a time (default: what suits the base, at most 128)",
-    )
-    add(
-        "--share",
-        type=share,
-        default=(0, 1),
-        metavar="K/N",
-        help="this is the K-th of N jobs, as in a Slurm array",
-    )
-    add("--base", type=folder_or_hub, help="a Hugging Face folder")
-    add("--output", type=Path, help="the corpus folder")
-    add("--tokens", type=positive, help="how many are written, at least")
-    add("--max-tokens", type=positive, help="of a document, its opening included")
-    add("--temperature", type=float, default=1.0, help="default: 1, the base's own distribution")
-    add(
-        "--prompts",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="documents whose beginnings the base continues",
-    )
-    add(
-        "--prompt-tokens",
-        type=positive,
-        help="the beginning of each that is used (default: all of it)",
-    )
-    add("--text-key", default="text", help="the key or column that holds them (default: text)")
-    add(
-        "--chat-template",
-        action="store_true",
-        help="they are a user's messages, framed by the chat template",
-    )
-    add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
-    add(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        help="whether the base thinks before it answers",
-    )
-    add(
-        "--system-prompts",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="one is drawn for each message",
-    )
-    add("--seed", type=int, default=0, help="of the text (default: 0)")

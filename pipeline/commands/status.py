@@ -2,9 +2,9 @@
 
     scale-cpt status runs/demo
     scale-cpt status runs/demo --json
-    scale-cpt status runs/korean
+    scale-cpt status runs/korean-quick
 
-A study's folder gives a line for each run that has started.
+Of a folder of runs, each run that has started is shown in a line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from pipeline.run_folder.status import as_lines, as_text, read_status, runs_in
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run's folder, e.g. runs/demo, or a study's")
-    parser.add_argument("--json", action="store_true", help="for a program")
+    parser.add_argument(
+        "run", type=Path, help="a run's folder, such as runs/demo, or a folder of runs"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for a program")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    found = [read_status(folder) for folder in runs_in(arguments.run)] or read_status(arguments.run)
-    if arguments.json:
-        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
+    folders = runs_in(arguments.run)
+    if folders:
+        statuses = [read_status(folder) for folder in folders]
+        print(_as_json(statuses) if arguments.json else as_lines(statuses))
     else:
-        print(as_lines(found) if isinstance(found, list) else as_text(found))
+        status = read_status(arguments.run)
+        print(_as_json(status) if arguments.json else as_text(status))
+
+
+def _as_json(value: object) -> str:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()

@@ -1,10 +1,12 @@
 """Makes token corpora of documents: Megatron's .bin/.idx, with a manifest.
 
     scale-cpt tokenize configs/demo.yaml
-    scale-cpt tokenize --import megatron/my_text_document --tokenizer path/to/model --output tokens/mine
     scale-cpt tokenize --input 'corpus/*.jsonl.zst' --tokenizer path/to/model --output tokens/korean
+    scale-cpt tokenize --import megatron/my_text_document --tokenizer path/to/model --output tokens
 
-Give the input, or a run configuration: then every corpus that it names is made, with the run's tokenizer.
+With a run, every corpus that it names is made, with the run's tokenizer. Without a run, give the
+input. Stopped or killed, the same command continues. On a cluster slurm/tokenize_korean.sh runs it
+as a job array, or over MPI ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +16,18 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pipeline import log
-from pipeline.command_line import add_run, day, folder_or_hub, positive, share
-from pipeline.config.data import CHAT_DATE, Corpus
+from pipeline.command_line import (
+    add_chat_date_option,
+    add_run,
+    add_share_option,
+    add_text_key_option,
+    folder_or_hub,
+    positive,
+)
+from pipeline.config.data import Corpus
 from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.sources.records import DocumentUnit, Normalization, Quoting, SpecialTokens
@@ -29,182 +38,206 @@ from pipeline.data.tokenize.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
 from pipeline.run_folder.attempts import begin_run, stage_of
 
-
-def main(options: argparse.Namespace) -> None:
-    work = mpi_share() if options.mpi else options.share
-    is_first = not options.mpi or work[0] == 0
-    if not is_first:
-        log.configure(logging.WARNING)
-    with local_workers(1 if options.mpi else options.workers, isolated=not options.mpi) as workers:
-        config = load_config(options.run, options.set) if options.run else None
-        with stage_of(config if is_first else None, "tokenize"):
-            jobs = [_given(options)] if config is None else _of_run(config)
-            for job in jobs:  # a missing file is found before hours of work
-                named_files(job.corpus.input)
-            if config is not None:
-                begin_run(config)
-            unit_bytes = int(options.unit_mib * 2**20) if options.unit_mib else None
-            for job in jobs:
-                job = replace(job, unit_bytes=unit_bytes, reference_only=options.reference_only)
-                manifest = preprocess(
-                    job, workers, max_bad_fraction=options.max_bad_fraction, share=work
-                )
-                rejected = sum(manifest.rejected.values())
-                made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {rejected:,} records rejected"
-                if is_first:
-                    print("; ".join([f"{job.output}: {made}", *remarks(manifest)]))
-
-
-def _of_run(config: RunConfig) -> list[Job]:
-    if not is_tokenized(config.data):  # every restart of a run passes this stage
-        for name, corpus in config.data.corpora.items():
-            if corpus.clean is not None and not cleaned_folder(config.data, name).is_dir():
-                raise DataError(
-                    f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first"
-                )
-        from pipeline.checks.checklist import begin  # loads torch
-
-        # cpt_korean.sh knows how many ranks will train on the tokens.
-        begin(
-            config,
-            int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size),
-            "tokenize",
-        )
-    return list(corpus_jobs(config.data, config.tokenizer))
-
-
-def _given(options: argparse.Namespace) -> Job:
-    inputs = [
-        *options.input,
-        *(f"{prefix.removesuffix(TOKENS)}{TOKENS}" for prefix in options.imported),
-    ]
-    if not (inputs and options.tokenizer and options.output):
-        raise ConfigError("name a run, or give --input or --import, with --tokenizer and --output")
-    names = (
-        "text_key", "prompt_key", "messages_key", "document", "encoding", "heldout_fraction", "quoting", "normalize",
-        "special_tokens", "max_unknown_fraction", "allow_damaged",
-    )  # fmt: skip
-    given = {"input": inputs, **{name: getattr(options, name) for name in names}}
-    corpus = checked(Corpus, given, source="the command line", listed_in="--help")
-    return Job(
-        corpus,
-        options.tokenizer,
-        options.output,
-        options.end_of_document,
-        chat_date=options.chat_date,
-    )
+_CORPUS_OPTIONS = (
+    "text_key",
+    "prompt_key",
+    "messages_key",
+    "document",
+    "encoding",
+    "heldout_fraction",
+    "quoting",
+    "normalize",
+    "special_tokens",
+    "max_unknown_fraction",
+    "allow_damaged",
+)
+"""The options that are settings of a corpus, by the same name."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add_run(parser, required=False)
-    add("--input", nargs="+", default=[], metavar="FILE", help="files, patterns, hf://org/name")
-    add(
+    _add_input_options(parser.add_argument_group("without a run"))
+    _add_work_options(parser.add_argument_group("how the work is done"))
+
+
+def _add_input_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="documents: files, patterns, hf://org/name",
+    )
+    group.add_argument(
         "--import",
         nargs="+",
         default=[],
         dest="imported",
         metavar="PREFIX",
-        help="instead of --input: PREFIX.bin and PREFIX.idx of Megatron-LM's preprocess_data, made with that tokenizer",
+        help="instead of --input: PREFIX.bin and PREFIX.idx of Megatron-LM's preprocess_data, made "
+        "with this tokenizer",
     )
-    add(
+    group.add_argument(
         "--tokenizer",
         type=folder_or_hub,
         help="a Hugging Face folder, a tokenizer.json or a SentencePiece .model",
     )
-    add("--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout")
-    add(
-        "--text-key",
-        default="text",
-        help="the key or column that holds the document (default: text)",
+    group.add_argument(
+        "--output", type=Path, help="the corpus folder; its held-out part goes to OUTPUT.heldout"
     )
-    add(
+    add_text_key_option(group)
+    group.add_argument(
+        "--prompt-key",
+        help="the key or column of a prompt before the text, which is read and never predicted",
+    )
+    group.add_argument(
         "--messages-key",
-        help="or that of a chat, of {role, content} or {from, value}: predicts the assistant's",
+        help="instead of --text-key: the key or column of a chat, of {role, content} or "
+        "{from, value}, in which the assistant's messages are predicted",
     )
-    add("--chat-date", type=day, default=CHAT_DATE, help="today, to a chat template that asks")
-    add(
-        "--encoding",
-        help="of text files that are not UTF-8, as Python names it, such as cp949 or utf-16",
-    )
-    add(
-        "--quoting",
-        choices=get_args(Quoting),
-        help="of CSV and TSV (default: standard for CSV, none for TSV)",
-    )
-    add(
-        "--normalize",
-        choices=get_args(Normalization),
-        help="bring texts to that form of Unicode (default: none)",
-    )
-    add(
-        "--special-tokens",
-        choices=get_args(SpecialTokens),
-        help="what a text that spells </s> becomes: text, or that token (default: text where the tokenizer can)",
-    )
-    add(
-        "--max-unknown-fraction",
-        type=float,
-        default=0.01,
-        help="stop where the tokenizer cannot spell more of the text (default: 0.01)",
-    )
-    add(
-        "--allow-damaged",
-        action="store_true",
-        help="read what precedes the damage of a truncated or damaged file",
-    )
-    add(
+    add_chat_date_option(group)
+    group.add_argument(
         "--document",
         choices=get_args(DocumentUnit),
         default="line",
-        help="a document in .txt files (default: line)",
+        help="what a document is in .txt files (default: line)",
     )
-    add(
-        "--prompt-key",
-        help="the key or column of a prompt before it, which is read but never predicted",
+    group.add_argument(
+        "--encoding",
+        help="the encoding of text files that are not UTF-8, such as cp949 or utf-16",
     )
-    add(
+    group.add_argument(
+        "--quoting",
+        choices=get_args(Quoting),
+        help="how CSV and TSV files quote (default: standard for CSV, none for TSV)",
+    )
+    group.add_argument(
+        "--normalize",
+        choices=get_args(Normalization),
+        help="the form of Unicode that texts are brought to (default: none)",
+    )
+    group.add_argument(
+        "--special-tokens",
+        choices=get_args(SpecialTokens),
+        help="what a text that spells a special token such as </s> becomes: text, or that token "
+        "(default: text where the tokenizer can)",
+    )
+    group.add_argument(
+        "--end-of-document",
+        metavar="TOKEN",
+        help="the token after every document (default: the tokenizer's eos)",
+    )
+    group.add_argument(
         "--heldout-fraction",
         type=float,
         default=0.0,
-        help="of the documents, chosen by hash (default: 0)",
+        help="the part of the documents that is held out, chosen by hash (default: 0)",
     )
-    add(
-        "--end-of-document",
-        metavar="TOKEN",
-        help="the token after every document, if not the tokenizer's own eos",
+    group.add_argument(
+        "--max-unknown-fraction",
+        type=float,
+        default=0.01,
+        help="stop where the tokenizer cannot spell more of the text than this (default: 0.01)",
     )
-    add(
+    group.add_argument(
+        "--allow-damaged",
+        action="store_true",
+        help="of a truncated or damaged file, read what precedes the damage",
+    )
+
+
+def _add_work_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--max-bad-fraction",
         type=float,
         default=0.01,
-        help="stop when more records are bad (default: 0.01)",
+        help="stop where more of the records than this are bad (default: 0.01)",
     )
-    add(
+    group.add_argument(
         "--workers",
         type=positive,
         default=len(os.sched_getaffinity(0)),
-        help="processes (default: this machine's cores)",
+        help="processes (default: one for each core)",
     )
-    add(
-        "--share",
-        type=share,
-        default=(0, 1),
-        metavar="K/N",
-        help="this is the K-th of N jobs, as in a Slurm array",
-    )
-    add(
-        "--reference-only",
-        action="store_true",
-        help="do not use gigatoken: encode with the reference library",
-    )
-    add(
+    add_share_option(group)
+    group.add_argument(
         "--mpi",
         action="store_true",
         help="this is a rank of an MPI job (srun, mpirun), and does its share",
     )
-    add(
+    group.add_argument(
+        "--reference-only",
+        action="store_true",
+        help="encode with the reference library instead of gigatoken",
+    )
+    group.add_argument(
         "--unit-mib",
         type=float,
         help="MiB of text in a unit of work (default: 4 to 64, by the size of the input)",
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    share = mpi_share() if arguments.mpi else arguments.share
+    # Over MPI, rank 0 alone records the stage and prints; without MPI, each job does.
+    is_first = not arguments.mpi or share[0] == 0
+    if not is_first:
+        log.configure(logging.WARNING)
+    # An MPI rank is a worker itself.
+    workers = 1 if arguments.mpi else arguments.workers
+    with local_workers(workers, isolated=not arguments.mpi) as pool:
+        config = load_config(arguments.run, arguments.set) if arguments.run else None
+        with stage_of(config if is_first else None, "tokenize"):
+            jobs = _jobs_of_run(config) if config is not None else [_given_job(arguments)]
+            # A missing file is found before hours of work.
+            for job in jobs:
+                named_files(job.corpus.input)
+            if config is not None:
+                begin_run(config)
+            for job in jobs:
+                job = replace(job, reference_only=arguments.reference_only)
+                if arguments.unit_mib:
+                    job = replace(job, unit_bytes=int(arguments.unit_mib * 2**20))
+                manifest = preprocess(
+                    job, pool, max_bad_fraction=arguments.max_bad_fraction, share=share
+                )
+                if is_first:
+                    rejected = sum(manifest.rejected.values())
+                    made = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
+                    line = f"{job.output}: {made}, {rejected:,} records rejected"
+                    print("; ".join([line, *remarks(manifest)]))
+
+
+def _jobs_of_run(config: RunConfig) -> list[Job]:
+    """The corpora of a run. Unless they are all made, its checks are made first."""
+    if not is_tokenized(config.data):  # Every restart of a run passes here, without torch.
+        for name, corpus in config.data.corpora.items():
+            if corpus.clean is not None and not cleaned_folder(config.data, name).is_dir():
+                raise DataError(
+                    f"data.corpora.{name}: has a section `clean`; run scale-cpt clean first"
+                )
+        from pipeline.checks.checklist import begin  # Here, because it loads torch.
+
+        # slurm/cpt_korean.sh says how many ranks will train on the tokens.
+        ranks = int(os.environ.get("EXPECTED_WORLD_SIZE") or config.parallel.tp_size)
+        begin(config, ranks, "tokenize")
+    return list(corpus_jobs(config.data, config.tokenizer))
+
+
+def _given_job(arguments: argparse.Namespace) -> Job:
+    """The corpus that the options describe."""
+    inputs = list(arguments.input)
+    for prefix in arguments.imported:
+        inputs.append(f"{prefix.removesuffix(TOKENS)}{TOKENS}")
+    if not (inputs and arguments.tokenizer and arguments.output):
+        raise ConfigError("name a run, or give --input or --import, with --tokenizer and --output")
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in _CORPUS_OPTIONS}
+    given["input"] = inputs
+    corpus = checked(Corpus, given, source="the command line", listed_in="--help")
+    return Job(
+        corpus,
+        arguments.tokenizer,
+        arguments.output,
+        arguments.end_of_document,
+        chat_date=arguments.chat_date,
     )

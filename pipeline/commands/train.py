@@ -4,8 +4,10 @@
     torchrun --nproc-per-node=2 --module -- pipeline train configs/demo.yaml
     scale-cpt train --dry-run --gpus 16 configs/demo.yaml
 
-Every rank runs this program; --ranks starts them on this machine. On a signal (SIGTERM, SIGUSR1, Ctrl-C) training saves
-and exits with code 75. --dry-run, on any machine, prints the run's plan, and exits with 0 if nothing would prevent it.
+Every rank runs this command: a launcher such as torchrun or srun starts the ranks, or --ranks on
+this machine. On a signal (SIGTERM, SIGUSR1, Ctrl-C) training saves and exits with code 75, and the
+same command continues. --dry-run prints the run's plan, on any machine, and exits with 0 if nothing
+would stop the run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=command_line.positive,
-        help="without a launcher: start so many processes here",
+        help="without a launcher: start this many ranks on this machine",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the plan instead of training")
     planned = parser.add_argument_group("with --dry-run")
@@ -42,17 +44,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(arguments)
-    if arguments.base_config or any(hasattr(arguments, field.name) for field in fields(Cluster)):
+    planned = [field.name for field in fields(Cluster) if hasattr(arguments, field.name)]
+    if planned or arguments.base_config:
         raise ConfigError(
-            "only --dry-run takes these options: training gets its ranks from the launcher, or --ranks"
+            "only --dry-run takes these options: training gets its ranks from the launcher, "
+            "or --ranks"
         )
     if arguments.ranks is not None:
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.ranks))
-        )
-        own = [str(arguments.run), *(f"--set={change}" for change in arguments.set)]
-        return run_ranks(["-m", "pipeline", "train", *own], arguments.ranks)
-    from pipeline.training import launch  # after --help: it loads torch
+        return _start_ranks(arguments)
+    from pipeline.training import launch  # Here, because --help does not wait for torch.
 
     return launch.leave_after(lambda: command_line.run(lambda: _train(arguments)))
 
@@ -68,18 +68,29 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     return 1 if plan.faults else 0
 
 
+def _start_ranks(arguments: argparse.Namespace) -> int:
+    """Runs this command on several ranks of this machine; returns their highest exit code."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // arguments.ranks)))
+    command = ["-m", "pipeline", "train", str(arguments.run)]
+    command += [f"--set={change}" for change in arguments.set]
+    return run_ranks(command, arguments.ranks)
+
+
 def _train(arguments: argparse.Namespace) -> int:
+    """Trains as one rank; returns the exit code."""
     import torch
 
     from pipeline.training import launch
 
     device = launch.initialise(launch.read_launch(os.environ))
-    log.configure()  # again: now the environment says which rank this is, whatever launcher started it
+    # Again: now the environment says which rank this is, whatever launcher started it.
+    log.configure()
+    # DeepSpeed chooses its accelerator when it is imported, which must be after `initialise`.
     from pipeline.observers import make_observers
-    from pipeline.training.run import (
-        run_training,
-    )  # DeepSpeed chooses its accelerator when it is imported
+    from pipeline.training.attempt import run_training
 
     code = run_training(arguments.run, device, make_observers, arguments.set)
-    torch.distributed.destroy_process_group()  # not after a fault: it waits for ranks that may hang in a collective
+    # Not after a fault: it would wait for ranks that may hang in a collective.
+    torch.distributed.destroy_process_group()
     return code

@@ -19,8 +19,9 @@ from pipeline.data.tokenize.units import good_documents
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
 from pipeline.gating.gate import FittedGate
-from pipeline.hf.folder import dtype_name, load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
+from pipeline.hf.write import dtype_name
 from pipeline.model.output import perplexity
 from pipeline.scale_math import NEVER
 

@@ -65,7 +65,8 @@ _UNITS_PER_CORPUS = 64
 _MAX_UNIT_TOKENS = 2**20
 # Of a small corpus, so that several workers have work.
 _LEAST_UNITS = 8
-# The memory for keys and values in fp32. More documents at a time are faster up to about the second number.
+# The memory for keys and values in fp32. More documents at a time are faster up to about the second
+# number.
 _CACHE_BYTES = 16 * 2**30
 _MAX_BATCH_SIZE = 128
 
@@ -92,8 +93,8 @@ class Prompts(Outcome):
 class SamplingJob:
     """Everything that decides what the base in `base` writes into `output`.
 
-    `max_tokens` is the resolved one; `batch_size` None takes one that suits the base. `chat_date` is what a chat
-    template is told is today.
+    `max_tokens` is the resolved one; `batch_size` None takes one that suits the base. `chat_date`
+    is what a chat template is told is today.
     """
 
     base: Path
@@ -139,14 +140,14 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
 def check_sampling(
     sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec
 ) -> None:
-    """Raises ConfigError where the base has no room to write documents of at most `max_tokens` tokens."""
+    """Raises ConfigError where `max_tokens` is too few for the prompts or too many for the base."""
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least = frame + (sampling.prompt_tokens or 0) + 1
     most = spec.max_position_embeddings
     if not least <= max_tokens <= most:
         raise ConfigError(
-            f"max_tokens: expected {least} (the prompts and a token more) to {most} (the base's context), "
-            f"found {max_tokens}"
+            f"max_tokens: expected {least} (the prompts and a token more) to {most} (the base's "
+            f"context), found {max_tokens}"
         )
 
 
@@ -154,7 +155,8 @@ def plan_of(job: SamplingJob) -> Plan:
     """Opens everything that `job` reads, and describes it.
 
     Raises:
-        UserError: the base, its tokenizer or the prompts cannot be used, or do not fit the settings.
+        UserError: the base, its tokenizer or the prompts cannot be used, or do not fit the
+            settings.
     """
     base = open_base(job.base)
     tokenizer = load_tokenizer(job.base)
@@ -163,7 +165,8 @@ def plan_of(job: SamplingJob) -> Plan:
     template = job.template
     if template is None and (job.sampling.thinking is not None or job.sampling.system_prompts):
         raise ConfigError(
-            "thinking and system_prompts are of prompts that are chats: give messages_key or chat_template"
+            "thinking and system_prompts are of prompts that are chats: give messages_key or "
+            "chat_template"
         )
     batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     sampling = SamplingRecord(
@@ -172,6 +175,7 @@ def plan_of(job: SamplingJob) -> Plan:
         max_tokens=job.max_tokens,
         batch_size=batch_size,
     )
+    # At least a batch of the longest documents.
     tokens_per_batch = batch_size * job.max_tokens
     tokens_per_unit = min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)
     plan = Plan(
@@ -189,7 +193,10 @@ def plan_of(job: SamplingJob) -> Plan:
 
 
 def _begun_batch_size(job: SamplingJob) -> int | None:
-    """The batch size of the corpus in the job's folder, if there is one: a pipeline continues with it."""
+    """The batch size of the corpus in the job's folder; None if none was begun.
+
+    A pipeline continues with it.
+    """
     found = begun(job.output)
     if found is None or found.sampling is None:
         return None
@@ -201,7 +208,8 @@ def sample_corpus(
 ) -> Manifest:
     """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
-    Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one corpus together.
+    Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one
+    corpus together.
 
     Raises:
         UserError: the prompts cannot be used, or the folder holds another corpus.
@@ -226,6 +234,7 @@ def sample_corpus(
             what="sampling",
             measured_in=" tokens",
         )
+        # In the order of names, whichever worker was first: the manifest depends on the job alone.
         for name, record in sorted(found):
             records[name] = record.train
         inputs: list[InputFile] = []
@@ -248,7 +257,10 @@ def _units_of(job: SamplingJob, plan: Plan) -> list[_Unit]:
 
 
 def default_workers(base: Path) -> int:
-    """A worker for each GPU; without, for each core, or as often as the free memory holds the base."""
+    """A worker for each GPU.
+
+    Without a GPU, a worker for each core, or as often as the free memory holds the base.
+    """
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     weights = sum(file.stat().st_size for file in open_base(base).files)
@@ -289,12 +301,14 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
                     batch_size=sampling.batch_size,
+                    # A seed for each call: a killed unit starts again with the same documents.
                     seed=mix(sampling.seed, unit.number, shard.documents),
                 )
             except torch.OutOfMemoryError:
                 raise ConfigError(
-                    f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} tokens at a time do not "
-                    f"fit into its memory; remove {job.output}, and give a smaller --batch-size"
+                    f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} "
+                    f"tokens at a time do not fit into its memory; remove {job.output}, and give a "
+                    "smaller --batch-size"
                 ) from None
             if not tokenizer.document_start:
                 documents = [_without_end_before(document, tokenizer) for document in documents]
@@ -313,8 +327,8 @@ def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
 def _documents_needed(tokens: int, written: ShardWriter, max_tokens: int) -> int:
     """How many more documents to write for `tokens` more tokens.
 
-    At first no more than are needed if all are as long as they may be. Later an eighth more than the mean length
-    suggests: few documents take almost as long as a whole batch.
+    At first no more than are needed if all are as long as they may be. Later an eighth more than
+    the mean length suggests: few documents take almost as long as a whole batch.
     """
     if written.documents == 0:
         return math.ceil(tokens / max_tokens)
@@ -328,13 +342,17 @@ def _without_end_before(document: npt.NDArray[Any], tokenizer: Tokenizer) -> npt
 
 
 def _text_of(document: npt.NDArray[Any], tokenizer: Tokenizer) -> str:
-    """The text of a document, without what precedes and ends it; a chat template may begin it otherwise."""
+    """The text of a document, without what precedes and ends it.
+
+    A chat template may begin it otherwise.
+    """
     start = tokenizer.document_start
     has_start = tuple(document[: len(start)].tolist()) == start
     first = len(start) if has_start else 0
     return tokenizer.decode(document[first : len(document) - len(tokenizer.document_end)])
 
 
+# Once in each worker, for all its units.
 @lru_cache(maxsize=1)
 def _loaded(
     base: Path, hashes: tuple[tuple[str, str], ...], device: str
@@ -348,7 +366,7 @@ def _loaded(
 
 
 def _batch_size(job: SamplingJob, spec: DecoderSpec) -> int:
-    """How many documents to write at a time: what their keys and values have memory for, with work for all units."""
+    """How many documents to write at a time: as memory allows, with work for all units."""
     # Keys and values (2), in fp32 (4 bytes).
     bytes_per_token = 2 * 4 * spec.num_layers * spec.widths.num_key_value_heads * spec.head_dim
     in_memory = _CACHE_BYTES // (bytes_per_token * job.max_tokens)

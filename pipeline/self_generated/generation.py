@@ -1,4 +1,4 @@
-"""A base model writes documents: batches of samples from its own distribution, with a cache of keys and values."""
+"""A base model writes documents: batches of samples from its own distribution."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import torch
 from transformers import GenerationConfig
 
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.hf.folder import load_hf_model, taken_ends
+from pipeline.hf.load import load_hf_model, taken_ends
 
 _Ids = npt.NDArray[Any]
 _FIRST_TOKENS = 32
-"""After so many tokens, and again whenever a document has about twice as many, finished documents leave the batch."""
+"""After so many tokens, and after each doubling, finished documents leave the batch."""
 
 
 class BaseWriter:
-    """The base model in `base` on `device`, in the type of its files; it samples from the ids of `tokenizer` alone.
+    """The base model in `base` on `device`, in the type of its files.
+
+    It samples from the ids of `tokenizer` alone.
 
     Of the base's own generation_config.json every `eos_token_id` is an end; nothing else is used.
 
@@ -46,14 +48,15 @@ class BaseWriter:
         batch_size: int,
         seed: int,
     ) -> list[_Ids]:
-        """Continues each prompt (ids, at least one) to a document of at most `max_tokens` tokens, its end included.
+        """Continues each prompt, of at least one id, to a document of at most `max_tokens` tokens.
 
-        A document is over where the base writes the token that ends one, or that starts the next, as bases do that were
-        trained on text packed with only a BOS in between. It always gets the tokenizer's own end, as in every corpus,
-        even where it is cut: the KL loss compares distributions, and never teaches that the end follows.
+        A document is over where the base writes the token that ends one, or that starts the next,
+        as bases do that were trained on text packed with only a BOS in between. It always gets the
+        tokenizer's own end, as in every corpus, even where it is cut: the KL loss compares
+        distributions, and never teaches that the end follows.
 
-        Those that are not over after a few tokens go on together, for twice as many: no batch waits for its longest
-        document. A batch holds `batch_size` documents of about the same length.
+        Those that are not over after a few tokens go on together, for twice as many: no batch waits
+        for its longest document. A batch holds `batch_size` documents of about the same length.
         """
         max_length = max_tokens - len(self._tokenizer.document_end)
         texts = [prompt.astype(np.int64) for prompt in prompts]
@@ -61,6 +64,7 @@ class BaseWriter:
         new_tokens = _FIRST_TOKENS
         with _reproducible(self.device, seed):
             while unfinished:
+                # Documents of about the same length are a batch: less padding.
                 unfinished.sort(key=lambda number: len(texts[number]))
                 for first in range(0, len(unfinished), batch_size):
                     batch = unfinished[first : first + batch_size]
@@ -72,6 +76,7 @@ class BaseWriter:
                 still_unfinished: list[int] = []
                 for number in unfinished:
                     has_room = len(texts[number]) < max_length
+                    # An end within the prompt, as chats have, ends nothing.
                     written = texts[number][len(prompts[number]) :]
                     if has_room and not np.isin(written, self._ends).any():
                         still_unfinished.append(number)
@@ -86,11 +91,15 @@ class BaseWriter:
     def _continued(
         self, texts: Sequence[_Ids], temperature: float, max_length: int, new_tokens: int
     ) -> list[_Ids]:
-        """Each text with `new_tokens` more, at most `max_length` in all; what follows an end is to be cut off."""
+        """Each text with `new_tokens` more, at most `max_length` in all.
+
+        What follows an end is to be cut off.
+        """
         longest = max(map(len, texts))
         shortest = min(map(len, texts))
         padding = self._ends[0]
-        # Texts end at the same column, where `generate` goes on: shorter ones are padded on the left.
+        # Texts end at the same column, where `generate` goes on: shorter ones are padded on the
+        # left.
         tokens = torch.full((len(texts), longest), padding, device=self.device)
         attention_mask = torch.zeros_like(tokens)
         for row, text in enumerate(texts):
@@ -102,6 +111,7 @@ class BaseWriter:
         config = GenerationConfig(
             do_sample=True,
             temperature=temperature,
+            # The whole distribution: KL(base || model) is to be small on its tail, too.
             top_k=0,
             top_p=1.0,
             max_new_tokens=min(new_tokens, max_length - shortest),
@@ -120,7 +130,7 @@ class BaseWriter:
 
 
 def _document(ids: _Ids, prompt: int, ends: Sequence[int], end: tuple[int, ...]) -> _Ids:
-    """The document in `ids`, of which the first `prompt` were given: up to the first of `ends`, then `end`."""
+    """The document in `ids`: a prompt of `prompt` ids, text up to one of `ends`, then `end`."""
     is_end = np.isin(ids[prompt:], ends)
     if is_end.any():
         first_end = prompt + int(is_end.argmax())
@@ -133,9 +143,14 @@ def _document(ids: _Ids, prompt: int, ends: Sequence[int], end: tuple[int, ...])
 
 @contextlib.contextmanager
 def _reproducible(device: torch.device, seed: int) -> Iterator[None]:
-    """Draws from `seed` within the block, on the CPU by a single thread, so that sums are rounded alike everywhere."""
+    """Draws from `seed` within the block.
+
+    On the CPU by a single thread, so that sums are rounded alike everywhere.
+    """
+    # The order of a sum over threads depends on their number.
     threads = torch.get_num_threads()
     on_gpu = device.type == "cuda"
+    # Draws of this process outside of the block go on as if there were none within it.
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.manual_seed(seed)
         try:

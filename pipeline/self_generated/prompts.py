@@ -26,7 +26,8 @@ from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import DataError
 
-# No tokenizer's token is longer, but for runs of spaces. More text than this is not encoded for a short prompt.
+# No tokenizer's token is longer, but for runs of spaces. More text than this is not encoded for a
+# short prompt.
 _CHARACTERS_PER_TOKEN = 64
 _logger = log.get_logger(__name__)
 _Ids = npt.NDArray[Any]
@@ -41,11 +42,13 @@ def write_prompts(
     base: Path,
     longest: int,
 ) -> dict[ShardFile, FileContent]:
-    """Writes the prompts' ids as the shard `prefix`, as many as `sampling.tokens` can need, equally many of each file.
+    """Writes the prompts' ids as the shard `prefix`.
 
-    Of chats a prompt is what precedes an answer, one for each message of the assistant, with all earlier turns.
-    Other prompts are a user's messages, framed by `template`, if one is given. Those of more than `longest` ids are
-    left out. Returns what the shard's files hold.
+    As many as `sampling.tokens` can need, equally many of each file.
+
+    Of chats a prompt is what precedes an answer, one for each message of the assistant, with all
+    earlier turns. Other prompts are a user's messages, framed by `template`, if one is given. Those
+    of more than `longest` ids are left out. Returns what the shard's files hold.
 
     Raises:
         DataError: the files hold no prompt that can be used, or the tokenizer has no chat template.
@@ -55,6 +58,8 @@ def write_prompts(
     too_long = 0
     with writing_shard(prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for number, file in enumerate(files, start=1):
+            # Documents hold their prompts: `sampling.tokens` ids of prompts are as many as can be
+            # needed.
             enough = sampling.tokens * number / len(files)
             for document in good_documents([str(file)], keys):
                 ids = _prompt_ids(document, tokenizer, template, sampling.prompt_tokens)
@@ -67,8 +72,8 @@ def write_prompts(
     where = ", ".join(sampling.prompts)
     if writer.documents == 0:
         raise DataError(
-            f"{where}: no prompt can be used ({too_long} are longer than {longest} tokens); name other files or "
-            f"another key than {keys.text!r}, raise max_tokens, or set prompt_tokens"
+            f"{where}: no prompt can be used ({too_long} are longer than {longest} tokens); name "
+            f"other files or another key than {keys.text!r}, raise max_tokens, or set prompt_tokens"
         )
     if too_long:
         _logger.warning("%s: left out %d prompts of more than %d tokens", where, too_long, longest)
@@ -78,7 +83,10 @@ def write_prompts(
 def _prompt_ids(
     document: Document, tokenizer: Tokenizer, template: ChatTemplate | None, limit: int | None
 ) -> _Ids:
-    """The ids with which the base begins: of a text, what precedes a document and `limit` tokens of it (None: all)."""
+    """The ids with which the base begins a document.
+
+    Of a text these are what precedes a document, and `limit` tokens of it (None: all).
+    """
     if document.prompt is not None:
         # A chat, framed up to where the answer begins.
         framed = ids_of(tokenizer, document.prompt, control=document.has_control)
@@ -93,10 +101,14 @@ def _prompt_ids(
 
 
 def chosen_prompts(prefix: Path, seed: int, first: int, stride: int) -> Iterator[_Ids]:
-    """The prompts number `first`, `first + stride`, … in random passes over all in the shard `prefix`, without end."""
+    """The prompts number `first`, `first + stride`, … of the shard `prefix`, without end.
+
+    Each pass over all of them has a random order.
+    """
     shard = Shard(prefix)
     number = first
     while True:
+        # Units take turns: unit k of n takes the k-th prompt of every n.
         a_pass, position = divmod(number, shard.documents)
         yield shard.document(Permutation(shard.documents, seed, a_pass)[position])
         number += stride

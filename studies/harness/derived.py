@@ -1,5 +1,8 @@
-"""Models that a study compares without more training: full fine-tuning averaged with its base, and two whole models of
-which a gate chooses one for each document."""
+"""Models that a study compares without more training.
+
+Full fine-tuning averaged with its base, and two whole models of which a gate chooses one for each
+document.
+"""
 
 from __future__ import annotations
 
@@ -33,32 +36,34 @@ NllOf = Callable[[Windows], Tensor]
 
 @dataclass(frozen=True)
 class AveragedModel(TrainedModel):
-    """A fully fine-tuned model whose weights are averaged with its base's: `share` of the trained ones.
+    """A fully fine-tuned model averaged with its base: `share` is the weight of the trained one.
 
-    The base has no rows of an extended vocabulary: they stay what they became.
+    The base has no rows of an extended vocabulary: they stay as they were trained.
     """
 
     share: float = 0.5
 
     def read_stored(self, name: str) -> Tensor:
-        found = super().read_stored(name)
+        trained = super().read_stored(name)
         if name not in self.trained or holds_new_tokens(name):
-            return found
-        return torch.lerp(
-            self.base.read(self.method.base_name(name, self.base.spec)).float(), found, self.share
-        )
+            return trained
+        base = self.base.read(self.method.base_name(name, self.base.spec)).float()
+        return torch.lerp(base, trained, self.share)
 
 
 @torch.no_grad()
 def derived_perplexities(
     config: RunConfig, averages: Sequence[float], gated: RunConfig | None
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """What is added to a run's label, and the held-out perplexities by corpus: of each average, and by document.
+    """The models that are made of a run, each as the end of its label and its perplexities by corpus.
 
-    `averages` are shares of the trained weights. `gated` is a run whose gate chooses, for each document, the base or
-    the model of `config`: that for documents on which most tokens are open.
+    Args:
+        averages: the share of the trained weights in each average with the base's.
+        gated: a run whose gate chooses, for each document, the base or the model of `config`. The
+            model gets the documents on which most tokens are open.
 
-    Raises CheckpointError, BaseModelError, DataError: what is read is missing or damaged.
+    Raises:
+        CheckpointError, BaseModelError, DataError: a file is missing or damaged.
     """
     model = open_trained(newest_checkpoint(config), config.base)
     heldout = load_heldout(
@@ -73,13 +78,15 @@ def derived_perplexities(
 
         return nll
 
+    # The fields of the trained model, of which the averages are made.
     parts = {field.name: getattr(model, field.name) for field in fields(model)}
     for share in averages:
         averaged = loaded(AveragedModel(**parts, share=share))
         yield f", averaged: {share:g}", _perplexities(heldout, config, nll_of(averaged))
     if gated is None:
         return
-    trained, base = loaded(model), Decoder(model.base.spec)
+    trained = loaded(model)
+    base = Decoder(model.base.spec)
     load_base(base, model.base, SINGLE)
     base = base.to(trained.embedding.base.weight).eval()
     gate, _ = open_gate(gated.folder / GATE_FOLDER)
@@ -96,11 +103,14 @@ def derived_perplexities(
 def _perplexities(
     heldout: Mapping[str, HeldoutSamples], config: RunConfig, nll_of: NllOf
 ) -> dict[str, float]:
-    """Of the samples that validation reads."""
-    found = {}
+    """The perplexity of each corpus, on the samples that validation reads."""
+    found: dict[str, float] = {}
     for name, samples in heldout.items():
         windows = as_windows(list(islice(samples, config.validation.max_sequences)), is_new=False)
         predicted = int((windows.targets != IGNORED).sum())
         nll = sum(float(nll_of(group).sum()) for group in windows.groups())
-        found[name] = perplexity(nll / predicted) if predicted else math.inf
+        if predicted:
+            found[name] = perplexity(nll / predicted)
+        else:
+            found[name] = math.inf
     return found

@@ -40,13 +40,16 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
         BaseModelError: the architecture is not supported.
         DataError: the tokenizer cannot be read, or cannot be trained on these texts.
     """
-    spec, made_of = read_spec(wanted.architecture), wanted.model_dump(mode="json")
-    if (path := folder / _MADE_OF).exists():
+    spec = read_spec(wanted.architecture)
+    made_of = wanted.model_dump(mode="json")
+    path = folder / _MADE_OF
+    if path.exists():
         found = read_object(path, ConfigError)
-        if changed := [key for key in made_of if found.get(key) != made_of[key]]:
+        changed = [key for key in made_of if found.get(key) != made_of[key]]
+        if changed:
             raise ConfigError(
-                f"{path}: this base was made of another {' and '.join(changed)} than `scratch` has now; remove the "
-                f"study's folder {folder.parent}, or give the study another one"
+                f"{path}: this base was made of another {' and '.join(changed)} than `scratch` has "
+                f"now; remove the study's folder {folder.parent}, or give the study another one"
             )
         return
     with published_folder(folder, None) as unfinished:
@@ -60,6 +63,7 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
         )
         config.vocab_size = max(tokenizer.vocab_size, config.vocab_size)
         config.eos_token_id = tokenizer.document_end[-1]
+        # A tokenizer without a start token begins documents with the token that ends them.
         config.bos_token_id = [*tokenizer.document_start, config.eos_token_id][0]
         torch.manual_seed(wanted.seed)
         logging.disable_progress_bar()
@@ -79,11 +83,11 @@ def _copy_tokenizer(path: Path, folder: Path) -> None:
 
 
 def _train_tokenizer(wanted: NewTokenizer, folder: Path) -> None:
-    parts = (
-        texts(part.input, text_key=part.text_key, max_bytes=int(part.mib * 2**20))
-        for part in wanted.texts
-    )
-    tokenizer = train_tokenizer(chain.from_iterable(parts), wanted.vocab_size)
+    documents: list[Iterator[str]] = []
+    for part in wanted.texts:
+        max_bytes = int(part.mib * 2**20)
+        documents.append(texts(part.input, text_key=part.text_key, max_bytes=max_bytes))
+    tokenizer = train_tokenizer(chain.from_iterable(documents), wanted.vocab_size)
     if wanted.start_token:
         start = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = TemplateProcessing(

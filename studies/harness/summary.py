@@ -1,4 +1,4 @@
-"""The summary of a finished study: summary.json, with a row for every run, and the tables that are printed of it."""
+"""The summary of a finished study: summary.json, with a row for every run, and printed tables."""
 
 from __future__ import annotations
 
@@ -29,101 +29,136 @@ def summarise(runs: StudyRuns) -> str:
     """Writes summary.json of a finished study, and returns its tables.
 
     Raises:
-        RunFolderError, CheckpointError, BaseModelError, DataError: the metrics, gate or model of a run cannot be read.
+        RunFolderError, CheckpointError, BaseModelError, DataError: the metrics, gate or model of a
+            run cannot be read.
     """
-    rows = [row for run in runs.known_runs() for row in _rows_of(run, runs)]
+    rows: list[Row] = []
+    for run in runs.known_runs():
+        rows += _rows_of(run, runs)
     write_json(runs.study.folder / SUMMARY, [row.model_dump() for row in rows])
     groups = group(rows)
-    made = [
+    parts_of_text = [
         rates_table(groups),
         as_text(tables.results(groups, parts(groups))),
         as_text(tables.costs(groups)),
+        "± is one standard deviation over seeds.",
     ]
-    return "\n\n".join([*filter(None, made), "± is one standard deviation over seeds."])
+    return "\n\n".join(part for part in parts_of_text if part)
 
 
 def _rows_of(run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
-    """The row of a run, and at the chosen learning rate those of what it becomes without more training."""
-    config, compared = run.config, runs.study.methods[run.method]
-    rate = config.schedule.learning_rate
-    diverged: dict[str, Any] = {"steps": config.schedule.steps, "before": {}, "after": {}}
-    found = diverged if run.has_diverged else recorded(run.folder)
-    row = Row(
-        **found
-        | {
-            "label": compared.label,
-            "method": config.method.variant
-            if isinstance(config.method, ScaleMethod)
-            else config.method.name,
-            "seed": config.seed,
-            "learning_rate": rate,
-            "chosen": rate == runs.chosen_rate(run.method),
-            "inference_cost": _inference_cost(config),
-            "folder": run.name,
-            "roles": {name: corpus.role for name, corpus in config.data.corpora.items()},
-        }
-    )
+    """The row of a run, and at the chosen learning rate those of models made of it."""
+    row = _row_of(run, runs)
     yield row
     if not row.chosen or run.has_diverged:
         return
-
-    if config.gate is not None:
+    if run.config.gate is not None:
         heldout = open_record(run.folder / GATE_FOLDER).heldout
         # A perplexity without the tokens that the gate makes impossible compares with no other.
         if not any(text.impossible_fraction for text in heldout.values()):
             yield with_perplexities(row, " + gate", gated_perplexities(heldout))
-    gated = None
-    if (
-        compared.chosen_by is not None
-        and (best := runs.chosen_rate(compared.chosen_by)) is not None
-    ):
-        gated = runs.compared(compared.chosen_by, best, config.seed).config
-    if compared.averages or gated is not None:
-        whole = compared.method.name in (
-            "fft",
-            "freeze",
-        )  # what it trained of the base is needed as it was, too
-        both = (row.total_parameters or 0) + (row.trainable_parameters or 0)
-        for suffix, perplexities in derived_perplexities(config, compared.averages, gated):
-            is_both = whole and suffix == BY_DOCUMENT
-            yield with_perplexities(
-                row, suffix, perplexities, **({"total_parameters": both} if is_both else {})
-            )
+    yield from _derived_rows(row, run, runs)
+
+
+def _row_of(run: StudyRun, runs: StudyRuns) -> Row:
+    config = run.config
+    learning_rate = config.schedule.learning_rate
+    if run.has_diverged:
+        values: dict[str, Any] = {"steps": config.schedule.steps, "before": {}, "after": {}}
+    else:
+        values = recorded(run.folder)
+    if isinstance(config.method, ScaleMethod):
+        method: str = config.method.variant
+    else:
+        method = config.method.name
+    values["label"] = runs.study.methods[run.method].label
+    values["method"] = method
+    values["seed"] = config.seed
+    values["learning_rate"] = learning_rate
+    values["chosen"] = learning_rate == runs.chosen_rate(run.method)
+    values["inference_cost"] = _inference_cost(config)
+    values["folder"] = run.name
+    values["roles"] = {name: corpus.role for name, corpus in config.data.corpora.items()}
+    return Row(**values)
+
+
+def _derived_rows(row: Row, run: StudyRun, runs: StudyRuns) -> Iterator[Row]:
+    """The rows of averages with the base, and of the base or the run's model by document."""
+    compared = runs.study.methods[run.method]
+    gated: RunConfig | None = None
+    if compared.chosen_by is not None:
+        rate = runs.chosen_rate(compared.chosen_by)
+        if rate is not None:
+            gated = runs.compared(compared.chosen_by, rate, run.config.seed).config
+    if not compared.averages and gated is None:
+        return
+
+    for suffix, perplexities in derived_perplexities(run.config, compared.averages, gated):
+        changes: dict[str, Any] = {}
+        if suffix == BY_DOCUMENT and compared.method.name in ("fft", "freeze"):
+            # Two whole models: what the method trains of the base is needed as it was, too.
+            total = row.total_parameters or 0
+            trained = row.trainable_parameters or 0
+            changes["total_parameters"] = total + trained
+        yield with_perplexities(row, suffix, perplexities, **changes)
 
 
 def rates_table(groups: Sequence[Group]) -> str:
-    """The first seed's perplexities at every learning rate of the methods that have several; empty if none has."""
-    lines, shown = [], parts(groups)
+    """The perplexities at every learning rate of the methods that have several; empty if none has.
+
+    All are of the first seed.
+    """
+    shown = parts(groups)
+    lines: list[list[str]] = []
     for own in groups:
-        for row in own.tried if len(own.tried) > 1 else ():
-            ends = [value_of(row.after, part, PERPLEXITY.figure) for part in shown.values()]
-            edge = ", at the edge" if row in (own.tried[0], own.tried[-1]) else ""
-            outcome = "diverged" if not row.after else f"chosen{edge}" if row.chosen else ""
-            cells = ["" if end is None else readable(end) for end in ends]
-            lines.append([own.label, f"{row.learning_rate:g}", *cells, outcome])
-    return (
-        table(["", "learning rate", *(f"{name}: perplexity" for name in shown), ""], lines)
-        if lines
-        else ""
-    )
+        if len(own.tried) < 2:
+            continue
+        for row in own.tried:
+            line = [own.label, f"{row.learning_rate:g}"]
+            for part in shown.values():
+                perplexity = value_of(row.after, part, PERPLEXITY.figure)
+                line.append("" if perplexity is None else readable(perplexity))
+            line.append(_outcome(row, own))
+            lines.append(line)
+    if not lines:
+        return ""
+    header = ["", "learning rate", *(f"{name}: perplexity" for name in shown), ""]
+    return table(header, lines)
+
+
+def _outcome(row: Row, own: Group) -> str:
+    """Whether a run at one of several learning rates diverged, or was chosen."""
+    if not row.after:
+        return "diverged"
+    if not row.chosen:
+        return ""
+    if row in (own.tried[0], own.tried[-1]):
+        return "chosen, at the edge"
+    return "chosen"
 
 
 def as_text(shown: tables.Table) -> str:
     """A table of a report for a terminal."""
-    above = [f": {name}" for name, span in shown.above for _ in range(span)] or [""] * len(
-        shown.header
-    )
-    header = ["", *map("".join, zip(shown.header, above, strict=True))]
-    return table(header, [[label, *map(" ".join, cells)] for label, _, cells in shown.rows])
+    header = ["", *shown.header]
+    column = 1
+    for name, span in shown.above:
+        for _ in range(span):
+            header[column] += f": {name}"
+            column += 1
+    lines: list[list[str]] = []
+    for label, _, cells in shown.rows:
+        lines.append([label, *(f"{cell.text} {cell.small}" for cell in cells)])
+    return table(header, lines)
 
 
 def _inference_cost(config: RunConfig) -> float:
-    """The FLOPs of a token's forward pass over the base's; a gate's one product of vectors does not count."""
-    spec, length = read_spec(config.base), config.data.sequence_length
+    """The FLOPs of a token's forward pass over the base's.
+
+    Of a gate they are one product of vectors, which does not count.
+    """
+    spec = read_spec(config.base)
     with torch.device("meta"), torch.no_grad():
-        models = (
-            training_method(config).build(extended_spec(config, spec), SINGLE, "none"),
-            Decoder(spec),
-        )
-        own, base = (count_flops(model, length).total for model in models)
-    return own / base
+        own = training_method(config).build(extended_spec(config, spec), SINGLE, "none")
+        base = Decoder(spec)
+    length = config.data.sequence_length
+    return count_flops(own, length).total / count_flops(base, length).total

@@ -1,256 +1,225 @@
-"""Drawings as SVG without colours and fonts, which a style sheet decides: lines, marks, axes, and places for labels.
-
-This is our own code because no plotting library draws figures that need no script, follow a dark or light page, fit a
-phone and print well. Sizes are in CSS pixels; templates/svg.html writes the element.
-"""
+"""A figure of matplotlib that is measured in CSS pixels, and its axes and ticks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Sequence
 
-from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import (
+    FixedFormatter,
+    FixedLocator,
+    FuncFormatter,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from studies.report.formats import count, power_of_ten
+from studies.report.labels import Point
+from studies.report.style import FAINT, INK, PAPER, SOFT, TICK_SIZE, color_of, marker_of
 
-Point = tuple[float, float]
-Words = Callable[[float], str]
-Warp = Callable[[float], float]
+# matplotlib counts in points, of which SVG has 72 an inch: at 72 dpi a point is a pixel, and a unit
+# of the SVG's coordinates.
+_DPI = 72
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class Drawing:
-    """The parts of an SVG element, with all text escaped; `name` makes its ids unique on a page.
+    """A figure, in CSS pixels from the top left corner.
 
-    Without a title it is decoration, which screen readers skip.
+    Groups of its SVG have a class and may have a tooltip: see `tagged`.
+
+    Attributes:
+        name: makes the SVG's ids unique on a page.
+        title: for screen readers, as `description`; without a title the figure is decoration.
     """
 
     def __init__(
-        self, width: float, height: float, name: str = "", title: str = "", description: str = ""
+        self, width: float, height: float, name: str, title: str = "", description: str = ""
     ) -> None:
-        self.width, self.height = width, height
-        self.name, self.title, self.description = name, title, description
-        self.parts: list[Markup] = []
+        self.width = width
+        self.height = height
+        self.name = name
+        self.title = printable(title)
+        self.description = printable(description)
+        self.figure = Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
+        self.figure.patch.set_visible(False)
 
-    def _add(self, template: str, *values: object) -> None:
-        self.parts.append(Markup(template).format(*values))
-
-    def line(self, points: Sequence[Point], kind: str) -> None:
-        """A line of the style class `kind` through `points`; nothing where there are fewer than two."""
-        if len(points) > 1:
-            self._add(
-                '<path class="{}" d="M{}"/>', kind, "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    def add_axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
+        """Axes with a grid and without a frame, between these edges."""
+        axes = self.figure.add_axes(
+            (
+                left / self.width,
+                1 - bottom / self.height,
+                (right - left) / self.width,
+                (bottom - top) / self.height,
             )
-
-    def text(self, at: Point, text: str, kind: str, anchor: str = "start") -> None:
-        """A text with the start, middle or end of its baseline at a point."""
-        self._add(
-            '<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>',
-            kind,
-            anchor,
-            *at,
-            text,
         )
+        axes.patch.set_visible(False)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        axes.tick_params(length=0, pad=8, labelsize=TICK_SIZE, labelcolor=SOFT)
+        axes.grid(color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        return axes
 
-    def mark(
-        self, at: Point, style: int, kind: str = "mark", size: float = 1.0, tooltip: str = ""
+    def position(self, axes: Axes, point: Point) -> Point:
+        """Where a point of the axes, whose limits are set, lies in the figure."""
+        x, y = axes.transData.transform(point)
+        return float(x), self.height - float(y)
+
+    def text(
+        self,
+        at: Point,
+        text: str,
+        size: float,
+        *,
+        kind: str = "text",
+        color: str = INK,
+        align: str = "left",
+        weight: int = 400,
+        style: str = "normal",
     ) -> None:
-        """The mark of a style, which has its own shape and colour."""
-        shape = _SHAPES[(style + style // len(_SHAPES)) % len(_SHAPES)]
-        points = " ".join(f"{at[0] + size * x:.1f},{at[1] + size * y:.1f}" for x, y in shape)
-        title = Markup("<title>{}</title>").format(tooltip) if tooltip else ""
-        self._add(
-            '<polygon class="{} {}" points="{}">{}</polygon>',
-            kind,
-            style_class(style),
-            points,
-            title,
+        """A text whose baseline starts, has its middle, or ends at a point, by `align`."""
+        x, y = at
+        self.figure.text(
+            x / self.width,
+            1 - y / self.height,
+            printable(text),
+            size=size,
+            color=color,
+            horizontalalignment=align,
+            verticalalignment="baseline",
+            weight=weight,
+            style=style,
+            parse_math=False,
+            gid=tagged(kind),
         )
 
-
-def style_class(style: int) -> str:
-    """The style class that gives the colour of the `style`-th group."""
-    return f"style-{style % len(_SHAPES)}"
-
-
-def text_width(text: str, size: float) -> float:
-    """An estimate of the width of a text; the reader's fonts are not known."""
-    return size * sum(1.0 if ord(letter) > 0x1100 else 0.58 for letter in text)
-
-
-def shortened(text: str, size: float, width: float) -> str:
-    """`text`, cut to about `width` with an ellipsis where it is longer."""
-    most = int(len(text) * width / max(width, text_width(text, size)))
-    return text if most == len(text) else f"{text[: most - 1].rstrip()}\N{HORIZONTAL ELLIPSIS}"
-
-
-def _polygon(corners: int, turn: float, radius: float) -> list[Point]:
-    angles = (2 * math.pi * corner / corners + turn for corner in range(corners))
-    return [(radius * math.sin(angle), -radius * math.cos(angle)) for angle in angles]
-
-
-# Corners, turn (1: half a circle) and radius; so that all look about equally large.
-_MARKS = (
-    (24, 0, 5.2),
-    (4, 0.25, 6.5),
-    (3, 0, 7.0),
-    (4, 0, 7.0),
-    (3, 1, 7.0),
-    (3, 0.5, 7.0),
-    (6, 0, 5.7),
-)
-_SHAPES = [_polygon(corners, turn * math.pi, radius) for corners, turn, radius in _MARKS]
-
-# --- Axes -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Maps values to pixels from `start` to `end`; `ticks` are labelled by `words`.
-
-    `warp` is the scale's function, such as a logarithm; `low` and `high` are its results at the ends.
-    """
-
-    low: float
-    high: float
-    start: float
-    end: float
-    words: Words
-    ticks: Sequence[float] = ()
-    warp: Warp = float
-
-    def __call__(self, value: float) -> float:
-        return self.start + (self.warp(value) - self.low) / (self.high - self.low) * (
-            self.end - self.start
+    def line(self, points: Sequence[Point], color: str, width: float) -> None:
+        """A line through points of the figure, above all axes."""
+        line = Line2D(
+            [x / self.width for x, _ in points],
+            [1 - y / self.height for _, y in points],
+            color=color,
+            linewidth=width,
+            transform=self.figure.transFigure,
         )
+        self.figure.add_artist(line)
 
-    def with_ticks(self, rounds: Iterable[float]) -> Axis:
-        """The axis with those of `rounds` as ticks, in their order, for whose labels there is room."""
-        gap = 76 if self.start < self.end else 28
-        ticks: list[float] = []
-        for tick in rounds:
-            if self.low <= self.warp(tick) <= self.high and all(
-                abs(self(tick) - self(one)) >= gap for one in ticks
-            ):
-                ticks.append(tick)
-        return replace(self, ticks=sorted(ticks))
+    def mark(self, at: Point, style: int, *, size: float = 1.0, tooltip: str = "") -> None:
+        """The mark of a style at a point of the figure."""
+        x, y = at
+        line = mark(style, size=size, tooltip=tooltip)
+        line.set_data([x / self.width], [1 - y / self.height])
+        line.set_transform(self.figure.transFigure)
+        self.figure.add_artist(line)
 
 
-def padded_axis(
-    values: Sequence[float], start: float, end: float, words: Words, warp: Warp = float
-) -> Axis:
-    """An axis over `values`, without ticks."""
-    low, high = min(map(warp, values)), max(map(warp, values))
-    room = 0.07 * (high - low) if high - low > 1e-4 else 0.05
-    return Axis(low - room, high + room, start, end, words, warp=warp)
-
-
-def step_axis(last: float, start: float, end: float) -> Axis:
-    """An axis of steps from 0 to `last`."""
-    axis = Axis(0.0, max(1.0, last), start, end, count)
-    return axis.with_ticks(
-        tick for tick in _multiples(0.0, axis.high, (end - start) / 80) if tick == int(tick)
+def mark(
+    style: int, *, kind: str = "mark", size: float = 1.0, opacity: float = 1.0, tooltip: str = ""
+) -> Line2D:
+    """The mark of a style, which has its own shape and colour, at the origin of the axes."""
+    shape, pixels = marker_of(style)
+    return Line2D(
+        [0],
+        [0],
+        linestyle="none",
+        marker=shape,
+        markersize=size * pixels,
+        markerfacecolor=color_of(style),
+        markeredgecolor=PAPER if kind == "mark" else "none",
+        markeredgewidth=1.2 if kind == "mark" else 0.0,
+        alpha=opacity,
+        clip_on=False,
+        zorder=4 if kind == "mark" else 3,
+        gid=tagged(kind, tooltip),
     )
 
 
-def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
-    """A logarithmic axis over `values`, all above 0."""
-    axis = padded_axis(
-        values,
-        start,
-        end,
-        lambda value: f"{value:,.6g}" if value < 1e6 else power_of_ten(value, 3),
-        math.log10,
-    )
-    if axis.high - axis.low < 0.7:
-        return axis.with_ticks(_multiples(10**axis.low, 10**axis.high, 6))
-    decades = range(
-        math.floor(axis.low), min(math.ceil(axis.high), 307) + 1
-    )  # 5e307 is still a float
-    return axis.with_ticks(10.0**decade * step for step in (1, 3, 2, 5) for decade in decades)
+def tagged(kind: str, tooltip: str = "") -> str:
+    """The gid of an artist whose group in the SVG has the class `kind`, and this tooltip."""
+    return f"{kind}|{printable(tooltip)}"
 
 
-def _multiples(low: float, high: float, most: float) -> list[float]:
-    """About `most` multiples of 1, 2 or 5 times a power of ten."""
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    apart = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    return [
-        apart * number for number in range(math.ceil(low / apart), math.floor(high / apart) + 1)
-    ]
+def printable(text: str) -> str:
+    """`text` with replacement characters for those that XML cannot contain, in one line."""
+    return " ".join(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text).split())
 
 
-# --- Places for labels ------------------------------------------------------------------------------------------------
+# --- Axes -----------------------------------------------------------------------------------------
 
 
-class Box(NamedTuple):
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def overlap(self, other: Box) -> float:
-        """The area that both cover."""
-        wide = min(self.right, other.right) - max(self.left, other.left)
-        high = min(self.bottom, other.bottom) - max(self.top, other.top)
-        return max(0.0, wide) * max(0.0, high)
+def padded(low: float, high: float) -> tuple[float, float]:
+    """Limits a little outside `low` and `high`."""
+    if high - low > 1e-4:
+        padding = 0.07 * (high - low)
+    else:
+        padding = 0.05
+    return low - padding, high + padding
 
 
-def around(point: Point, half: float) -> Box:
-    return Box(point[0] - half, point[1] - half, point[0] + half, point[1] + half)
+def fitting_ticks(rounds: Iterable[float], limits: tuple[float, float], gap: float) -> list[float]:
+    """Those of `rounds` between the limits that are at least `gap` apart, the first preferred."""
+    low, high = limits
+    ticks: list[float] = []
+    for tick in rounds:
+        is_apart = all(abs(tick - other) >= gap for other in ticks)
+        if low <= tick <= high and is_apart:
+            ticks.append(tick)
+    return sorted(ticks)
 
 
-# From a mark to its label: distances in pixels and directions, in order of preference.
-_DISTANCES = (11.0, 20.0, 32.0, 46.0, 64.0)
-_DIRECTIONS = (
-    (1.0, 0.0),
-    (-1.0, 0.0),
-    (0.8, -0.8),
-    (0.8, 0.8),
-    (-0.8, -0.8),
-    (-0.8, 0.8),
-    (0.0, -1.0),
-    (0.0, 1.0),
-)
+def set_ticks(axis: Axis, ticks: Sequence[float], labels: Sequence[str]) -> None:
+    """Exactly these ticks on `axes.xaxis` or `axes.yaxis`."""
+    axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_major_formatter(FixedFormatter(list(labels)))
 
 
-def place_labels(
-    points: Sequence[Point], widths: Sequence[float], height: float, taken: Sequence[Box], room: Box
-) -> list[Box | None]:
-    """A box for each point's label: near it, within `room`, and if possible not over `taken`.
+def set_step_axis(axes: Axes, last: float, width: float) -> None:
+    """An x axis of `width` pixels over the steps from 0 to `last`."""
+    axes.set_xlim(0.0, max(1.0, last))
+    most = max(1, int(width / 80))
+    axes.xaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: count(step)))
 
-    None where it would cover the label of an earlier point.
+
+def set_log_axis(axes: Axes, values: Sequence[float]) -> None:
+    """A logarithmic y axis over `values`, all above 0."""
+    low, high = padded(math.log10(min(values)), math.log10(max(values)))
+    axes.set_yscale("log")
+    # 10^308 is still a float, and 10^-307 has all its digits.
+    axes.set_ylim(10 ** max(low, -307.0), 10 ** min(high, 308.0))
+    if high - low < 0.7:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+    else:
+        axes.yaxis.set_major_locator(FixedLocator(_log_ticks(low, high)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: log_tick(value)))
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between 10^low and 10^high, at most nine; within few decades also 2 and 5 times.
+
+    matplotlib's LogLocator overflows near the largest float.
     """
-    boxes: list[Box | None] = []
-    marks = [around(point, 8) for point in points]
-    for (x, y), width in zip(points, widths, strict=True):
-        labels = [box for box in boxes if box is not None]
-        obstacles, choices = [*taken, *marks, *labels], []
-        for reach in _DISTANCES:
-            for order, (right, down) in enumerate(_DIRECTIONS):
-                # The distance is to the label's nearest side, or to its middle above and below the mark.
-                left = x + reach * right - (0.0 if right > 0 else width if right < 0 else width / 2)
-                top = y + reach * down - height / 2
-                box = Box(left, top, left + width, top + height)
-                outside = width * height - box.overlap(room)
-                covered = sum(box.overlap(other) for other in obstacles)
-                choices.append((reach + order + 4 * outside + covered, box))
-        best = min(choices)[1]
-        boxes.append(None if any(best.overlap(label) > 1 for label in labels) else best)
-    return boxes
+    apart = max(1, math.ceil((high - low) / 8))
+    factors = (1.0, 2.0, 5.0) if high - low < 2.5 else (1.0,)
+    ticks: list[float] = []
+    for power in range(math.floor(low), min(math.floor(high), 307) + 1, apart):
+        for factor in factors:
+            ticks.append(factor * 10.0**power)
+    return [tick for tick in ticks if low <= math.log10(tick) <= high]
 
 
-def moved_apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions close to `places`, at least `gap` apart, from `low` to `high` if they fit there."""
-    order = sorted(range(len(places)), key=places.__getitem__)
-    found = list(places)
-    edge = low
-    for index in order:
-        edge = found[index] = max(found[index], edge)
-        edge += gap
-    edge = high
-    for index in reversed(order):
-        edge = found[index] = min(found[index], edge)
-        edge -= gap
-    return found
+def log_tick(value: float) -> str:
+    """The label of a tick of a logarithmic axis: 1,500, 0.02, 3·10⁸."""
+    if value < 1e6:
+        return f"{value:,.6g}"
+    return power_of_ten(value, 3)

@@ -1,4 +1,4 @@
-"""The figures of a report: which ones the runs have data for, and their captions and descriptions."""
+"""The plots of a report: those that the runs have data for, with captions and descriptions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from pipeline.run_folder.metrics import spread
-from studies.report.drawing import Point, style_class
 from studies.report.formats import listed, number, percent
 from studies.report.groups import (
     PERPLEXITY,
     Group,
+    Measure,
     Standing,
     corpora,
     measure_of,
@@ -18,7 +18,8 @@ from studies.report.groups import (
     parts,
     value_of,
 )
-from studies.report.plots import Figure, Mark, Panel, Panels, Plane, Series
+from studies.report.labels import Point
+from studies.report.plots import LearningPlot, Line, Mark, Panel, Plot, Series, StepsPlot
 from studies.report.results import REPLAY, Row
 
 # Figures of corpora of questions, as shares of the questions.
@@ -29,112 +30,140 @@ _ANSWERS = {
 }
 
 
-def figures_of(groups: Sequence[Group]) -> list[Figure]:
-    """All figures that the runs have data for."""
-    return [
-        figure
-        for make in (_tradeoff, _rates, _answers, _perplexities)
-        if (figure := make(groups)) is not None
-    ]
+def plots_of(groups: Sequence[Group]) -> list[Plot]:
+    """All plots that the runs have data for."""
+    plots = (_tradeoff(groups), _rates(groups), _answers(groups), _perplexities(groups))
+    return [plot for plot in plots if plot is not None]
 
 
-def _tradeoff(groups: Sequence[Group]) -> Figure | None:
-    """The mean of each method as a large, labelled mark; each run as a small one, with its course from the base."""
+def _tradeoff(groups: Sequence[Group]) -> Plot | None:
+    """The mean of each method as a large, labelled mark; each run as a small one, with its course."""
     measure = measure_of(groups)
-    placed = [(group, place) for group in groups if (place := group.standing(measure))]
-    if not placed:
-        return None
-    lines: list[tuple[str, Sequence[Standing]]] = []
+    places: list[tuple[str, Standing]] = []
+    absent: list[str] = []
+    lines: list[Line] = []
     marks: list[Mark] = []
-    for group, middle in placed:
-        for row in group.rows:
-            course = [
-                place for step in row.validations if (place := measure.standing(row, step.figures))
-            ]
-            lines.append((f"way {style_class(group.style)}", course))
-        ends = measure.ends(group.rows)
-        for row, end in ends if len(ends) > 1 else ():
-            tooltip = f"{group.label}, seed {row.seed}: {measure.describe(end)}"
-            marks.append(Mark(end, group.style, tooltip, "run"))
-        across, up = (spread([end[axis] for _, end in ends]) for axis in (0, 1))
-        if across is not None and up is not None:
-            bar = f"spread {style_class(group.style)}"
-            lines.append(
-                (bar, [middle._replace(learned=middle.learned + far) for far in (-across, across)])
-            )
-            lines.append(
-                (bar, [middle._replace(forgotten=middle.forgotten + far) for far in (-up, up)])
-            )
-        marks.append(Mark(middle, group.style, f"{group.label}: {measure.describe(middle)}"))
-    places = [(group.label, place) for group, place in placed]
-    named = sorted(
-        places, key=lambda pair: not on_frontier(pair[1], places)
-    )  # the first get a label for certain
-    absent = [group.label for group in groups if group.label not in dict(places)]
-    left_out = (
-        f" Not drawn, because a run has no finite figure: {listed(absent)}." if absent else ""
-    )
-    return Plane(
-        "stability-plasticity",
-        f"Learning of {measure.new} against forgetting of {measure.kept}",
-        "Both axes show changes of the base's figures on held-out texts. Large marks are means over seeds, with bars "
-        "of one standard deviation; small marks are single runs, thin lines their course from the base. Marks "
-        f"without a name are those of the table.{left_out}",
-        "; ".join(f"{label}: {measure.describe(place)}" for label, place in named),
-        measure,
-        lines,
-        marks,
-        named,
-    )
-
-
-def _rates(groups: Sequence[Group]) -> Figure | None:
-    """A line for each method through its learning rates; the chosen rate has a large, labelled mark."""
-    measure = measure_of(groups)
-    tried = [(group, ends) for group in groups if len(ends := measure.ends(group.tried)) > 1]
-    if not tried:
+    for group in groups:
+        mean_place = group.standing(measure)
+        if mean_place is None:
+            absent.append(group.label)
+            continue
+        places.append((group.label, mean_place))
+        lines += _courses(group, measure)
+        lines += _spreads(group, measure, mean_place)
+        marks += _marks_of_runs(group, measure)
+        tooltip = f"{group.label}: {measure.describe(mean_place)}"
+        marks.append(Mark(mean_place, group.style, tooltip))
+    if not places:
         return None
-    marks = [
-        Mark(
-            place,
-            group.style,
-            f"{group.label}, learning rate {row.learning_rate:g}: {measure.describe(place)}",
-            kind,
-        )
-        for group, ends in tried
-        for row, place in ends
-        for kind in ["mark" if row.chosen else "run"]
-    ]
-    said = [
-        f"{group.label}: {', then '.join(measure.describe(place) for _, place in ends)}"
-        for group, ends in tried
-    ]
-    return Plane(
-        "learning-rates",
-        "Results at every learning rate",
-        "A line connects the runs of a method from its lowest learning rate to its highest, all with one seed. The "
-        f"large mark is the rate that was chosen, by {measure.new} alone. Of two lines the lower one forgets less for "
-        "as much learned.",
-        "; ".join(said),
-        measure,
-        [
-            (f"rates {style_class(group.style)}", [place for _, place in ends])
-            for group, ends in tried
-        ],
-        marks,
-        [
-            (own.label, next((place for row, place in ends if row.chosen), ends[-1][1]))
-            for own, ends in tried
-        ],
+
+    # Methods on the frontier come first: they get a label for certain.
+    best = [pair for pair in places if on_frontier(pair[1], places)]
+    others = [pair for pair in places if pair not in best]
+    caption = (
+        "Both axes show changes of the base's figures on held-out texts. Large marks are means "
+        "over seeds, with bars of one standard deviation; small marks are single runs, thin lines "
+        "their course from the base. Marks without a name are those of the table."
+    )
+    if absent:
+        caption += f" Not drawn, because a run has no finite figure: {listed(absent)}."
+    described = [f"{label}: {measure.describe(place)}" for label, place in [*best, *others]]
+    return LearningPlot(
+        name="stability-plasticity",
+        title=f"Learning of {measure.new} against forgetting of {measure.kept}",
+        caption=caption,
+        description="; ".join(described),
+        measure=measure,
+        lines=lines,
+        marks=marks,
+        labels=[*best, *others],
     )
 
 
-def _answers(groups: Sequence[Group]) -> Figure | None:
-    panels = [
-        Panel(f"{name}: {words}", _over_steps(groups, part, figure))
-        for figure, words in _ANSWERS.items()
-        for name, part in parts(groups).items()
-    ]
+def _courses(group: Group, measure: Measure) -> list[Line]:
+    """The course of each run from the base, through all validations."""
+    lines: list[Line] = []
+    for row in group.rows:
+        places: list[Standing] = []
+        for validation in row.validations:
+            place = measure.standing(row, validation.figures)
+            if place is not None:
+                places.append(place)
+        lines.append(Line("course", group.style, places))
+    return lines
+
+
+def _spreads(group: Group, measure: Measure, middle: Standing) -> list[Line]:
+    """Bars of one standard deviation over seeds on both axes; none of a single run."""
+    ends = [place for _, place in measure.ends(group.rows)]
+    across = spread([end.learned for end in ends])
+    up = spread([end.forgotten for end in ends])
+    if across is None or up is None:
+        return []
+    learned, forgotten = middle
+    horizontal = [Standing(learned - across, forgotten), Standing(learned + across, forgotten)]
+    vertical = [Standing(learned, forgotten - up), Standing(learned, forgotten + up)]
+    return [Line("spread", group.style, horizontal), Line("spread", group.style, vertical)]
+
+
+def _marks_of_runs(group: Group, measure: Measure) -> list[Mark]:
+    """A small mark for each run; none of a single run, which the method's mark shows."""
+    ends = measure.ends(group.rows)
+    if len(ends) == 1:
+        return []
+    marks: list[Mark] = []
+    for row, end in ends:
+        tooltip = f"{group.label}, seed {row.seed}: {measure.describe(end)}"
+        marks.append(Mark(end, group.style, tooltip, "run"))
+    return marks
+
+
+def _rates(groups: Sequence[Group]) -> Plot | None:
+    """A line for each method through its learning rates; the chosen one has a large, named mark."""
+    measure = measure_of(groups)
+    lines: list[Line] = []
+    marks: list[Mark] = []
+    labels: list[tuple[str, Standing]] = []
+    described: list[str] = []
+    for group in groups:
+        ends = measure.ends(group.tried)
+        if len(ends) < 2:
+            continue
+        places = [place for _, place in ends]
+        lines.append(Line("rates", group.style, places))
+        named = places[-1]
+        for row, place in ends:
+            what = f"{group.label}, learning rate {row.learning_rate:g}"
+            kind = "mark" if row.chosen else "run"
+            marks.append(Mark(place, group.style, f"{what}: {measure.describe(place)}", kind))
+            if row.chosen:
+                named = place
+        labels.append((group.label, named))
+        steps = ", then ".join(measure.describe(place) for place in places)
+        described.append(f"{group.label}: {steps}")
+    if not labels:
+        return None
+    return LearningPlot(
+        name="learning-rates",
+        title="Results at every learning rate",
+        caption=(
+            "A line connects the runs of a method from its lowest learning rate to its highest, "
+            "all with one seed. The large mark is the rate that was chosen, by "
+            f"{measure.new} alone. Of two lines the lower one forgets less for as much learned."
+        ),
+        description="; ".join(described),
+        measure=measure,
+        lines=lines,
+        marks=marks,
+        labels=labels,
+    )
+
+
+def _answers(groups: Sequence[Group]) -> Plot | None:
+    panels: list[Panel] = []
+    for figure, words in _ANSWERS.items():
+        for name, part in parts(groups).items():
+            panels.append(Panel(f"{name}: {words}", _over_steps(groups, part, figure)))
     return _panels(
         "answers",
         "Questions answered during training",
@@ -144,51 +173,60 @@ def _answers(groups: Sequence[Group]) -> Figure | None:
     )
 
 
-def _perplexities(groups: Sequence[Group]) -> Figure | None:
+def _perplexities(groups: Sequence[Group]) -> Plot | None:
     roles = corpora(groups)
-    panels = [
-        Panel(
-            f"{name}, to be {'kept' if roles[part[0]] == REPLAY else 'learned'}",
-            _over_steps(groups, part, PERPLEXITY.figure),
-            is_logarithmic=True,
-        )
-        for name, part in parts(groups).items()
-    ]
-    title = "Held-out perplexity during training"
+    panels: list[Panel] = []
+    for name, part in parts(groups).items():
+        aim = "kept" if roles[part[0]] == REPLAY else "learned"
+        series = _over_steps(groups, part, PERPLEXITY.figure)
+        panels.append(Panel(f"{name}, to be {aim}", series, is_logarithmic=True))
     return _panels(
-        "perplexity", title, "Lower is better; the axes are logarithmic.", panels, number
+        "perplexity",
+        "Held-out perplexity during training",
+        "Lower is better; the axes are logarithmic.",
+        panels,
+        number,
     )
 
 
 def _panels(
     name: str, title: str, caption: str, panels: Sequence[Panel], words: Callable[[float], str]
-) -> Figure | None:
-    """Those of the panels that have a line; None where none has."""
+) -> Plot | None:
+    """A plot of the panels that have a line; None where none has."""
     drawn = [panel for panel in panels if panel.series]
-    ends = [
-        f"{panel.heading}: "
-        + ", ".join(f"{own.label} {words(own.middle[-1][1])}" for own in panel.series)
-        for panel in drawn
-    ]
-    caption = f"{caption} Means over seeds; thin lines are single runs."
-    return (
-        Panels(name, title, caption, f"At the end of each line. {'; '.join(ends)}", drawn)
-        if drawn
-        else None
+    if not drawn:
+        return None
+    described: list[str] = []
+    for panel in drawn:
+        ends = [f"{own.label} {words(own.mean_line[-1][1])}" for own in panel.series]
+        described.append(f"{panel.heading}: {', '.join(ends)}")
+    return StepsPlot(
+        name=name,
+        title=title,
+        caption=f"{caption} Means over seeds; thin lines are single runs.",
+        description=f"At the end of each line. {'; '.join(described)}",
+        panels=drawn,
     )
 
 
 def _over_steps(groups: Sequence[Group], part: Sequence[str], figure: str) -> list[Series]:
     """The groups of which every run has the figure, by steps."""
-    lines = [(group, [_line(row, part, figure) for row in group.rows]) for group in groups]
-    series = [
-        Series(group.label, group.style, of_group) for group, of_group in lines if all(of_group)
-    ]
-    return [own for own in series if own.middle]
+    found: list[Series] = []
+    for group in groups:
+        lines = [_line(row, part, figure) for row in group.rows]
+        series = Series(group.label, group.style, lines)
+        if all(lines) and series.mean_line:
+            found.append(series)
+    return found
 
 
 def _line(row: Row, part: Sequence[str], figure: str) -> list[Point]:
     """The values that an axis can show; a logarithmic one shows none that is 0."""
-    found = [(float(each.step), value_of(each.figures, part, figure)) for each in row.validations]
-    finite = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
-    return [(step, value) for step, value in finite if value > 0 or figure in _ANSWERS]
+    points: list[Point] = []
+    for validation in row.validations:
+        value = value_of(validation.figures, part, figure)
+        if value is None or not math.isfinite(value):
+            continue
+        if value > 0 or figure in _ANSWERS:
+            points.append((float(validation.step), value))
+    return points

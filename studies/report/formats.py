@@ -15,24 +15,39 @@ def number(value: float, digits: int = 2) -> str:
     """6.50, 1,234.00, 1.2·10⁷."""
     if not math.isfinite(value):
         return "\N{INFINITY}" if value > 0 else NOTHING
-    return f"{value:,.{digits}f}" if abs(value) < 1e5 else power_of_ten(value, 2)
+    if abs(value) < 1e5:
+        return f"{value:,.{digits}f}"
+    return power_of_ten(value, 2)
 
 
 def power_of_ten(value: float, digits: int) -> str:
     """A large number in so many digits, as a person writes it: 1.2·10⁷, 10⁸."""
-    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
-    factor = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    factor, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    if "." in factor:
+        factor = factor.rstrip("0").rstrip(".")
     power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
-    return power if factor == "1" else f"{factor}\N{MIDDLE DOT}{power}"
+    if factor == "1":
+        return power
+    return f"{factor}\N{MIDDLE DOT}{power}"
 
 
 def of_figure(name: str) -> Callable[[float], str]:
     """The format of a figure's values: the same number of decimals throughout a column."""
     if name.endswith(("accuracy", "probability", "match", "ended")):
-        return lambda value: (
-            f"{100 * value:.1f}{_SPACE}%" if math.isfinite(value) else number(value)
-        )
-    return lambda value: number(value, 2 if name == "perplexity" else 3)
+        return _share
+    if name == "perplexity":
+        return number
+    return _three_digits
+
+
+def _share(value: float) -> str:
+    if math.isfinite(value):
+        return f"{100 * value:.1f}{_SPACE}%"
+    return number(value)
+
+
+def _three_digits(value: float) -> str:
+    return number(value, 3)
 
 
 def change(nats: float) -> str:
@@ -45,14 +60,19 @@ def change(nats: float) -> str:
     sign = "\N{MULTIPLICATION SIGN}" if nats > 0 else "\N{DIVISION SIGN}"
     if ratio >= 1e6:
         return sign + power_of_ten(ratio, 3)
-    return sign + (f"{ratio:,.0f}" if ratio >= 99.5 else f"{ratio:.3g}")
+    if ratio >= 99.5:
+        return f"{sign}{ratio:,.0f}"
+    return f"{sign}{ratio:.3g}"
 
 
 def percent(fraction: float, sign: str = "") -> str:
     """A fraction as a percentage: 0.5 %, 12 %, 99.9 %; with the `sign` "+" as a change: +12 %."""
-    digits = 1 if abs(fraction) < 0.0995 or 0.99 < abs(fraction) < 1 else 0
+    size = abs(fraction)
+    digits = 1 if size < 0.0995 or 0.99 < size < 1 else 0
     value = round(100 * fraction, digits) + 0.0  # not −0
-    text = f"{value:{sign if value else ''}.{digits}f}".removesuffix(".0")
+    if value == 0:
+        sign = ""
+    text = f"{value:{sign}.{digits}f}".removesuffix(".0")
     return f"{text.replace('-', MINUS)}{_SPACE}%"
 
 
@@ -66,4 +86,6 @@ def count(value: float) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """A, B and C."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

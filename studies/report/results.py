@@ -24,14 +24,15 @@ _FROM_TRAINING = ("trainable_parameters", "total_parameters", "tokens_seen", "se
 
 
 class Row(BaseModel):
-    """A row of summary.json: a run, or what its gate or an average with its base makes of it.
+    """A row of summary.json: a run, or a model made of it by its gate or an average with its base.
 
     Files from elsewhere may lack what is optional.
 
     Attributes:
-        chosen: whether the run has the learning rate of its method that was chosen. `after` is empty where it diverged.
-        inference_cost: the FLOPs of a forward pass over the base's.
-        source: the folder that a report has read it from.
+        chosen: whether the run has the learning rate that was chosen for its method.
+        inference_cost: the FLOPs of a forward pass, divided by the base's.
+        source: the folder from which a report has read the row.
+        after: the figures at the end by corpus; empty where the run diverged.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -65,16 +66,16 @@ class Row(BaseModel):
 def with_perplexities(
     row: Row, suffix: str, perplexities: Mapping[str, float], **changes: object
 ) -> Row:
-    """The row of a model that was made of `row`'s without more training, of which only perplexities are known.
+    """The row of a model that was made of `row`'s without more training.
 
-    Its label is `row`'s with `suffix`; `changes` are other fields of it.
+    Only its perplexities are known. Its label is `row`'s with `suffix`; `changes` are other fields.
     """
-    after = {}
+    after: Figures = {}
     for name, perplexity in perplexities.items():
         before = row.before[name]
         after[name] = {"perplexity": perplexity}
         if "bits_per_byte" in before and 1 < before["perplexity"] < math.inf:
-            # Bits per byte are in proportion to the logarithm, as before.
+            # Bits per byte are proportional to the logarithm of the perplexity: both are of one text.
             bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])
             after[name]["bits_per_byte"] = bits
     own: dict[str, object] = {
@@ -89,14 +90,19 @@ def with_perplexities(
 def gated_perplexities(heldout: Mapping[str, HeldoutText]) -> dict[str, float]:
     """The perplexity of a gated model on each held-out text, as its gate's record has it.
 
-    Texts with impossible tokens are left out: a perplexity without those compares with no other. So are texts that
-    predict nothing.
+    Texts with impossible tokens are left out: a perplexity without those compares with no other. So
+    are texts that predict nothing.
     """
-    found = {}
+    found: dict[str, float] = {}
     for name, text in heldout.items():
         predicts_nothing = text.ungated_perplexity is None and text.gated_perplexity is None
-        if not text.impossible_fraction and not predicts_nothing:
-            found[name] = math.inf if text.gated_perplexity is None else text.gated_perplexity
+        if text.impossible_fraction or predicts_nothing:
+            continue
+        if text.gated_perplexity is None:
+            # JSON has no infinity: the record has null in its place.
+            found[name] = math.inf
+        else:
+            found[name] = text.gated_perplexity
     return found
 
 
@@ -104,24 +110,31 @@ _ROWS = TypeAdapter(Annotated[list[Row], Field(min_length=1)])
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """What the folder of a run, finished or not, says for its row.
+    """The fields of a run's row that its folder holds, finished or not.
 
     Raises:
         RunFolderError: its metrics are missing, or have no validation after the first.
     """
     history = read_history(folder / METRICS)
     before, *during, after = history.validations
-    trained = read_object(folder / TRAINING, RunFolderError) if is_trained(folder) else {}
-    return {
-        **{key: trained[key] for key in _FROM_TRAINING if key in trained},
+    roles: dict[str, str] = {}
+    for name in before.figures:
+        roles[name] = REPLAY if name in history.forgetting else "new"
+    found: dict[str, Any] = {
         "learning_rate": history.learning_rate,
         "steps": after.step,
         "peak_memory_gib": history.peak_memory_gib,
-        "roles": {name: REPLAY if name in history.forgetting else "new" for name in before.figures},
+        "roles": roles,
         "before": before.figures,
         "during": during,
         "after": after.figures,
     }
+    if is_trained(folder):
+        trained = read_object(folder / TRAINING, RunFolderError)
+        for key in _FROM_TRAINING:
+            if key in trained:
+                found[key] = trained[key]
+    return found
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -135,8 +148,8 @@ def read_rows(folder: Path) -> list[Row]:
         return _ROWS.validate_json(read_bytes(path, RunFolderError))
     except FileNotFoundError:
         raise RunFolderError(
-            f"{path}: no such file; expected a study's folder, where python -m studies run writes it at the end, or a run's "
-            f"with its {METRICS}"
+            f"{path}: no such file; expected a study's folder, where python -m studies run writes "
+            f"it at the end, or a run's with its {METRICS}"
         ) from None
     except ValidationError as error:
         raise RunFolderError(
@@ -154,15 +167,21 @@ def read_runs(folders: Iterable[Path]) -> list[Row]:
     names = [folder.name for folder in unique]
     runs: list[Row] = []
     for folder in unique:
-        name = folder.name if names.count(folder.name) == 1 else str(folder)
-        rows = _rows_of_run(folder, name) if (folder / METRICS).is_file() else read_rows(folder)
-        runs += [row.model_copy(update={"source": name}) for row in rows]
+        name = folder.name
+        if names.count(name) > 1:
+            name = str(folder)
+        if (folder / METRICS).is_file():
+            rows = _rows_of_run(folder, name)
+        else:
+            rows = read_rows(folder)
+        for row in rows:
+            runs.append(row.model_copy(update={"source": name}))
     _check_same_base(runs)
     return runs
 
 
 def _rows_of_run(folder: Path, name: str) -> list[Row]:
-    """The row of a run's folder; of a gated run two: the gated model, which is exported, and the one without its gate.
+    """The row of a run's folder; of a gated run two, with its gate, as it is exported, and without.
 
     What `scale-cpt evaluate --chats` measured is of the exported model.
     """
@@ -170,7 +189,8 @@ def _rows_of_run(folder: Path, name: str) -> list[Row]:
     if not _has_gate(folder):
         return [_with_chats(Row(**found, label=name), folder)]
     ungated = Row(**found, label=f"{name} without its gate")
-    if not (folder / GATE_FOLDER / GATE_RECORD).exists():  # it is fitted after training
+    if not (folder / GATE_FOLDER / GATE_RECORD).exists():
+        # A gate is fitted after training.
         return [ungated]
     heldout = open_record(folder / GATE_FOLDER).heldout
     known = {corpus: text for corpus, text in heldout.items() if corpus in ungated.before}
@@ -190,19 +210,26 @@ def _has_gate(folder: Path) -> bool:
 
 def _with_chats(row: Row, folder: Path) -> Row:
     """`row` with what `scale-cpt evaluate --chats` measured in the run's folder."""
-    summary = read_object(folder / SUMMARY, RunFolderError) if (folder / SUMMARY).is_file() else {}
+    if not (folder / SUMMARY).is_file():
+        return row
+    summary = read_object(folder / SUMMARY, RunFolderError)
     figures = {"before": dict(row.before), "after": dict(row.after)}
     roles = dict(row.roles)
     for when, files in summary.get("chats", {}).items():
         for chats, score in files.items():
-            measured = {key: value for key, value in score.items() if key != "chats"}
+            measured = dict(score)
+            measured.pop("chats", None)  # their number
             figures[when][chats] = figures[when].get(chats, {}) | measured
             roles[chats] = REPLAY
     return row.model_copy(update={**figures, "roles": roles})
 
 
 def _check_same_base(runs: Sequence[Row]) -> None:
-    """Raises RunFolderError where two runs began with other figures of a corpus: distances from the base would lie."""
+    """Checks that all runs began with the same figures of a corpus: else distances are of two bases.
+
+    Raises:
+        RunFolderError: two runs have different bases, tokenizers or held-out texts.
+    """
     first: dict[tuple[str, str], tuple[Row, float]] = {}
     for run in runs:
         for corpus, figures in run.before.items():
@@ -211,7 +238,7 @@ def _check_same_base(runs: Sequence[Row]) -> None:
                 # The same base differs by rounding only: by the dtype and the number of ranks.
                 if not math.isclose(figures[name], expected, rel_tol=0.02):
                     raise RunFolderError(
-                        f"{other.source} and {run.source}: the base of {other.label} has a {name} of "
-                        f"{expected:.4g} on {corpus}, that of {run.label} {figures[name]:.4g}: they differ in "
-                        "base, tokenizer or held-out text; report them apart"
+                        f"{other.source} and {run.source}: the base of {other.label} has a {name} "
+                        f"of {expected:.4g} on {corpus}, that of {run.label} {figures[name]:.4g}: "
+                        "they differ in base, tokenizer or held-out text; report them apart"
                     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.manifest import LayoutRecord, Manifest, Position, describe_run
+from pipeline.checkpoint.manifest import CheckpointManifest, LayoutRecord, Position, describe_run
 from pipeline.checks import checklist, input_checks
 from pipeline.checks.checklist import begin
 from pipeline.checks.dry_run import make_plan
@@ -54,7 +54,7 @@ def begun(tmp_path_factory) -> tuple[Path, Path]:
     fingerprint = load_tokenizer(config.base).fingerprint
     checkpoint = run / "checkpoints" / "step_00000001"
     checkpoint.mkdir(parents=True)
-    Manifest(
+    CheckpointManifest(
         run=describe_run(config, base, build_model(config, base.spec, SINGLE), fingerprint),
         position=Position(step=1),
         layout=LayoutRecord(world_size=2, tp_size=1, dp_size=2, zero_stage=3, dtype="float32"),

@@ -17,7 +17,7 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.conversion.convert import Conversion, convert, latest_conversion
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import RESUME_LATER, BaseModelError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import (
-    FileRecord,
+    CheckpointFile,
+    CheckpointManifest,
     LayoutRecord,
-    Manifest,
     Position,
     check_file,
     describe_run,
@@ -89,8 +89,8 @@ def _make_checkpoint() -> None:
 
     files = {}
     for path in sorted(folder.iterdir()):
-        files[path.name] = FileRecord(bytes=path.stat().st_size, sha256=file_hash(path))
-    manifest = Manifest(
+        files[path.name] = CheckpointFile(bytes=path.stat().st_size, sha256=file_hash(path))
+    manifest = CheckpointManifest(
         run=describe_run(config, base, model, "none"),
         position=Position(step=STEP, tokens_seen=STEP * 256, seconds=1.0),
         layout=LayoutRecord(

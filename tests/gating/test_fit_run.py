@@ -24,7 +24,7 @@ from pipeline.evaluation.summary import summarise
 from pipeline.gating.fit_run import BaseStream, fit_gate, fit_on, warn_of_cost
 from pipeline.gating.folder import open_gate
 from pipeline.gating.windows import FittingText, read_fitting_text
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
 from tests.files import change_json

@@ -14,7 +14,7 @@ from pipeline.conversion.formats import choose_export
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.gating.folder import GATE_RECORD, open_gate, write_gate
 from pipeline.gating.gate import FittedGate, gate_features
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.scale_math import GATE_DECAY, running_mean
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported

@@ -23,7 +23,7 @@ from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.benchmarks import benchmark_model
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.gating.fit_run import fit_gate
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.model.from_hf import open_base
 from pipeline.scale_math import NEVER
 from tests.bases import STORIES, reference

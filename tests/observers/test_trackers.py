@@ -1,4 +1,6 @@
-"""The trackers, with the real packages: figures and settings arrive, restarts continue one run, faults end none."""
+"""The trackers, with the real packages: figures and settings arrive, restarts continue one run,
+faults end none.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def error_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def log_two_attempts(config: RunConfig) -> None:
-    """Steps 0 to 3, back to 2 by a rollback, 3 again, and after a restart from step 2 steps 3 and 4."""
+    """Steps 0 to 3, back to 2 by a rollback, 3 again, and after a restart from step 2 steps 3 and
+    4.
+    """
     (tracker,) = make_trackers(config)
     for step in range(4):
         tracker.on_step(StepEvent(step, 8, 1.0, {"loss": 10.0 - step, "perplexity/korean": 2.0}))
@@ -63,7 +67,9 @@ LOSSES = [(0, 10.0), (1, 9.0), (2, 8.0), (3, 7.0), (3, 5.0), (3, 4.0), (4, 3.0)]
 
 
 def wandb_records(folder: Path) -> dict[str, list[Any]]:
-    """What lies in W&B's offline files of a run folder, oldest first: the ids, the settings and the figures."""
+    """What lies in W&B's offline files of a run folder, oldest first: the ids, the settings and the
+    figures.
+    """
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 

@@ -92,7 +92,7 @@ def test_an_expansion_of_a_base_whose_config_changed_is_refused(base, folder, tm
     ):
         load(open_base(changed), folder)
     manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["base_architecture"]  # as an earlier version wrote it
+    del manifest["base_architecture"], manifest["checksum"]  # as an earlier version wrote it
     (folder / MANIFEST).write_text(json.dumps(manifest))
     load(open_base(changed), folder)
 
@@ -109,13 +109,13 @@ def misshape(folder):
 
 def lead_outside(folder):
     shutil.copy(weights_file(folder), folder.parent / "outside.safetensors")
-    change_json(
-        folder / MANIFEST, tensors=dict.fromkeys(tensors_of(folder), "../outside.safetensors")
-    )
+    outside = dict.fromkeys(tensors_of(folder), "../outside.safetensors")
+    change_json(folder / MANIFEST, tensors=outside, checksum=None)
 
 
 def forget_a_tensor(folder):
-    change_json(folder / MANIFEST, tensors=dict(list(tensors_of(folder).items())[1:]))
+    others = dict(list(tensors_of(folder).items())[1:])
+    change_json(folder / MANIFEST, tensors=others, checksum=None)
 
 
 DAMAGE = {
@@ -124,6 +124,10 @@ DAMAGE = {
     "another format": (
         lambda folder: change_json(folder / MANIFEST, format="2"),
         "manifest.json: format: ",
+    ),
+    "another seed": (
+        lambda folder: change_json(folder / MANIFEST, seed=123),
+        "manifest.json: does not match its checksum",
     ),
     "a tensor not listed": (forget_a_tensor, "manifest.json: lists no"),
     "a tensor of another shape": (misshape, "output.expansion has shape"),
@@ -143,6 +147,13 @@ def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
         load(base("llama"), folder)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_manifest_of_an_earlier_version_has_no_checksum(base, folder):
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["checksum"]
+    (folder / MANIFEST).write_text(json.dumps(content))
+    load(base("llama"), folder)
 
 
 def test_large_expansions_are_spread_over_files_and_a_rank_finds_the_changed_one(

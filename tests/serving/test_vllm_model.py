@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.parallel.sharding import default_dtype
 from pipeline.scale_math import NEVER
 from tests.conversion.checkpoints import training_decoder

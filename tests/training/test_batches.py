@@ -52,9 +52,7 @@ def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
     assert len(steps[0]) == config.schedule.global_batch_size
 
 
-def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_on_few(
-    tokens, tmp_path
-):
+def test_sequences_that_train_by_kl_come_first_and_the_base_runs_on_few(tokens, tmp_path):
     config = load_config(
         write_config(tmp_path, tokens, data__replay_loss="kl", schedule__micro_batch_size=4)
     )
@@ -86,7 +84,7 @@ def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_
             }
 
 
-# --- The thread that reads ahead -------------------------------------------------------------------------------------
+# --- The thread that reads ahead ---
 
 
 class Recorded:

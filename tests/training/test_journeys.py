@@ -1,13 +1,15 @@
-"""The matrix of `journeys.py`: runs resume to the bit, move to other layouts, train the expansion alone, are exported.
+"""The matrix of `journeys.py`: runs resume to the bit, move to other layouts, train the expansion
+alone, are exported.
 
-Each row is trained undisturbed; stopped in its first step and resumed there; and resumed from there at another layout
-and ZeRO stage, often on one rank. In its own layout a run resumes to the bit. Another layout only reorders sums: one of
-n terms in fp32 is then off by about sqrt(n) · 2^-24 of its largest term; with n = 2^14, a batch's tokens times the
-hidden size, by 8e-6 (`ROUNDING`). Losses and gradient norms are such sums. The gradients of queries and keys, which
-Adam's first moment averages, are what is left of terms that cancel, some tens of times as large: so is their error, and
-twice that of their squares. A weight moves by the ratio of the two, whatever their size, so a few elements whose
-gradient is all rounding move at random: weights are compared by the length of what differs against that of the way they
-went. `make test` trains the rows of `QUICK` only.
+Each row is trained undisturbed; stopped in its first step and resumed there; and resumed from there
+at another layout and ZeRO stage, often on one rank. In its own layout a run resumes to the bit.
+Another layout only reorders sums: one of n terms in fp32 is then off by about sqrt(n) · 2^-24 of
+its largest term; with n = 2^14, a batch's tokens times the hidden size, by 8e-6 (`ROUNDING`).
+Losses and gradient norms are such sums. The gradients of queries and keys, which Adam's first
+moment averages, are what is left of terms that cancel, some tens of times as large: so is their
+error, and twice that of their squares. A weight moves by the ratio of the two, whatever their size,
+so a few elements whose gradient is all rounding move at random: weights are compared by the length
+of what differs against that of the way they went. `make test` trains the rows of `QUICK` only.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.scale_streams import ScaleOutput, StreamPath
 from pipeline.methods import method_for
@@ -128,7 +130,9 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tokens, extended_tokens, vocabulary, tmp_path_factory) -> Callable[[Journey], Trained]:
-    """The runs of a row, made with those of the other rows of its tier: ranks of one number train one after another."""
+    """The runs of a row, made with those of the other rows of its tier: ranks of one number train
+    one after another.
+    """
 
     @cache
     def trained_rows(quick: bool) -> dict[Journey, Trained]:
@@ -312,7 +316,7 @@ def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Pat
         begin(load_config(tmp_path / "run.yaml"), journey.layout.ranks, "train")
 
 
-# --- Extended vocabularies --------------------------------------------------------------------------------------------
+# --- Extended vocabularies ---
 
 
 def with_new_tokens_of(method: str) -> Journey:
@@ -320,16 +324,19 @@ def with_new_tokens_of(method: str) -> Journey:
 
 
 def change_run(checkpoint: Path, **changes: Any) -> None:
-    """Changes the manifest's record of the run."""
+    """Changes the manifest's record of the run, and removes the checksum of the manifest."""
     values = json.loads((checkpoint / "manifest.json").read_text())
     values["run"] |= changes
+    values.pop("checksum", None)
     (checkpoint / "manifest.json").write_text(json.dumps(values))
 
 
 @torch.no_grad()
 @rows([with_new_tokens_of("route")])
 def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journey):
-    """As in training; verification cannot tell, since it compares an export with one larger vocabulary."""
+    """As in training; verification cannot tell, since it compares an export with one larger
+    vocabulary.
+    """
     model = open_trained(run.moved / "checkpoints" / f"step_{STEPS:08d}", STORIES)
     trained = model.method.build(model.stored.spec, SINGLE, "none")
     for name, parameter in trained.named_parameters():
@@ -443,7 +450,9 @@ def last_checkpoint(run: Path) -> CheckpointReader:
 
 
 def initial_model(config: Path, device: str, tp: TensorParallel = SINGLE) -> Decoder:
-    """The run's model before its first step, or a rank's part of it; without values on the meta device."""
+    """The run's model before its first step, or a rank's part of it; without values on the meta
+    device.
+    """
     settings = load_config(config)
     base = with_new_tokens(settings, open_base(STORIES))
     with torch.device(device):

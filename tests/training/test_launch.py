@@ -1,4 +1,6 @@
-"""A process's place among the ranks, read from the environment of each launcher; and the signals that stop it."""
+"""A process's place among the ranks, read from the environment of each launcher; and the signals
+that stop it.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Token shards in Megatron's format: `<shard>.bin` holds the ids, `<shard>.idx` where each document begins.
+"""Token shards in Megatron's format.
 
-Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document ends; then lengths
-(int32) and byte offsets (int64) of the sequences, and the first sequence of each document (int64). All offsets are
-64-bit. Our writer makes one sequence per document, and two in a corpus with prompts: the prompt with what precedes it
-(a BOS), which is read but never predicted, and the rest. The reader accepts any number.
+`<shard>.bin` holds the ids, `<shard>.idx` where each document begins.
+
+Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document
+ends; then lengths (int32) and byte offsets (int64) of the sequences, and the first sequence of each
+document (int64). All offsets are 64-bit. Our writer makes one sequence per document, and two in a
+corpus with prompts: the prompt with what precedes it (a BOS), which is read but never predicted,
+and the rest. The reader accepts any number.
 
 A manifest holds the sizes and hashes of these files.
 """
@@ -32,11 +35,12 @@ ShardFile = Literal[".bin", ".idx"]
 _DIGITS = 32
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-# Bytes of the index a sequence (its length and its offset), and a document.
+# Bytes in the index: of a sequence its length and its offset, and of a document its first sequence.
 _SEQUENCE_BYTES = 4 + 8
 _DOCUMENT_BYTES = 8
 _VERSION = 1
-# Megatron's codes (`DType` of megatron/core/datasets/indexed_dataset.py); 6 and 7 are floating point.
+# Megatron's codes (`DType` of megatron/core/datasets/indexed_dataset.py); 6 and 7 are floating
+# point.
 _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
@@ -69,9 +73,13 @@ def content_of(path: Path) -> FileContent:
 
 
 def check_file(path: Path, content: FileContent, advice: str, *, whole: bool = True) -> None:
-    """Compares a file's size, and if `whole` its hash. Raises DataError where it is missing or differs."""
+    """Compares a file's size, and if `whole` its hash.
+
+    Raises DataError where it is missing or differs.
+    """
     found: str | None = None
     try:
+        # The size first: it finds most damage without reading the file.
         size = path.stat().st_size
         if size != content.bytes:
             found = f"found {size}"
@@ -109,20 +117,22 @@ class ShardWriter:
         lengths: npt.NDArray[Any],
         prompt_lengths: npt.NDArray[Any] | None = None,
     ) -> None:
-        """Appends documents: their joined `ids: [T]` and their `lengths: [documents]`, which sum to T.
+        """Appends documents: their joined `ids: [T]`, and their `lengths: [documents]`.
 
-        `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents or for none.
+        `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents
+        or for none.
 
         Raises:
             DataError: the type of the file cannot hold an id.
         """
+        # A cast to a smaller type wraps ids around without an error.
         if len(ids):
             lowest = int(ids.min())
             highest = int(ids.max())
             if lowest < 0 or highest > np.iinfo(self.dtype).max:
                 raise DataError(
-                    f"expected ids that {self.dtype} can hold, found {lowest} to {highest}; the tokenizer's files "
-                    "disagree"
+                    f"expected ids that {self.dtype} can hold, found {lowest} to {highest}; the "
+                    "tokenizer's files disagree"
                 )
         self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         parts = [lengths]
@@ -147,13 +157,15 @@ def writing_shard(
         def opened_file(end: ShardFile) -> BinaryIO:
             return opened.enter_context(published_file(shard_file(prefix, end), scratch))
 
-        # Never publish an empty shard and remove it again: another job may be writing the same unit.
+        # Never publish an empty shard and remove it again: another job may be writing the same
+        # unit.
         writer = ShardWriter(lambda: opened_file(".bin"), dtype)
         yield writer
         if writer.documents == 0:
             return
         sequences = np.concatenate(writer.sequences)
         lengths = sequences.ravel()
+        # In 64 bits: the sum of 32-bit lengths is beyond 2**31 in a shard of a few GB.
         ends = np.cumsum(lengths, dtype=np.int64)
         firsts = np.arange(writer.documents + 1, dtype=np.int64) * sequences.shape[1]
         index = opened_file(".idx")
@@ -170,9 +182,12 @@ def shard_file(prefix: Path, end: ShardFile) -> Path:
 
 
 class Shard:
-    """An open `<prefix>.bin` and `<prefix>.idx`. Ids are read when asked for, and what the index says is trusted.
+    """An open `<prefix>.bin` and `<prefix>.idx`.
 
-    Raises DataError where a file is missing, is not of this format, or has another size than the index says.
+    Ids are read when asked for, and what the index says is trusted.
+
+    Raises DataError where a file is missing, is not of this format, or has another size than the
+    index says.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -195,12 +210,14 @@ class Shard:
             found = f"expected {expected} bytes of integer ids, found {len(index)}"
             raise DataError(f"{self.idx_path}: damaged index: {found}; {_ADVICE}")
         self.dtype: np.dtype[Any] = np.dtype(_DTYPES[code])
-        # Of each sequence its length and the byte where it begins; the first sequence of each document.
+        # Of each sequence its length and the byte where it begins; the first sequence of each
+        # document.
         pointers_at = _HEADER.size + sequences * 4
         firsts_at = _HEADER.size + sequences * _SEQUENCE_BYTES
         self._lengths = np.frombuffer(index, np.int32, sequences, _HEADER.size)
         self._pointers = np.frombuffer(index, np.int64, sequences, pointers_at)
         self._first_sequences = np.frombuffer(index, np.int64, ends, firsts_at)
+        # The last entry ends the last document.
         self.documents = int(ends) - 1
         self.tokens = 0
         if sequences:
@@ -208,7 +225,8 @@ class Shard:
             self.tokens = last_start + int(self._lengths[-1])
         if bin_bytes != self.tokens * self.dtype.itemsize:
             raise DataError(
-                f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found {bin_bytes} bytes; {_ADVICE}"
+                f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found "
+                f"{bin_bytes} bytes; {_ADVICE}"
             )
 
     def _mapped_index(self) -> npt.NDArray[np.uint8]:
@@ -219,7 +237,7 @@ class Shard:
         return np.memmap(self.idx_path, np.uint8, "r")
 
     def check_index(self) -> None:
-        """Raises DataError where a sequence does not begin at the end of the one before it, or a document goes back."""
+        """Raises DataError where sequences or documents do not follow each other."""
         ends = np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize
         starts = np.append(0, ends)[:-1]
         firsts = self._first_sequences
@@ -233,14 +251,20 @@ class Shard:
             )
 
     def document_start(self, document: int) -> int:
-        """The position at which `document` begins; for `document == documents`, the number of tokens."""
+        """The position at which `document` begins.
+
+        For `document == documents`, the number of tokens.
+        """
         sequence = int(self._first_sequences[document])
         if sequence == len(self._pointers):
             return self.tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        """The document of the token at position `token`, by a binary search that reads few pages of the index."""
+        """The document of the token at a position.
+
+        A binary search, which reads few pages of the index.
+        """
         return bisect.bisect_right(range(self.documents), token, key=self.document_start) - 1
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -248,6 +272,7 @@ class Shard:
         first = self.document_at(start)
         last = self.document_at(stop - 1)
         sequences = self._first_sequences[first : last + 1]
+        # The document of `start` may have begun before it.
         starts = self._pointers[sequences] // self.dtype.itemsize
         return starts[starts >= start]
 
@@ -258,11 +283,12 @@ class Shard:
             DataError: the file has been cut since the shard was opened.
         """
         expected = (stop - start) * self.dtype.itemsize
+        # Not a memory map: a file that is cut while it is mapped ends the process by SIGBUS.
         raw = os.pread(self._file.fileno(), expected, start * self.dtype.itemsize)
         if len(raw) != expected:
             raise DataError(
-                f"{self.bin_path}: expected {expected} bytes from token {start} on, found {len(raw)}: it was cut while "
-                f"it was in use; {_ADVICE}"
+                f"{self.bin_path}: expected {expected} bytes from token {start} on, found "
+                f"{len(raw)}: it was cut while it was in use; {_ADVICE}"
             )
         return np.frombuffer(raw, dtype=self.dtype)
 
@@ -274,7 +300,10 @@ class Shard:
         return self.read(self.document_start(document), self.document_start(document + 1))
 
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of the tokens [start, stop) are in the first of their document's two sequences, the prompt."""
+        """Which of the tokens [start, stop) are in a prompt.
+
+        The prompt is the first of a document's two sequences.
+        """
         mask = np.zeros(stop - start, dtype=np.bool_)
         for document in range(self.document_at(start), self.document_at(stop - 1) + 1):
             prompt = int(self._first_sequences[document])

@@ -25,7 +25,10 @@ CORPUS = FolderKind("a token corpus", MANIFEST, "scale-cpt token corpus 3")
 
 
 class TokenizerRecord(BaseModel):
-    """The tokenizer of a corpus. `backend` is the library that encoded: the checked fast encoder or the reference."""
+    """The tokenizer of a corpus.
+
+    `backend` is the library that encoded: the checked fast encoder or the reference.
+    """
 
     fingerprint: str
     vocab_size: PositiveInt
@@ -35,7 +38,10 @@ class TokenizerRecord(BaseModel):
 
 
 class InputFile(NamedTuple):
-    """An input file; `sha256` is of its bytes on disk, of a very large file of some of its blocks."""
+    """An input file.
+
+    `sha256` is of its bytes on disk, of a very large file of some of its blocks.
+    """
 
     path: str
     bytes: int
@@ -61,10 +67,12 @@ class ShardRecord(NamedTuple):
 
 
 class SamplingRecord(BaseModel):
-    """How a base model wrote a corpus. `base` holds the SHA-256 of its weight files, by their names.
+    """How a base model wrote a corpus.
 
-    `tokens` were asked for; the others are settings of config.run.Sampling. `batch_size` documents were written at a
-    time, which decides how sums are rounded, and so the text.
+    `base` holds the SHA-256 of its weight files, by their names.
+
+    `tokens` were asked for; the others are settings of config.run.Sampling. `batch_size` documents
+    were written at a time, which decides how sums are rounded, and so the text.
     """
 
     base: dict[str, str]
@@ -80,7 +88,10 @@ class SamplingRecord(BaseModel):
 
 
 class Description(BaseModel):
-    """What a corpus is made of, without its inputs. The inputs of one that a base wrote (`sampling`) are prompts."""
+    """What a corpus is made of, without its inputs.
+
+    The inputs of one that a base wrote (`sampling`) are prompts.
+    """
 
     tokenizer: TokenizerRecord
     text_key: str
@@ -94,7 +105,10 @@ class Description(BaseModel):
     quoting: Quoting | None = None
     normalize: Normalization | None = None
     special_tokens: SpecialTokens | None = None
-    """What a text that spells a special token became; None in corpora of earlier versions, which did not say."""
+    """What a text that spells a special token became.
+
+    None in corpora of earlier versions, which did not say.
+    """
     heldout_fraction: float = 0.0
     heldout_by: HeldoutBy = "text"
     """Whose hash decides which documents are held out; `text` in corpora of earlier versions."""
@@ -104,9 +118,10 @@ class Description(BaseModel):
 class Counts(BaseModel):
     """`characters` and `bytes` (UTF-8) are of the accepted text, prompts included.
 
-    In a corpus with prompts, `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens` and `bytes`.
-    `special_tokens_spelled`: how often a text spells a special token. `unknown_tokens` and `lost_characters` are what
-    the tokenizer cannot spell. `decomposed_documents` are not in Unicode's NFC.
+    In a corpus with prompts, `prompt_tokens` and `prompt_bytes` are the prompts' share of `tokens`
+    and `bytes`. `special_tokens_spelled`: how often a text spells a special token. `unknown_tokens`
+    and `lost_characters` are what the tokenizer cannot spell. `decomposed_documents` are not in
+    Unicode's NFC.
     """
 
     documents: NonNegativeInt = 0
@@ -122,14 +137,19 @@ class Counts(BaseModel):
 
     @property
     def unknown_fraction(self) -> float:
-        """The share of the text that the tokenizer cannot spell: of the tokens, or of the characters."""
+        """The share of the tokens, or of the characters, that the tokenizer cannot spell."""
+        # A tokenizer with an unknown token drops no character, so that one of the two is 0.
         of_tokens = self.unknown_tokens / max(self.tokens, 1)
         return max(of_tokens, self.lost_characters / max(self.characters, 1))
 
 
 class Manifest(Description, Counts):
-    """The contents of `manifest.json`. They depend on the job alone, not on time, machine or workers."""
+    """The contents of `manifest.json`.
 
+    They depend on the job alone, not on time, machine or workers.
+    """
+
+    # As in CORPUS: a Literal takes no variable.
     format: Literal["scale-cpt token corpus 3"] = "scale-cpt token corpus 3"
     part: str
     token_dtype: str
@@ -145,7 +165,10 @@ class Manifest(Description, Counts):
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of the corpus in `folder`. Raises DataError where it is missing or damaged."""
+    """Reads the manifest of the corpus in `folder`.
+
+    Raises DataError where it is missing or damaged.
+    """
     path = folder / MANIFEST
     try:
         return read_record(path, Manifest, DataError, advice_for(folder))

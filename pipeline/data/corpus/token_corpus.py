@@ -21,11 +21,15 @@ from pipeline.log import progress_bar
 
 SAMPLED_BYTES = 2**30
 """How much of the tokens is compared where reading all of them would take too long."""
+# Of each a file and a memory map are open; a process may often have 1024 files.
 _MAX_OPEN_SHARDS = 64
 
 
 class _Span(NamedTuple):
-    """The positions [start, stop) of a shard; `offset` is the position in the corpus at which the shard begins."""
+    """The positions [start, stop) of a shard.
+
+    `offset` is the position in the corpus at which the shard begins.
+    """
 
     shard: Shard
     start: int
@@ -34,10 +38,13 @@ class _Span(NamedTuple):
 
 
 class TokenCorpus:
-    """The corpus in `folder`: its shards as one sequence of `tokens` ids, each shard opened when it is needed.
+    """The corpus in `folder`: its shards as one sequence of `tokens` ids.
+
+    Each shard is opened when it is needed.
 
     Raises:
-        DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of `tokenizer_fingerprint`.
+        DataError: it is missing, unfinished, damaged or empty, or its tokenizer is not that of
+            `tokenizer_fingerprint`.
     """
 
     def __init__(self, folder: Path, *, tokenizer_fingerprint: str | None = None) -> None:
@@ -48,7 +55,8 @@ class TokenCorpus:
         if tokenizer_fingerprint is not None and found != tokenizer_fingerprint:
             raise DataError(
                 f"{folder}: was tokenized with another tokenizer: expected "
-                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with the run's tokenizer"
+                f"{tokenizer_fingerprint[:24]}…, found {found[:24]}…; make it again with the run's "
+                "tokenizer"
             )
         self.tokens = self.manifest.tokens
         if self.tokens == 0:
@@ -59,15 +67,17 @@ class TokenCorpus:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a process that is given the corpus gets: all but the open shards."""
+        # An open file cannot be pickled: the other process opens its own.
         state = dict(vars(self))
         state.pop("_shard", None)
         return state
 
     @cached_property
     def content(self) -> str:
-        """A hash of what training reads: the tokens and documents of all shards, wherever their text came from.
+        """A hash of the tokens and documents of all shards, wherever their text came from.
 
-        The library that encoded is no part of it, nor are the names and the compression of the input files.
+        The library that encoded is no part of it, nor are the names and the compression of the
+        input files.
         """
         shards: list[list[Any]] = []
         for shard in self.manifest.shards:
@@ -93,12 +103,14 @@ class TokenCorpus:
         vocab_size = self.manifest.tokenizer.vocab_size
         for span in self._spans(start, stop):
             ids = span.shard.read(span.start, span.stop)
+            # An id beyond the embedding ends in an assert of a CUDA kernel, which names no
+            # document.
             if ids.min() < 0 or ids.max() >= vocab_size:
                 at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
                 document = span.shard.document_at(span.start + at)
                 raise DataError(
-                    f"{span.shard.bin_path}: document {document}: expected ids below {vocab_size}, found "
-                    f"{ids[at]}; {self._advice}"
+                    f"{span.shard.bin_path}: document {document}: expected ids below {vocab_size}, "
+                    f"found {ids[at]}; {self._advice}"
                 )
             parts.append(ids)
         return np.concatenate(parts).astype(np.int64)
@@ -130,7 +142,7 @@ class TokenCorpus:
     def check(
         self, *, sampled: int | None = SAMPLED_BYTES, share: tuple[int, int] = (0, 1)
     ) -> None:
-        """Compares the shards with the manifest: all sizes, indexes and lengths of prompts, and some tokens.
+        """Compares the shards with the manifest: all sizes and indexes, and some tokens.
 
         Args:
             sampled: how many bytes of tokens, of shards drawn at random, are compared; None: all.
@@ -143,6 +155,7 @@ class TokenCorpus:
         numbers = range(len(self.manifest.shards))[k::n]
         drawn: set[int] = set()
         size = 0
+        # Other shards in each check: in time all of them are compared.
         for number in random.Random().sample(numbers, len(numbers)):
             if sampled is None or size < sampled:
                 drawn.add(number)
@@ -159,6 +172,7 @@ class TokenCorpus:
     def _spans(self, start: int, stop: int) -> list[_Span]:
         """The parts of the shards that hold the ids [start, stop), in order."""
         spans: list[_Span] = []
+        # The first shard that ends behind `start`.
         number = bisect.bisect_right(self._ends, start)
         while start < stop:
             offset = self._ends[number] - self.manifest.shards[number].tokens
@@ -169,11 +183,15 @@ class TokenCorpus:
         return spans
 
     def _opened(self, number: int, *, whole: bool = False) -> Shard:
-        """A shard; the first time it is compared with its record, of its tokens only the size if not `whole`."""
+        """Opens a shard.
+
+        The first time it is compared with its record, of its tokens only the size if not `whole`.
+        """
         described = self.manifest.shards[number]
         prefix = self.folder / described.name
         if number not in self._checked:
             for end, content in described.files.items():
+                # The index is small, and a damaged one may look right.
                 hashes = whole or end != ".bin"
                 check_file(shard_file(prefix, end), content, self._advice, whole=hashes)
         shard = Shard(prefix)

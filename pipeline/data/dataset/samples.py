@@ -1,4 +1,7 @@
-"""The samples of training and validation: the one at a global index is a pure function of (seed, blend, index)."""
+"""The samples of training and validation.
+
+The sample at a global index is a pure function of (seed, blend, index).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_fo
 
 
 class SampleOrder:
-    """Maps a global index to a sample of a corpus, in constant time and memory, without reading tokens.
+    """Maps a global index to a sample of a corpus, in constant time, without reading tokens.
 
     Every epoch of a corpus visits each of its samples once, in a random order of its own.
 
@@ -27,6 +30,7 @@ class SampleOrder:
     def __init__(self, blend: Blend, lengths: Mapping[str, int], seed: int) -> None:
         self.blend = blend
         self._lengths = dict(lengths)
+        # A key for each corpus: two of the same length have different orders.
         self._keys = {name: mix(seed, *name.encode()) for name in lengths}
 
     def __getitem__(self, index: int) -> Draw:
@@ -39,13 +43,14 @@ class SampleOrder:
 
 
 class TrainingSamples:
-    """`samples[i]` is the sample at the global index i, for any i ≥ 0 (below `total`, where the budgets end).
+    """`samples[i]` is the sample at the global index i, for 0 ≤ i < `total`.
 
     Args:
         data: the corpora, their proportions, and how they are packed.
         seed: the seed of the order.
         tokenizer_fingerprint: the run's; None accepts any.
-        sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote has its ids.
+        sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote
+            has its ids.
 
     Attributes:
         corpora: by name, cut into samples.
@@ -67,12 +72,14 @@ class TrainingSamples:
         self.corpora: dict[str, PackedCorpus] = {}
         for name, corpus in data.corpora.items():
             if corpus.role != "new" and data.fractions[corpus.role] == 0:
+                # It is never drawn, so that it need not exist.
                 continue
             fingerprint = tokenizer_fingerprint
             if corpus.sample is not None and sampled_fingerprint is not None:
                 fingerprint = sampled_fingerprint
             self.corpora[name] = open_packed(data, name, tokenizer_fingerprint=fingerprint)
 
+        # The temperature changes proportions within a role alone: the fractions divide the roles.
         factors = dict.fromkeys(self.corpora, 1.0)
         if data.temperature is not None:
             sizes = {name: packed.source.tokens for name, packed in self.corpora.items()}
@@ -114,8 +121,8 @@ class HeldoutSamples:
 
     Attributes:
         corpus: its name.
-        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8: bits per byte =
-            nll_per_token · tokens / (bytes · ln 2).
+        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8:
+            bits per byte = nll_per_token · tokens / (bytes · ln 2).
         prompted: whether the documents have prompts.
     """
 
@@ -129,6 +136,7 @@ class HeldoutSamples:
         return len(self.packed)
 
     def __getitem__(self, index: int) -> Sample:
+        # The key 0 in every run, whatever its seed: results of runs compare.
         return self.packed[Permutation(len(self), 0)[index]]
 
     def __iter__(self) -> Iterator[Sample]:
@@ -173,10 +181,13 @@ def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> 
 def rank_indices(
     first: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> list[list[int]]:
-    """The global indices that rank `dp_rank` reads in the step that begins at sample `first`, one list per micro-batch.
+    """The global indices that a rank reads in the step that begins at sample `first`.
+
+    One list per micro-batch.
 
     Together the ranks read [first, first + global_batch_size), however many they are.
     """
+    # Rank r reads every dp_size-th sample from the r-th on, at any number of ranks.
     own = range(first + dp_rank, first + global_batch_size, dp_size)
     micro_batches: list[list[int]] = []
     for start in range(0, len(own), micro_batch_size):
@@ -185,6 +196,7 @@ def rank_indices(
 
 
 def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
+    # Without a start token a base reads the end of another document before a document.
     return PackedCorpus(
         corpus,
         data.sequence_length,

@@ -113,7 +113,7 @@ def test_what_gigatoken_does_not_support_is_encoded_by_the_reference(
 
 
 def test_too_large_or_too_small_a_vocabulary_gives_a_one_line_error():
-    with pytest.raises(DataError, match="cannot train 30000 pieces"):
+    with pytest.raises(DataError, match="cannot train 30000 tokens"):
         train_tokenizer(iter(documents(20)), 30_000)
     text = ("".join(chr(0xAC00 + at) for at in range(2000)) for _ in range(20))
     with pytest.raises(DataError, match="--character-coverage"):

@@ -130,7 +130,7 @@ def test_a_conversion_has_the_same_ids(kind: str):
         *(
             text
             for text in stories(60)
-            if not any(piece in text for piece in model.reserved_pieces)
+            if not any(token in text for token in model.reserved_tokens)
         ),
     ]
     different = [text for text in read if tokenizer.encode(text).ids != [1, *ids_of(model, text)]]

@@ -1,7 +1,7 @@
 """The tokens and merges of a BPE tokenizer.json, and the same file with more of them.
 
-New ids begin at a given row. Ids below it that the tokenizer does not have become unused tokens, so that every library
-counts the ids alike.
+New ids begin at a given row. Ids below it that the tokenizer does not have become unused tokens, so
+that every library counts the ids alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pipeline.files import read_object
 
 SPACE = "▁"
 """How a tokenizer whose tokens are characters spells a space."""
-# A word that spans no space is longer only in scripts without spaces; a merge across so many tokens is not learned.
+# A word that spans no space is longer only in scripts without spaces; a merge across so many tokens
+# is not learned.
 _LONGEST_WORD = 32
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _NOT_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
@@ -32,7 +33,8 @@ _UNSUPPORTED_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_su
 def _gpt2_alphabet() -> dict[str, int]:
     """The byte of each character of GPT-2's alphabet (`bytes_to_unicode` of openai/gpt-2).
 
-    Printable characters of Latin-1 are their own bytes; the other bytes are, in order, the characters from U+0100 on.
+    Printable characters of Latin-1 are their own bytes; the other bytes are, in order, the
+    characters from U+0100 on.
     """
     byte_of: dict[str, int] = {}
     for first, last in (("!", "~"), ("¡", "¬"), ("®", "ÿ")):
@@ -51,7 +53,7 @@ _BYTE_OF = _gpt2_alphabet()
 
 
 def byte_tokens(*, is_byte_level: bool, has_fallback: bool) -> Iterator[list[str]]:
-    """The tokens of the bytes of UTF-8, in each of the ways in which a tokenizer may spell any text by them."""
+    """The tokens of the bytes of UTF-8, in each way in which a tokenizer may spell any text."""
     if is_byte_level:
         yield [character for character, byte in _BYTE_OF.items() if byte not in _NOT_IN_UTF8]
     if has_fallback:
@@ -66,8 +68,11 @@ class BpeTokens:
     """The content of the file."""
     library: tokenizers.Tokenizer
     byte_level: bool
-    """Whether the tokens are made of bytes. Else they are made of characters, and a character that is no token
-    becomes the tokens of its bytes."""
+    """Whether the tokens are made of bytes.
+
+    Else they are made of characters, and a character that is no token becomes the tokens of its
+    bytes.
+    """
     strings: dict[int, str]
     """The tokens of text by id, as the file spells them."""
     bytes_of: dict[int, int]
@@ -87,16 +92,23 @@ class BpeTokens:
         return str(normalizer.normalize_str(text))
 
     def words(self, texts: Sequence[str]) -> Iterator[Word]:
-        """The tokens of texts in stretches that no merge may cross: words begin with their space."""
+        """The tokens of texts in stretches that no merge may cross.
+
+        Words begin with their space.
+        """
         with faults_of_library("the tokenizer cannot encode a text", DataError):
             encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
         for encoding in encodings:
+            # Ids with the number of their pre-tokenizer's word.
             numbered = zip(encoding.word_ids, encoding.ids, strict=True)
             for _, of_word in groupby(numbered, lambda pair: pair[0]):
                 yield from self._split_at_spaces([number for _, number in of_word])
 
     def _split_at_spaces(self, ids: Sequence[int]) -> Iterator[Word]:
-        """The words of a pre-tokenizer's word, which is a whole text where there is no pre-tokenizer."""
+        """The words of a pre-tokenizer's word.
+
+        That is a whole text where there is no pre-tokenizer.
+        """
         word: list[str] = []
         for token in self._spelled(ids):
             begins_word = not token or token.startswith(SPACE) or len(word) == _LONGEST_WORD
@@ -107,23 +119,28 @@ class BpeTokens:
         yield tuple(word)
 
     def _spelled(self, ids: Iterable[int]) -> Iterator[str]:
-        """The spellings of ids, with characters in place of the tokens of their bytes; "" for what is no text."""
+        """The spellings of ids, with characters in place of the tokens of their bytes.
+
+        What is no text becomes "".
+        """
         for is_byte, run in groupby(ids, self.bytes_of.__contains__):
             if is_byte:
+                # A run may end within a character, which then is a replacement character.
                 yield from bytes(self.bytes_of[number] for number in run).decode(errors="replace")
                 continue
             for number in run:
                 yield self.strings.get(number, "")
 
     def extended(self, first: int, new: Iterable[str], merges: Sequence[Pair]) -> dict[str, Any]:
-        """The file's content with further tokens, the first with the id `first`, and further merges."""
+        """The file's content with further tokens, from the id `first` on, and further merges."""
         model = self.described["model"]
         string_of = {number: string for string, number in model["vocab"].items()}
         for token in self.described.get("added_tokens") or ():
             string_of.setdefault(int(token["id"]), str(token["content"]))
 
-        # A token for every id below `first`: `tokenizers` would give an added token that is not in the vocabulary
-        # another id than its own. No token of a text has a space, which is spelled otherwise there.
+        # A token for every id below `first`: `tokenizers` would give an added token that is not in
+        # the vocabulary another id than its own. No token of a text has a space, which is spelled
+        # otherwise there.
         vocabulary: dict[str, int] = {}
         for number in range(first):
             vocabulary[string_of.get(number, f"<unused {number}>")] = number
@@ -139,7 +156,7 @@ class BpeTokens:
 
 
 def merge_pairs(described: dict[str, Any]) -> Iterator[Pair]:
-    """The merges of a BPE tokenizer.json, which holds them as pairs or as strings, in their order."""
+    """The merges of a BPE tokenizer.json in their order, whether it holds pairs or strings."""
     for merge in described["model"]["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         yield left, right
@@ -157,6 +174,7 @@ def read_bpe_tokens(file: Path) -> BpeTokens:
     library.no_truncation()
     library.no_padding()
 
+    # Added tokens, such as special ones, take no part in merges.
     added = {int(token["id"]) for token in described.get("added_tokens") or ()}
     strings: dict[int, str] = {}
     bytes_of: dict[int, int] = {}
@@ -177,9 +195,10 @@ def _check_extendable(file: Path, described: dict[str, Any]) -> bool:
     kind = model.get("type")
     if kind == "Unigram":
         raise DataError(
-            f"{file}: a Unigram tokenizer, which weighs all cuts of a text: new tokens would change how old "
-            "ones are cut, so it cannot be extended; train on it as it is, without `vocabulary`, or take a "
-            "base whose tokenizer is BPE (scale-cpt tokenizer --compare --report-on shows how many tokens each needs)"
+            f"{file}: a Unigram tokenizer, which weighs all cuts of a text: new tokens would "
+            "change how old ones are cut, so it cannot be extended; train on it as it is, without "
+            "`vocabulary`, or take a base whose tokenizer is BPE (scale-cpt tokenizer --compare "
+            "--report-on shows how many tokens each needs)"
         )
     around = _kinds_in(described.get("pre_tokenizer")) | _kinds_in(described.get("normalizer"))
     byte_level = "ByteLevel" in around

@@ -1,4 +1,4 @@
-"""New BPE tokens on top of an existing tokenizer: merges are learned from texts as that tokenizer cuts them."""
+"""Merges of new BPE tokens, learned from texts as an existing tokenizer cuts them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from itertools import pairwise
 from pipeline.log import progress_bar
 
 Word = tuple[str, ...]
-"""The tokens of a stretch of text that no merge crosses, as the tokenizer's file spells them; "" is never joined."""
+"""The tokens of a stretch of text that no merge crosses, as the tokenizer's file spells them.
+
+"" is never joined.
+"""
 Pair = tuple[str, str]
 
 ROW_BITS = 6
-"""A row is the 64 characters whose UTF-8 differs in the last byte only: a code point without its last 6 bits."""
+"""A row is 64 characters: code points without their last 6 bits.
+
+Their UTF-8 differs in the last byte only.
+"""
 _TIMES_AS_FREQUENT = 10
 _ASCII_ROWS = 2
 
 
 def foreign_character_rows(new: Counter[str], old: Counter[str]) -> list[int]:
-    """The rows that hold letters of the new texts and are foreign to the old ones, of which the characters are counted.
+    """The rows that hold letters of the new texts and are foreign to the old ones.
 
-    Never those of ASCII. A row holds letters if most of its characters are letters or marks. Foreign: ten times as
-    frequent in the new texts, where one occurrence too many is assumed in the old ones.
+    Both texts are given as counts of their characters.
+
+    Never those of ASCII. A row holds letters if most of its characters are letters or marks.
+    Foreign: ten times as frequent in the new texts, where one occurrence too many is assumed in the
+    old ones.
     """
     in_new: Counter[int] = Counter()
     in_old: Counter[int] = Counter()
@@ -34,6 +43,7 @@ def foreign_character_rows(new: Counter[str], old: Counter[str]) -> list[int]:
         for character, count in counts.items():
             rows[ord(character) >> ROW_BITS] += count
     for character, count in new.items():
+        # Letters and marks: Unicode's categories L* and M*.
         if unicodedata.category(character)[0] in "LM":
             letters[ord(character) >> ROW_BITS] += count
     new_total = new.total()
@@ -53,6 +63,8 @@ def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
 
     UTF-8 synchronizes itself: in valid text this matches nowhere but at such a character.
     """
+    # The characters of a row share all bytes of their UTF-8 but the last. Without rows the pattern
+    # matches nothing.
     beginnings = (chr(row << ROW_BITS).encode()[:-1] for row in rows)
     return re.compile(b"|".join(map(re.escape, beginnings)) or b"(?!)")
 
@@ -60,11 +72,13 @@ def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
 def learn_merges(
     words: Mapping[Word, int], may_join: Callable[[str, str], bool], *, limit: int, min_uses: int
 ) -> list[Pair]:
-    """At most `limit` merges in the order in which they apply: each time the most frequent pair that may be joined.
+    """At most `limit` merges in the order in which they apply.
 
-    Ends early where no pair occurs `min_uses` times. A merge whose token nearly always ends up in a larger one is
-    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a token that does. No two
-    merges make the same token.
+    Each time the most frequent pair that may be joined is.
+
+    Ends early where no pair occurs `min_uses` times. A merge whose token nearly always ends up in a
+    larger one is dropped, unless another needs it: each that is left occurs `min_uses` times, or
+    builds a token that does. No two merges make the same token.
 
     Args:
         words: how often each occurs.
@@ -87,9 +101,12 @@ def learn_merges(
             if count < min_uses or new in learned:
                 continue
             if count != -queued:
-                # Merges since it was queued have taken some of its occurrences: queue it with what is left.
+                # Merges since it was queued have taken some of its occurrences: queue it with what
+                # is left.
                 heapq.heappush(queue, (-count, pair))
                 continue
+            # Counts of pairs with the new token rise, and are queued. Those that fall are found out
+            # when they come up.
             raised: set[Pair] = set()
             for index in pairs.where.pop(pair):
                 joined = _joined(sequences[index], pair, new)
@@ -124,7 +141,10 @@ class _Pairs:
         index: int | None = None,
         only_with: str | None = None,
     ) -> set[Pair]:
-        """Adds the pairs of a word; with `index` notes where, if they hold `only_with`. Returns the pairs noted."""
+        """Adds the pairs of a word; with `index` notes where, if they hold `only_with`.
+
+        Returns the pairs noted.
+        """
         noted: set[Pair] = set()
         for pair in pairwise(sequence):
             allowed = self._may_join.get(pair)

@@ -1,8 +1,8 @@
-"""A tokenizer with more tokens, for a language that it cuts into bytes, and the record of what was added.
+"""A tokenizer with more tokens, for a language that it cuts into bytes, and its record.
 
-The guarantee, for every text: one without a character of `character_rows` (after the tokenizer's normalizer) is cut
-exactly as before. With BPE, any other is cut as before, but for runs of old tokens that became one new token each.
-docs/adr/0023-old-cuts-stay.md proves it.
+The guarantee, for every text: one without a character of `character_rows` (after the tokenizer's
+normalizer) is cut exactly as before. With BPE, any other is cut as before, but for runs of old
+tokens that became one new token each. docs/adr/0023-old-cuts-stay.md proves it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ from pipeline.log import progress_bar
 
 RECORD = "vocabulary.json"
 EXPORTED = "extended_vocabulary.json"
-"""The same record beside a model that was trained with the tokenizer: that folder is no extended tokenizer."""
+"""The name of the record beside a trained model: that folder is no extended tokenizer."""
 _FORMAT: Literal["scale-cpt vocabulary 1"] = "scale-cpt vocabulary 1"
 VOCABULARY = FolderKind("an extended tokenizer", RECORD, _FORMAT)
 _TOKENIZER_FILES = (
-    "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
     "chat_template.json",
-)  # fmt: skip
+)
 """What a Hugging Face folder's tokenizer is read from beside its tokenizer.json."""
 _MAX_TOKEN_BYTES = 96
 # Merges learned for each that is asked for, since some turn out to hardly save.
@@ -64,14 +67,17 @@ _MAX_ROWS = 2**24
 
 
 class NewToken(BaseModel):
-    """A new token: how the tokenizer's file spells it, and the ids of the old tokens that it replaces."""
+    """A new token: how the tokenizer's file spells it, and which old tokens it replaces."""
 
     token: str = Field(validation_alias=AliasChoices("token", "piece"))
     replaces: list[int]
 
 
 class Vocabulary(BaseModel):
-    """The record of an extended tokenizer. It is read with the names that earlier versions wrote, too."""
+    """The record of an extended tokenizer.
+
+    It is read with the names that earlier versions wrote, too.
+    """
 
     format: Literal["scale-cpt vocabulary 1"] = _FORMAT
     kind: str
@@ -83,7 +89,7 @@ class Vocabulary(BaseModel):
     base_rows: int
     """The number of rows in the base's embedding, which is the id of the first new token."""
     character_rows: list[int] = Field(validation_alias=AliasChoices("character_rows", "new_rows"))
-    """The rows of characters (code points without their last 6 bits) of which every new token holds one."""
+    """The rows of characters of which every new token holds one."""
     tokens: list[NewToken] = Field(validation_alias=AliasChoices("tokens", "pieces"))
     """The new tokens in the order of their ids."""
     learned_from: int
@@ -97,7 +103,7 @@ class Vocabulary(BaseModel):
 
 @dataclass(frozen=True)
 class Extension:
-    """What extends the tokenizer at `base` (a folder or a file): the content of the new file, and its record."""
+    """What extends the tokenizer at `base`: the content of the new file, and its record."""
 
     base: Path
     content: dict[str, Any]
@@ -105,7 +111,10 @@ class Extension:
 
 
 def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
-    """The record `name` of the extended tokenizer in `folder`. Raises DataError where it is missing or damaged."""
+    """The record `name` of the extended tokenizer in `folder`.
+
+    Raises DataError where it is missing or damaged.
+    """
     advice = "make the folder again with scale-cpt vocabulary"
     try:
         return read_record(folder / name, Vocabulary, DataError, advice)
@@ -116,7 +125,10 @@ def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
 
 
 def exported_spelling(folder: Path) -> dict[int, list[int]]:
-    """`Vocabulary.spelling` of the Hugging Face folder of a model with an extended vocabulary; empty of any other."""
+    """`Vocabulary.spelling` of the Hugging Face folder of a model with an extended vocabulary.
+
+    Any other folder has none.
+    """
     if not (folder / EXPORTED).exists():
         return {}
     return read_vocabulary(folder, EXPORTED).spelling
@@ -125,7 +137,9 @@ def exported_spelling(folder: Path) -> dict[int, list[int]]:
 def learn_extension(
     base: Path, new: Sequence[str], old: Iterable[str], *, add: int, min_uses: int
 ) -> Extension:
-    """Chooses at most `add` tokens for the texts `new`, each with a character that is foreign to the texts `old`.
+    """Chooses at most `add` tokens for the texts `new`.
+
+    Each has a character that is foreign to the texts `old`.
 
     Raises:
         DataError: the tokenizer cannot be extended, or no token would be used `min_uses` times.
@@ -146,9 +160,10 @@ def learn_extension(
     found, merges = _new_tokens(tokens, words, rows, add, min_uses)
     if not found:
         raise DataError(
-            f"{base}: no token would be used {min_uses} times: the new texts have too few letters that the old ones do "
-            "not have; give more text, or keep this tokenizer"
+            f"{base}: no token would be used {min_uses} times: the new texts have too few letters "
+            "that the old ones do not have; give more text, or keep this tokenizer"
         )
+    # New ids begin behind the base's embedding, whose rows may be more than its tokenizer's ids.
     first = max(tokenizer.vocab_size, _rows_of_embedding(base))
     content = tokens.extended(first, [one.token for one in found], merges)
     record = Vocabulary(
@@ -164,7 +179,10 @@ def learn_extension(
 
 
 def _rows_of_embedding(base: Path) -> int:
-    """The rows of the base's embedding, which may be more than the tokenizer's ids; 0 for a tokenizer alone."""
+    """The rows of the base's embedding, which may be more than the tokenizer's ids.
+
+    They are 0 for a tokenizer alone.
+    """
     rows = json_beside(json_file(base), "config.json").get("vocab_size", 0)
     if not isinstance(rows, int) or rows > _MAX_ROWS:
         raise DataError(
@@ -198,16 +216,19 @@ def write_extension(
             # Of a tokenizer.json alone, which does not say what ends a document.
             end = load_tokenizer(extension.base).document_end[-1]
             write_json(generation_config, {"eos_token_id": end})
+        # What is published can be loaded, and cuts texts as the guarantee says.
         load_tokenizer(folder)
         check(folder)
         write_record(folder / RECORD, extension.record)
 
 
 def join_extensions(folder: Path, other: Path) -> None:
-    """Adds to the extended tokenizer in `folder` the tokens of `other`, behind its own. Both lie beside trained models.
+    """Adds to the extended tokenizer in `folder` the tokens of `other`, behind its own.
 
-    Their tokens hold characters of different rows, so a text without those of one tokenizer is cut as by the other
-    (docs/adr/0023-old-cuts-stay.md).
+    Both lie beside trained models.
+
+    Their tokens hold characters of different rows, so a text without those of one tokenizer is cut
+    as by the other (docs/adr/0023-old-cuts-stay.md).
 
     Raises:
         DataError: they have tokens for the same characters.
@@ -220,9 +241,10 @@ def join_extensions(folder: Path, other: Path) -> None:
     if shared:
         example = _character_of(shared, b" ".join(tokens.raw(token) for token in added))
         raise DataError(
-            f"{other.name}: has tokens for the letters that the others' have tokens for, such as {example}: text would "
-            "be cut otherwise than it was trained; combine one of them"
+            f"{other.name}: has tokens for the letters that the others' have tokens for, such as "
+            f"{example}: text would be cut otherwise than it was trained; combine one of them"
         )
+    # Only the merges that make the added tokens: the others are the base's, which both have.
     made = set(added)
     merges: list[Pair] = []
     for left, right in merge_pairs(tokens.described):
@@ -244,13 +266,21 @@ def join_extensions(folder: Path, other: Path) -> None:
 
 
 def _rows_in(tokens: BpeTokens, record: Vocabulary) -> set[int]:
-    """Those of a record's rows of which a new token holds a character, or all but the last byte of one."""
+    """The rows of a record of which a new token has a character, or all but its last byte."""
+    # With a space between them, so that no two tokens make a character together.
     text = b" ".join(tokens.raw(new.token) for new in record.tokens)
-    return {row for row in record.character_rows if row_pattern([row]).search(text)}
+    rows: set[int] = set()
+    for row in record.character_rows:
+        if row_pattern([row]).search(text):
+            rows.add(row)
+    return rows
 
 
 def _character_of(rows: set[int], text: bytes) -> str:
-    """A character of `text` that is in one of `rows`; where it has only the first bytes of one, the row's first."""
+    """A character of `text` that is in one of `rows`.
+
+    Where it has only the first bytes of one, the row's first.
+    """
     for character in text.decode(errors="ignore"):
         if ord(character) >> ROW_BITS in rows:
             return character
@@ -269,7 +299,7 @@ class Cuts:
 
 
 class Comparison:
-    """How an extended tokenizer and its base cut texts, with the guarantee checked on each of them."""
+    """Compares how a tokenizer cuts texts before and after, and checks the guarantee on each."""
 
     def __init__(self, extension: Extension, extended: Path) -> None:
         self._base = extension.base
@@ -280,7 +310,10 @@ class Comparison:
         self._is_new = row_pattern(extension.record.character_rows)
 
     def of(self, texts: Iterable[str]) -> Cuts:
-        """Cuts `texts` with both. Raises DataError where a text is cut in a way that the guarantee rules out."""
+        """Cuts `texts` with both.
+
+        Raises DataError where a text is cut in a way that the guarantee rules out.
+        """
         cuts = Cuts()
         for batch in batches(texts):
             before = _cut(self._before, batch)
@@ -296,15 +329,15 @@ class Comparison:
         return cuts
 
     def _check_cut(self, text: str, old: list[int], new: list[int]) -> None:
-        """Raises DataError unless the new cut of `text` joins tokens of the old one, and has a reason to."""
+        """Raises DataError unless the new cut joins old tokens, in a text with a new character."""
         replaced: list[int] = []
         for token in new:
             replaced += self._replaced.get(token, [token])
         has_new_character = self._is_new.search(self._normalize(text).encode()) is not None
         if replaced != old or not has_new_character:
             raise DataError(
-                f"{self._base}: the extended tokenizer cuts {text[:60]!r} otherwise than by joining old "
-                "tokens; this tokenizer cannot be extended"
+                f"{self._base}: the extended tokenizer cuts {text[:60]!r} otherwise than by "
+                "joining old tokens; this tokenizer cannot be extended"
             )
 
 
@@ -313,17 +346,22 @@ def _new_tokens(
 ) -> tuple[list[NewToken], list[Pair]]:
     """At most `add` new tokens, and the merges of those that are merged.
 
-    The new tokens are characters, where a character that is no token becomes bytes, and then the results of merges.
+    The new tokens are characters, where a character that is no token becomes bytes, and then the
+    results of merges.
     """
     is_new = row_pattern(rows)
     taken = _taken_spellings(tokens, is_new)
     characters = _new_characters(tokens, words, taken, is_new)
-    chosen = [character for character, count in characters.most_common(add) if count >= min_uses]
-
-    replaces = {string: [number] for number, string in tokens.strings.items()}
     token_of_byte = {byte: number for number, byte in tokens.bytes_of.items()}
-    for character in chosen:
-        replaces[character] = [token_of_byte[byte] for byte in character.encode()]
+    # The old tokens that each spelling stands for; an old token stands for itself.
+    replaces: dict[str, list[int]] = {}
+    for number, string in tokens.strings.items():
+        replaces[string] = [number]
+    new: list[str] = []
+    for character, count in characters.most_common(add):
+        if count >= min_uses:
+            replaces[character] = [token_of_byte[byte] for byte in character.encode()]
+            new.append(character)
 
     def may_join(left: str, right: str) -> bool:
         if not (left and right) or left + right in taken:
@@ -331,18 +369,20 @@ def _new_tokens(
         raw = tokens.raw(left + right)
         return len(raw) <= _MAX_TOKEN_BYTES and is_new.search(raw) is not None
 
-    # Words with "" for what has no token: characters that were not chosen.
+    # Merges of these words. What is no token, a character that was not chosen, is never joined.
     known: Counter[Word] = Counter()
     for word, count in words.items():
         known[tuple(part if part in replaces else "" for part in word)] += count
-    left_to_add = add - len(chosen)
+    left_to_add = add - len(new)
     limit = int(_SPARE * left_to_add)
     merges = learn_merges(known, may_join, limit=limit, min_uses=min_uses)[:left_to_add]
-    new = list(chosen)
     for left, right in merges:
         replaces[left + right] = replaces[left] + replaces[right]
         new.append(left + right)
-    return [NewToken(token=string, replaces=replaces[string]) for string in new], merges
+    found: list[NewToken] = []
+    for string in new:
+        found.append(NewToken(token=string, replaces=replaces[string]))
+    return found, merges
 
 
 def _taken_spellings(tokens: BpeTokens, is_new: re.Pattern[bytes]) -> set[str]:
@@ -350,7 +390,8 @@ def _taken_spellings(tokens: BpeTokens, is_new: re.Pattern[bytes]) -> set[str]:
     taken = set(tokens.strings.values())
     if tokens.byte_level:
         return taken
-    # SentencePiece, and llama.cpp, join whatever gives a token: no part of an old token may be a new one.
+    # SentencePiece, and llama.cpp, join whatever gives a token: no part of an old token may be a
+    # new one.
     parts: set[str] = set()
     for string in taken:
         if is_new.search(string.encode()):
@@ -363,7 +404,10 @@ def _taken_spellings(tokens: BpeTokens, is_new: re.Pattern[bytes]) -> set[str]:
 def _new_characters(
     tokens: BpeTokens, words: Counter[Word], taken: set[str], is_new: re.Pattern[bytes]
 ) -> Counter[str]:
-    """How often each new character occurs that becomes tokens of its bytes; none where tokens are made of bytes."""
+    """How often each new character occurs that becomes tokens of its bytes.
+
+    None where tokens are made of bytes.
+    """
     characters: Counter[str] = Counter()
     if not tokens.bytes_of:
         return characters

@@ -1,4 +1,6 @@
-"""The step-0 gate accepts an unmodified expansion, and refuses one that changes the base's logits."""
+"""The preservation check accepts an unmodified expansion, and refuses one that changes the base's
+logits.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_a_model_that_differs_from_its_base_is_refused(tokens, tmp_path, zero, w
         and "safetensors: damaged or missing (another SHA-256" in first[0]
     )
     assert first[1].startswith(
-        f"PreservationError: {tmp_path}/consistent/init_expansion: at step 0 "
+        f"PreservationError: {tmp_path}/consistent/initial_expansion: at step 0 "
     )
     for refusal in first[2:]:
         assert refusal.startswith("PreservationError: ") and "stories260K: at step 0 " in refusal
@@ -68,8 +70,9 @@ def tamper(expansion: Path, name: str) -> None:
 
 
 def accept(expansion: Path) -> None:
-    """Gives the manifest the hashes of the files as they are now."""
+    """Gives the manifest the hashes of the files as they are now, and no checksum of its own."""
     manifest = json.loads((expansion / MANIFEST).read_text())
+    del manifest["checksum"]
     manifest["hashes"] = {name: file_hash(expansion / name) for name in manifest["hashes"]}
     (expansion / MANIFEST).write_text(json.dumps(manifest))
 

@@ -1,4 +1,4 @@
-"""One attempt at a training run: read, build, train, save; it resumes where an earlier attempt stopped."""
+"""One attempt at a training run, which resumes where an earlier attempt stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.errors import (
 )
 from pipeline.files import write_json
 from pipeline.health.liveness import INTERRUPTION, Phases, Verdict
-from pipeline.health.watchdog import Watchdog, lost_a_peer
+from pipeline.health.watchdog import RankWatchdog, lost_a_peer
 from pipeline.parallel.ranks import broadcast_from_rank0
 from pipeline.run_folder.attempts import record_end, record_training
 from pipeline.run_folder.lock import RunLock
@@ -34,7 +34,7 @@ from pipeline.training.launch import StopSignals, extend_collectives, use_determ
 from pipeline.training.trainer import ObserverFactory, Trainer
 
 STACKS = "stacks"
-"""The folder, in the run folder, of the stack traces that the watchdog writes when it ends a run."""
+"""The folder, in the run folder, of the stacks that the watchdog writes when it ends a run."""
 _logger = log.get_logger(__name__)
 
 
@@ -44,7 +44,10 @@ def run_training(
     make_observers: ObserverFactory,
     changes: Sequence[str] = (),
 ) -> int:
-    """Trains the run that `config_path` and `changes` describe; every rank must call it. Returns the exit code."""
+    """Trains the run that `config_path` and `changes` describe; returns the exit code.
+
+    Every rank must call it.
+    """
     phases = Phases(device)
     with StopSignals() as signals, ExitStack() as lock:
         config = broadcast_from_rank0(lambda: load_config(config_path, changes))
@@ -69,8 +72,11 @@ def run_training(
 
 @contextmanager
 def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
-    """Records in `folder` the fault that ends the block. What follows from another rank's fault is not: a SystemExit,
-    and a broken connection, which the watchdog records with the name of that rank."""
+    """Records in `folder` the fault that ends the block.
+
+    What follows from another rank's fault is not recorded here: a SystemExit, and a broken
+    connection, which the watchdog records with the name of that rank.
+    """
     try:
         yield
     except Exception as error:
@@ -83,7 +89,7 @@ def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
             )
         raise
     except KeyboardInterrupt:
-        if dist.get_rank() == 0:  # every rank has got it
+        if dist.get_rank() == 0:  # every rank gets the signal: one record is enough
             record_end(
                 folder, exit_code=INTERRUPTED, step=phases.state.step, error=INTERRUPTION.text
             )
@@ -97,10 +103,11 @@ def attempt(
     signals: StopSignals,
     make_observers: ObserverFactory,
 ) -> int:
-    """Trains until the end or a signal, and returns the exit code.
+    """Trains until the end or a signal; returns the exit code.
 
-    The end is on record before observers end, because a tracker may wait for its service; the watchdog then lets all
-    ranks end together, because a launcher kills those that end long after the first.
+    The end is on record before the observers end, because a tracker may wait for its service. The
+    watchdog then lets all ranks end together, because a launcher kills those that end long after
+    the first.
     """
     config = inputs.config
 
@@ -112,14 +119,15 @@ def attempt(
     with ExitStack() as ending:
         with _faults_on_record(config.folder, phases):
             stacks = config.folder / STACKS
-            watchdog = Watchdog(
+            watchdog = RankWatchdog(
                 config.watchdog, phases, stacks, record_verdict, signals.is_insistent
             )
             ending.enter_context(watchdog)
             trainer = Trainer(inputs, device, phases, make_observers)
 
             def end_observers(kind: object, error: BaseException | None, trace: object) -> None:
-                # Not after a fault of the program, or of another rank: an observer might wait for it.
+                # Not after a fault of the program, or of another rank: an observer might wait for
+                # it.
                 if error is None or isinstance(error, (UserError, SystemExit)):
                     for observer in trainer.observers:
                         observer.on_end(finished=trainer.finished)
@@ -129,11 +137,12 @@ def attempt(
             try:
                 trainer.train(signals)
             except (UserError, SystemExit):
-                trainer.checkpoints.finish()  # the next attempt should find the checkpoint that is being written
+                # The next attempt should find the checkpoint that is being written.
+                trainer.checkpoints.finish()
                 raise
             finally:
                 trainer.batches.close()
-            if trainer.finished:
+            if trainer.finished and trainer.rank == 0:
                 summarise(trainer)
         code = FINISHED if trainer.finished else RESUME_LATER
         if dist.get_rank() == 0:
@@ -147,27 +156,32 @@ def attempt(
 
 
 def _record_start(trainer: Trainer) -> None:
-    """Puts the start on record, and removes the mark of an end that more steps were added to."""
+    """On rank 0: records the start, and removes the mark of a run that more steps were added to."""
     (trainer.config.folder / TRAINING).unlink(missing_ok=True)
     record_training(trainer.config, dist.get_world_size(), trainer.position.step)
 
 
 def summarise(trainer: Trainer) -> None:
     """Writes the run's figures to training.json, whose presence marks the run as finished."""
-    engine, position, path = trainer.engine, trainer.position, trainer.config.folder / TRAINING
-    if trainer.rank != 0:
-        return
+    position = trainer.position
+    path = trainer.config.folder / TRAINING
+    validation = {name: score.figures() for name, score in trainer.scores.items()}
     values = {
         "step0_max_abs_logit_difference": trainer.step0_difference,
-        "trainable_parameters": engine.trainable_parameters,
-        "total_parameters": engine.total_parameters,
+        "trainable_parameters": trainer.engine.trainable_parameters,
+        "total_parameters": trainer.engine.total_parameters,
         "steps": position.step,
         "tokens_seen": position.tokens_seen,
         "seconds": round(position.seconds, 3),
-        "validation": {name: score.figures() for name, score in trainer.scores.items()},
+        "validation": validation,
     }
     write_json(path, values)
-    message = "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (scale-cpt evaluate scores whole documents)"
     for name, score in trainer.scores.items():
-        _logger.info(message, name, score.perplexity, score.bits_per_byte)
+        _logger.info(
+            "%s: perplexity %.3f, %.4f bits per byte, of packed sequences (scale-cpt evaluate "
+            "scores whole documents)",
+            name,
+            score.perplexity,
+            score.bits_per_byte,
+        )
     _logger.info("trained %d steps; wrote %s", position.step, path)

@@ -1,7 +1,9 @@
-"""A corpus of 10^12 tokens: resuming its tokenization, opening it, reading a sample anywhere in it, checking it.
+"""A corpus of 10^12 tokens: resuming its tokenization, opening it, reading a sample anywhere in it,
+checking it.
 
-All shards are links to one, with true indexes and hashes. Its ids, and the text of one large file, are zeros, of which
-a sparse file holds any number. The records of what is tokenized are copies of those of a real job.
+All shards are links to one, with true indexes and hashes. Its ids, and the text of one large file,
+are zeros, of which a sparse file holds any number. The records of what is tokenized are copies of
+those of a real job.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
 
 
 def read(folder: Path) -> Row:
-    """What a rank does until its first batches, then `inspect-data`, and a rank's share of the preflight."""
+    """What a rank does until its first batches, then `inspect-data`, and a rank's share of the
+    preflight."""
     row: Row = {"manifest_mib": round((folder / "corpus" / MANIFEST).stat().st_size / 2**20, 4)}
     data = Data.model_validate(
         {"folder": folder, "sequence_length": SEQUENCE, "corpora": {"corpus": {"input": ["-"]}}}
@@ -165,7 +168,8 @@ def plan(path: Path, size: int) -> Row:
 
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
-    """Tables over the files to tokenize, the size of one, the shards of a corpus, and the documents of each."""
+    """Tables over the files to tokenize, the size of one, the shards of a corpus, and the documents
+    of each."""
 
     def resumed(files: int) -> Row:
         make_state(folder := scratch / str(files), files)

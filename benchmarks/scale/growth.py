@@ -1,4 +1,5 @@
-"""What the benchmarks of scale share: a run, a measurement in a process of its own, a table that ends with slopes."""
+"""What the benchmarks of scale share: a run, a measurement in a process of its own, a table that
+ends with slopes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from pipeline.evaluation.table import cell, table
 
 
 def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:
-    """What `function` returns in a new process, which has imported its module and done nothing else."""
+    """What `function` returns in a new process, which has imported its module and done nothing
+    else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
     with ProcessPoolExecutor(1, context) as pool:
@@ -27,7 +29,8 @@ def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:
 
 @contextmanager
 def measured(row: Row, name: str = "") -> Iterator[None]:
-    """Adds to `row` what the block takes: processor time, memory that stays and at its peak, files opened."""
+    """Adds to `row` what the block takes: processor time, memory that stays and at its peak, files
+    opened."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     files, resident, began = opened.total(), _kib("VmRSS"), time.process_time()
     yield
@@ -42,7 +45,8 @@ def _kib(entry: str) -> int:
 
 
 opened: Counter[str] = Counter()
-"""How often this process has opened the files of each name, but for modules of Python and what Linux shows as files."""
+"""How often this process has opened the files of each name, but for modules of Python and what
+Linux shows as files."""
 
 
 def _count(event: str, arguments: tuple[Any, ...]) -> None:
@@ -56,7 +60,8 @@ sys.addaudithook(_count)
 
 
 def slope(rows: Sequence[Row], name: str) -> float | None:
-    """The exponent by which a cost grows with the size, between the first row and the last: 1 is linear."""
+    """The exponent by which a cost grows with the size, between the first row and the last: 1 is
+    linear."""
     size = next(iter(rows[0]))
     before, after = rows[0][name], rows[-1][name]
     if min(before, after) <= 0:
@@ -71,7 +76,8 @@ def report(
     row_of: Callable[[int], Row],
     goals: dict[str, float],
 ) -> Row:
-    """Prints what `row_of` measures at each of the `values` of a size, with slopes and goals; returns the table."""
+    """Prints what `row_of` measures at each of the `values` of a size, with slopes and goals;
+    returns the table."""
     rows = [{size: value, **row_of(value)} for value in values]
     slopes = {name: slope(rows, name) for name in rows[0]}
     lines = []

@@ -1,8 +1,9 @@
 """The start of a run on many ranks, and a step of one of them: what each reads, holds and sends.
 
-At the start every rank is a thread of one process with torch's threaded process group. It does what a run does before
-DeepSpeed begins: inputs, the checks of files in the preflight, hashes, and the weights of a small base. The step is
-rank 0's: the run's own model, DeepSpeed's engine and optimizer, under torch's fake tensors and fake process group.
+At the start every rank is a thread of one process with torch's threaded process group. It does what
+a run does before DeepSpeed begins: inputs, the checks of files in the preflight, hashes, and the
+weights of a small base. The step is rank 0's: the run's own model, DeepSpeed's engine and
+optimizer, under torch's fake tensors and fake process group.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def make_run(folder: Path) -> RunConfig:
 
 
 def start(config: RunConfig, ranks: int) -> Row:
-    """Starts `ranks` ranks. Small files are neither weights nor tokens; they count whenever they are opened."""
+    """Starts `ranks` ranks. Small files are neither weights nor tokens; they count whenever they
+    are opened."""
     multi_threaded_pg._install_threaded_pg()
     internals: Any = torch._C._distributed_c10d
     internals._set_thread_isolation_mode(True)
@@ -125,7 +127,8 @@ def start(config: RunConfig, ranks: int) -> Row:
 
 
 def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers: int) -> Row:
-    """What rank 0 of a base with `layers` holds at most and sends in a step, and how far the estimate is from it."""
+    """What rank 0 of a base with `layers` holds at most and sends in a step, and how far the
+    estimate is from it."""
     described = json.loads((BASES / f"{base}.json").read_text()) | {"num_hidden_layers": layers}
     (path := scratch / "config.json").write_text(json.dumps(described))
     config = adapt_run(scratch, path, zero, gpus // tp_size, tp_size)
@@ -158,7 +161,8 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
 
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
-    """A table over the number of ranks, and one over the layers of each of two bases, at two stages of ZeRO."""
+    """A table over the number of ranks, and one over the layers of each of two bases, at two stages
+    of ZeRO."""
     counts, ranks = (
         (2, 4) if smallest else (8, 32, 128),
         partial(in_own_process, start, make_run(scratch)),

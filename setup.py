@@ -12,7 +12,7 @@ VERSION = re.search(
 )[1]
 # Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for `pipeline.files.shipped`: all
 # but the texts that only studies and tests read.
-SHIPPED = ["configs", "ds_configs", "slurm", "tools"]
+SHIPPED = ["configs", "ds_configs", "slurm"]
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 
@@ -53,7 +53,6 @@ setup(
     package_data={
         "pipeline": ["py.typed"],
         "pipeline.cleaning": ["*.yaml"],
-        "pipeline.studies.report": ["templates/*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
@@ -97,11 +96,15 @@ setup(
             *MLFLOW,
             "mkdocs-material>=9.7,<10",
             "mkdocs-include-markdown-plugin>=7,<8",
+            "mkdocstrings[python]>=1,<2",
+            "codespell>=2.4,<3",
+            "pydoclint>=0.12,<0.13",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "peft>=0.15",
+            "matplotlib>=3.9,<4",  # figures of studies/ and benchmarks/
             "ruff>=0.9",
             "mypy>=1.13",
             "import-linter>=2.1",

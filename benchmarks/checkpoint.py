@@ -142,7 +142,7 @@ class Saver:
     """Saves `engine` in each of the ways."""
 
     def __init__(self, config: RunConfig, engine: Engine, zero_stage: int) -> None:
-        from pipeline.training.checkpointing import Checkpoints
+        from pipeline.training.checkpointing import CheckpointManager
 
         base = BaseFolder(config.base, read_spec(config.base))
         base.set_known_hashes({})
@@ -150,10 +150,10 @@ class Saver:
         layout = describe_layout(Layout(RANKS), zero_stage, torch.bfloat16)
         self.folder = config.folder
         self.engine = engine
-        self.checkpoints: dict[str, Checkpoints] = {}
+        self.checkpoints: dict[str, CheckpointManager] = {}
         for way in (OURS, ASYNCHRONOUS):
             settings = Settings(keep_last=1, asynchronous=way == ASYNCHRONOUS)
-            self.checkpoints[way] = Checkpoints(self.folder / way, run, layout, settings)
+            self.checkpoints[way] = CheckpointManager(self.folder / way, run, layout, settings)
 
     def save(self, way: str, step: int) -> tuple[Seconds, Path]:
         """The time of the slowest rank, and the checkpoint's folder."""

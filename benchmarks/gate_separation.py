@@ -37,10 +37,10 @@ from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.gating.fit import area_under_roc
 from pipeline.gating.fit_run import BaseStream, fit_on
+from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import FittingText, Windows, as_windows, joined
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
-from pipeline.scale.gate import Gate
 from pipeline.self_generated.corpus import SamplingJob, plan_of, sample_corpus
 
 NEW, OLD = "ko/reviews", "en/gutenberg"
@@ -168,7 +168,9 @@ class Separation:
             )
         return texts
 
-    def _fit(self, stream: BaseStream, text: FittingText, features: GateFeatures) -> Gate | None:
+    def _fit(
+        self, stream: BaseStream, text: FittingText, features: GateFeatures
+    ) -> FittedGate | None:
         """The gate; None if most of what the base writes looks like the new text."""
         try:
             return fit_on(

@@ -117,7 +117,7 @@ def models(
                     ScaleForCausalLM(ScaleConfig(**scale, gate_layer=layers // 2))
                 )
                 several.names.append(str(index))
-                several.pieces.append(range(vocab_size, vocab_size))
+                several.new_tokens.append(range(vocab_size, vocab_size))
                 several.share_base()
             several.set_active(several.names)
             made[f"{SEVERAL} x 1/{share}, gate shut"] = several

@@ -28,7 +28,7 @@ from benchmarks.results import Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.self_generated.generation import BaseWriter
 
 ALONE = "generate, one at a time"

@@ -9,7 +9,7 @@
 #
 # The whole run, from text to a tested Hugging Face folder, in eight stages. Stages that are done are skipped, so the same
 # command again continues where it stopped. So are stages that a run does not ask for: clean, for corpora with that
-# section, sample, in which the base writes text for rehearsal, and gate.
+# section, sample, in which the base writes self-generated text, and gate.
 #
 #   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
 #   bash slurm/cpt_korean.sh                                  the same on one machine
@@ -17,7 +17,7 @@
 #   sbatch slurm/cpt_korean.sh configs/demo.yaml --set schedule.steps=20        with other settings than the file's
 #   STAGES="convert evaluate" bash slurm/cpt_korean.sh        these stages only, as with their names after the run's
 #   bash slurm/cpt_korean.sh --dry-run                        print the plan and what would stop the run; --gpus
-#                                                             and other options of `python -m pipeline.train` may follow
+#                                                             and other options of `python -m pipeline train` may follow
 #
 # Five minutes before the time limit Slurm sends USR1: training saves, and the job requeues itself.
 # Settings of the site (account, partition, modules, containers): slurm/site.env.
@@ -33,7 +33,7 @@ choose_config "$@"
 
 if [[ "${arguments[0]:-}" == --dry-run ]]; then
     read -ra cluster <<<"$(planned_cluster "$script")"
-    here python -m pipeline.train --dry-run "${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}"
+    here python -m pipeline train --dry-run "${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}"
 fi
 
 ((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
@@ -49,7 +49,7 @@ for stage in $STAGES; do
         tokenize) run_stage tokenize here python -m pipeline tokenize "$CONFIG" "${changes[@]}" ;;
         sample) run_stage sample here python -m pipeline sample "$CONFIG" "${changes[@]}" ;;
         upscale) run_stage upscale here python -m pipeline upscale "$CONFIG" "${changes[@]}" ;;
-        train) run_stage train on_every_rank python -m pipeline.train "$CONFIG" "${changes[@]}" ;;
+        train) run_stage train on_every_rank python -m pipeline train "$CONFIG" "${changes[@]}" ;;
         gate) run_stage gate here python -m pipeline gate "$CONFIG" "${changes[@]}" ;;
         convert) run_stage convert here python -m pipeline convert "$CONFIG" "${changes[@]}" ;;
         evaluate) run_stage evaluate here python -m pipeline evaluate "$CONFIG" "${changes[@]}" ;;

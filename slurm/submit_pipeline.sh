@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The run as a chain of jobs, each with the nodes it needs: cleaning → tokenization → training → conversion → evaluation.
 # Cleaning is one for corpora with a section `clean` only, on one node; slurm/clean_corpus.sh spreads it over many.
-# Text for rehearsal is written at the beginning of the training job, and a gate is fitted at its end, on the GPUs of its
+# Self-generated text is written at the beginning of the training job, and a gate is fitted at its end, on the GPUs of its
 # first node.
 # A job starts when the one before has succeeded. If one fails, those after it are cancelled.
 # The options of this script are sbatch's, for the training job:

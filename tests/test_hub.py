@@ -1,4 +1,6 @@
-"""Models and datasets named on the hub, from a cache folder on this machine; no test needs a network."""
+"""Models and datasets named on the hub, from a cache folder on this machine; no test needs a
+network.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import yaml
 from huggingface_hub.utils import filter_repo_objects
 
 from pipeline.checks.checklist import begin, faults_of
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.data.sources.hub_datasets import dataset_files, downloaded_files
 from pipeline.errors import BaseModelError, DataError
@@ -28,7 +30,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A hub cache that holds a model as org/stories at COMMIT, its branch `main`; the hub itself is out of reach."""
+    """A hub cache that holds a model as org/stories at COMMIT, its branch `main`; the hub itself is
+    out of reach.
+    """
     folder = tmp_path / "hub"
     model = folder / "models--org--stories"
     (model / "refs").mkdir(parents=True)
@@ -123,14 +127,16 @@ def test_a_run_and_a_first_configuration_name_their_base_on_the_hub(cache, token
     assert yaml.safe_load(text)["base"] == "org/stories@main"
 
 
-# --- Datasets --------------------------------------------------------------------------------------------------------
+# --- Datasets ---
 
 DATASET = "hf://org/reviews/default/train"
 
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch) -> Path:
-    """The dataset org/reviews as a hub would hold it, and an empty HF_HOME. Each download of a file is its only one."""
+    """The dataset org/reviews as a hub would hold it, and an empty HF_HOME. Each download of a file
+    is its only one.
+    """
     folder = tmp_path / "hub" / "reviews"
     folder.mkdir(parents=True)
     for number in range(3):
@@ -203,5 +209,5 @@ def test_a_dry_run_downloads_nothing(dataset, tmp_path):
     path = make_run(
         tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"]
     )
-    assert faults_of(Inputs(load_config(path), 1)) == []
+    assert faults_of(RunInputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

@@ -25,7 +25,7 @@ from pipeline.config.method import FullFineTuning
 from pipeline.config.run import WatchdogSettings as Limits
 from pipeline.errors import LOST_RANK
 from pipeline.health.liveness import Phases
-from pipeline.health.watchdog import Watchdog
+from pipeline.health.watchdog import RankWatchdog
 from pipeline.local_ranks import reserved_port
 from pipeline.parallel.topology import SINGLE, Layout, ProcessGroups, TensorParallel
 
@@ -179,7 +179,7 @@ def _watched(
         hung_after_s=300,
         slow_after_s=300,
     )
-    with Watchdog(limits, phases, folder / "stacks"):
+    with RankWatchdog(limits, phases, folder / "stacks"):
         for step in range(1000):
             with phases("data"):
                 if (rank, step) == (1, 20):

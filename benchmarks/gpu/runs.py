@@ -36,8 +36,8 @@ from pipeline.parallel.topology import Layout
 from pipeline.run_folder.metrics import METRICS, read_metrics
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import Estimator
-from pipeline.studies.random_base import make_random_base
-from pipeline.studies.study import RandomBase
+from studies.harness.random_base import make_random_base
+from studies.harness.study import RandomBase
 
 _GIB = 2**30
 _MEMORY_TOLERANCE, _MOST_IDLE = 0.1, 0.05
@@ -136,7 +136,7 @@ def prepare(config: RunConfig) -> None:
 
 def train(path: Path, setting: Setting) -> str:
     """Trains in one process, or resumes; returns its messages."""
-    return run([sys.executable, "-m", "pipeline.train", str(path)], setting)
+    return run([sys.executable, "-m", "pipeline", "train", str(path)], setting)
 
 
 def has_deepspeed() -> bool:

@@ -28,7 +28,8 @@ from benchmarks.results import STORIES, Row
 from benchmarks.scale.growth import in_own_process, measured, report
 from pipeline.config.data import Corpus, Data
 from pipeline.data.corpus.indexed_dataset import shard_file, token_dtype, writing_shard
-from pipeline.data.corpus.token_corpus import MANIFEST, InputFile, TokenCorpus, TokenizerRecord
+from pipeline.data.corpus.manifest import MANIFEST, InputFile, TokenizerRecord
+from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.samples import TrainingSamples
 from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize.corpora import Job

@@ -32,9 +32,9 @@ from pipeline.parallel.topology import SINGLE
 from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import read_status
 from pipeline.sizing.traffic import partition_size
-from pipeline.studies.report.page import page
-from pipeline.studies.results import read_runs
 from pipeline.training.observer import StepEvent
+from studies.report.page import page
+from studies.report.results import read_runs
 
 GOALS: dict[str, float] = {
     "index_cpu_s": 60,
@@ -152,8 +152,10 @@ def make_metrics(folder: Path, steps: int) -> None:
 
 
 def read_metrics(folder: Path, steps: int) -> Row:
-    """What `scale-cpt status` and `scale-cpt report` do, and rank 0 on resuming 100 steps back and
-    then at a step."""
+    """What status, report, and rank 0 do: it resumes 100 steps back, and then is at a step.
+
+    Status is `scale-cpt status`, report `python -m studies report`.
+    """
     row: Row = {"metrics_mib": round((folder / METRICS).stat().st_size / 2**20, 1)}
     with measured(row, "status_"):
         read_status(folder)

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.results import Row
 from benchmarks.scale.growth import measured, report
 from pipeline.config.run import WatchdogSettings as Limits
-from pipeline.health import watchdog
+from pipeline.health import channel, watchdog
 from pipeline.health.liveness import Phases, RankReport, Verdict
 
 GOALS: dict[str, float] = {
@@ -45,14 +45,14 @@ def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
         resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )  # a usual limit
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    listener, row = watchdog._listener(), Row()
+    listener, row = channel.listen(), Row()
 
     def named(verdict: Verdict) -> None:
         assert verdict.rank == ranks - 1, verdict.text
         own.send(verdict.text)
 
-    watchdog.connect = lambda: watchdog.Channel(listener, 0, _TOKEN)
-    hub = watchdog.Watchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
+    channel.connect = lambda: channel.Channel(listener, 0, _TOKEN)
+    hub = watchdog.RankWatchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
     with measured(row, "connecting_"):
         hub.__enter__()
         own.send(listener.getsockname()[1])
@@ -77,9 +77,9 @@ async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -
     async def rank(number: int) -> None:
         await asyncio.sleep(random.Random(number).random() * beat_s)
         _, writers[number] = _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(watchdog._line({"rank": number, "token": _TOKEN}))
+        writer.write(channel.encode({"rank": number, "token": _TOKEN}))
         while True:
-            writer.write(watchdog._line({"report": asdict(_REPORT)}))
+            writer.write(channel.encode({"report": asdict(_REPORT)}))
             await asyncio.sleep(beat_s)
 
     tasks = [asyncio.create_task(rank(number)) for number in range(1, ranks)]

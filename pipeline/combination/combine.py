@@ -32,15 +32,8 @@ from pipeline.files import (
     write_json,
     write_text,
 )
-from pipeline.hf.folder import (
-    PlannedTensor,
-    code_files,
-    copy_base_files,
-    copy_code,
-    load_hf_model,
-    stored_tensors,
-    write_tensors,
-)
+from pipeline.hf.base_files import copy_base_files
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.configuration_scale_combined import NAME, CombinedConfig
@@ -51,6 +44,7 @@ from pipeline.hf.remote_code.modeling_scale_combined import (
     is_of_base,
 )
 from pipeline.hf.served_tokenizer import check_export
+from pipeline.hf.write import PlannedTensor, code_files, copy_code, stored_tensors, write_tensors
 
 COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
 EMBEDDING, OUTPUT = "embedding.base.weight", "output.base"
@@ -318,7 +312,7 @@ def _verify(folder: Path, name: str, export: Export) -> None:
         columns = torch.arange(expected.shape[-1])
         # Its pieces may have other ids here, and those of other expansions come before or behind.
         columns[export.base_rows :] += (
-            model.pieces[model.names.index(name)].start - export.base_rows
+            model.new_tokens[model.names.index(name)].start - export.base_rows
         )
         found = model(columns[tokens], use_cache=False).logits[..., columns]
         if not torch.equal(found, expected):

@@ -35,6 +35,11 @@ class Schedule(Section):
     """learning rate at the end of the run, as a share of the peak"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """weight decay of matrices; vectors (biases, norms' gains) do not decay"""
+    learning_rate_factors: dict[str, PositiveFloat] = {}
+    """factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or by pattern of
+    parameter names; the last key that matches a parameter counts (docs/methods.md)"""
+    weight_decay_factors: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """factors of weight_decay, by kind of block or by pattern of parameter names"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the two moments"""
     gradient_clipping: PositiveFloat = 1.0

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from pipeline import log
-from pipeline.checkpoint.folder import latest_checkpoint
+from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
-from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
@@ -37,13 +37,12 @@ from pipeline.files import (
     write_json,
     write_text,
 )
-from pipeline.hf.folder import code_files, dtype_name, write_hf_folder
+from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
+from pipeline.hf.write import code_files, dtype_name, write_hf_folder
 from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
-from pipeline.run_folder.checkpoint_names import LATEST
-from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
@@ -89,17 +88,6 @@ def latest_conversion(config: RunConfig) -> Conversion:
     return Conversion(
         newest_checkpoint(config), config.base, output, gate=gate, vocabulary=vocabulary
     )
-
-
-def newest_checkpoint(config: RunConfig) -> Path:
-    """The checkpoint that a run's `checkpoints/latest` names."""
-    checkpoint = latest_checkpoint(config.checkpoint_folder)
-    if checkpoint is None:
-        latest = config.checkpoint_folder / LATEST
-        raise CheckpointError(
-            f"{latest}: no such file; the run has no checkpoint yet: train it first"
-        )
-    return checkpoint
 
 
 def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:

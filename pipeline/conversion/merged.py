@@ -34,9 +34,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.conversion import Purpose
-from pipeline.conversion.trained_model import TrainedModel
-from pipeline.hf.folder import Export, PlannedTensor, base_config, dtype_name
+from pipeline.hf.base_files import base_config
+from pipeline.hf.write import Export, PlannedTensor, dtype_name
 from pipeline.model.decoder import Decoder
 from pipeline.model.families import FusedPart, HfTensor, family_of, fuse, hf_tensor
 from pipeline.model.from_hf import RESIDUAL_KEY, is_base

@@ -17,12 +17,13 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from pipeline import log
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import title_of
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.conversion.verify import Report
 from pipeline.errors import BaseModelError, ConversionError, faults_of_library
 from pipeline.files import read_text, write_text
-from pipeline.hf.folder import Export, dtype_name, terms_in
+from pipeline.hf.base_files import terms_in
+from pipeline.hf.write import Export, dtype_name
 from pipeline.hub import source_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.spec import scale_in

@@ -13,15 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.conversion.trained_model import TrainedModel
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.units import good_documents
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
-from pipeline.hf.folder import dtype_name, load_hf_model
+from pipeline.gating.gate import FittedGate
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
-from pipeline.model.output import NEVER, perplexity
-from pipeline.scale.gate import Gate
+from pipeline.hf.write import dtype_name
+from pipeline.model.output import perplexity
+from pipeline.scale_math import NEVER
 
 DOCUMENTS = 4
 TOKENS = 256
@@ -138,7 +140,9 @@ def verify(
     windows = [window for of_text in probe.values() for window in of_text]
     gate = None
     if model.gate is not None:
-        gate = _FixedGate(**{part.name: getattr(model.gate, part.name) for part in fields(Gate)})
+        gate = _FixedGate(
+            **{part.name: getattr(model.gate, part.name) for part in fields(FittedGate)}
+        )
         model = replace(model, gate=gate)
     scaled = replace(model, stored_scale=stored_scale)
     expected, finer = scaled.logits(windows, dtype), scaled.logits(windows, _FINER[dtype])
@@ -180,7 +184,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _FixedGate(Gate):
+class _FixedGate(FittedGate):
     """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps each pass's scores.
 
     Rounding may change the decision at a token whose score is near the threshold. Then two correct models differ by as

@@ -21,10 +21,10 @@ from pipeline.evaluation.batches import frequency_context
 from pipeline.evaluation.perplexity import Prefix, windows
 from pipeline.evaluation.table import table
 from pipeline.evaluation.tokens import check_served_ids
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.served_tokenizer import served_tokenizer, tokenizer_as_trained
 from pipeline.log import progress_bar
-from pipeline.model.output import NEVER
+from pipeline.scale_math import NEVER
 
 AVERAGE = "average"
 _FEW_SHOT_SEED = 1234  # lm-eval's default

@@ -27,7 +27,7 @@ from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
-from pipeline.hf.folder import load_hf_model, taken_ends
+from pipeline.hf.load import load_hf_model, taken_ends
 from pipeline.log import progress_bar
 
 DEFAULT_ANSWER_TOKENS = 256

@@ -27,9 +27,10 @@ from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.log import progress_bar
-from pipeline.model.output import NEVER, perplexity
+from pipeline.model.output import perplexity
+from pipeline.scale_math import NEVER
 
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""

@@ -18,8 +18,8 @@ from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_cha
 from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder
 from pipeline.evaluation.table import score_table, table
 from pipeline.files import file_hash, read_object, write_json
+from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.run_folder.status import TRAINING
-from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 
 SUMMARY = "summary.json"
 _logger = log.get_logger(__name__)

@@ -13,21 +13,24 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.run import RunConfig
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples
+from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
+from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder, Inputs
-from pipeline.model.output import NEVER, HiddenStates, perplexity
-from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
+from pipeline.model.decoder import Decoder
+from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.output import perplexity
+from pipeline.model.paths import TokenBatch
+from pipeline.scale_math import NEVER
 
 
 @torch.no_grad()
 def measure(
-    decoder: Decoder, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
+    decoder: Decoder, gate: FittedGate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
 ) -> tuple[dict[str, HeldoutText], float | None]:
     """The effect of `gate` on held-out samples: the first of each corpus, as many as in validation.
 
@@ -62,7 +65,7 @@ def measure(
 
 
 def _passes(
-    decoder: Decoder, gate: Gate, group: Windows, config: RunConfig
+    decoder: Decoder, gate: FittedGate, group: Windows, config: RunConfig
 ) -> tuple[Tensor, Tensor, float | None]:
     """Runs the base, the model without its gate, and the model with it.
 
@@ -143,15 +146,17 @@ def loaded(model: TrainedModel) -> Decoder:
     return model.loaded(torch.float32, torch.device("cpu"))
 
 
-def decoder_inputs(group: Windows, config: RunConfig, decoder: Decoder) -> tuple[Inputs, Tensor]:
+def decoder_inputs(
+    group: Windows, config: RunConfig, decoder: Decoder
+) -> tuple[TokenBatch, Tensor]:
     """What the decoder reads, and its targets [B · S], on the decoder's device.
 
     It reads tokens and positions, [B, S] both, and where documents lie.
     """
     device = decoder.embedding.base.weight.device
     documents = group.documents(device) if config.data.document_mask else None
-    inputs = group.tokens.to(device), group.positions.to(device), documents
-    return inputs, group.targets.flatten().to(device)
+    batch = TokenBatch(group.tokens.to(device), group.positions.to(device), documents)
+    return batch, group.targets.flatten().to(device)
 
 
 def _largest_difference(

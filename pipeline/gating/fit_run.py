@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeline import log
+from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig
-from pipeline.conversion.convert import newest_checkpoint
-from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.data.corpus.token_corpus import MANIFEST
+from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
@@ -25,11 +25,7 @@ from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
 from pipeline.gating.effect import loaded, measure
 from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
-from pipeline.gating.windows import FittingText, Windows, read_fitting_text
-from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import NUMBERS, Gate, deepest_gate_layer, gate_features
-from pipeline.scale.gate_folder import (
+from pipeline.gating.folder import (
     FIRST_TOKENS,
     GATE_FOLDER,
     GATE_RECORD,
@@ -37,6 +33,10 @@ from pipeline.scale.gate_folder import (
     open_gate,
     write_gate,
 )
+from pipeline.gating.gate import NUMBERS, FittedGate, gate_features
+from pipeline.gating.windows import FittingText, Windows, read_fitting_text
+from pipeline.log import progress_bar
+from pipeline.model.decoder import Decoder
 
 MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
@@ -169,7 +169,7 @@ class BaseStream:
             found.append(features[group.present.to(self.device)].cpu())
         return torch.cat(found), windows.is_new[windows.present]
 
-    def scores(self, windows: Windows, gate: Gate) -> Tensor:
+    def scores(self, windows: Windows, gate: FittedGate) -> Tensor:
         """The gate's scores: [N, S], on the CPU."""
         found = []
         for group, stream in self._streams(windows, "testing the gate"):
@@ -201,7 +201,7 @@ class Fit(NamedTuple):
             new text's kind.
     """
 
-    gate: Gate
+    gate: FittedGate
     new: Tensor
     negatives: Tensor
     left_out: float
@@ -229,7 +229,7 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
             features[kept.to(stream.device)], is_new[kept].to(stream.device)
         )
     del features
-    gate = Gate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
+    gate = FittedGate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
 
     scores = stream.scores(text.unused, gate)
     unused = text.unused.without_new_kind(scores > 0)
@@ -277,7 +277,7 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
         ConfigError: gate.layer is not a layer before which the model has that stream.
     """
     assert model.plan is not None, "RunConfig allows a gate with method scale alone"
-    deepest = deepest_gate_layer(model.plan)
+    deepest = model.plan.last_exact_layer
     if settings.layer is None:
         return deepest
     if settings.layer > deepest:

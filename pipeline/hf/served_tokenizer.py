@@ -24,9 +24,9 @@ from pipeline.data.tokenize.units import good_documents, input_files, is_here
 from pipeline.data.tokenizer.load import SentencePieceEncoder, Tokenizer, json_beside, spelling_of
 from pipeline.errors import ConversionError, DataError, faults_of_library
 from pipeline.files import read_object, write_json
-from pipeline.hf.folder import add_tokenizer_json, copy_tokenizer
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.tokenizer_files import add_tokenizer_json, copy_tokenizer
 
 SOURCE_BYTES = 2**20
 """How much of each source is compared."""
@@ -258,7 +258,7 @@ def _is_ambiguous(text: str, tokenizer: Tokenizer) -> bool:
     """Whether a text spells a control piece, which is plain text for SentencePiece and never for `tokenizers`."""
     if not isinstance(tokenizer.reference, SentencePieceEncoder):
         return False
-    return any(piece in text for piece in tokenizer.reference.model.reserved_pieces)
+    return any(token in text for token in tokenizer.reference.model.reserved_tokens)
 
 
 def _shortened(found: Difference, difference_of: Callable[[str], Difference | None]) -> Difference:

@@ -50,16 +50,19 @@ def build_model(
     tp: TensorParallel,
     activation_checkpointing: ActivationCheckpointing | None = None,
 ) -> Decoder:
-    """The model that a run trains, with this rank's shards, uninitialised; `requires_grad` is set where they train.
+    """The model that a run trains, with this rank's shards, uninitialised; `requires_grad` is set
+    where they train.
 
-    `spec` is the base's architecture; `activation_checkpointing` overrides the run's. Where the run rehearses and the
-    base itself trains, the model has a frozen copy of the base. With `base_precision` the base's linear maps are
-    quantised. Raises UserError if the model, or its sequences, cannot be split over the ranks.
+    `spec` is the base's architecture; `activation_checkpointing` overrides the run's. Where the run
+    rehearses and the base itself trains, the model has a frozen copy of the base. With
+    `base_precision` the base's linear maps are quantised. Raises UserError if the model, or its
+    sequences, cannot be split over the ranks.
     """
     check_sequence_length(config.data.sequence_length, tp)
     if config.compile and spec.mixture is not None:
         raise ConfigError(
-            "compile: expected false: where tokens go in a mixture of experts is known at run time only"
+            "compile: expected false: where tokens go in a mixture of experts is known at run time "
+            "only"
         )
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing
@@ -73,7 +76,8 @@ def build_model(
 
 
 def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
-    """Stores the base's linear maps, unset yet, in `precision`; embedding, norms and output projection stay.
+    """Stores the base's linear maps, unset yet, in `precision`; embedding, norms and output
+    projection stay.
 
     Raises ConfigError if one of them trains, or cannot be split over the ranks in `precision`.
     """

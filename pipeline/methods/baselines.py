@@ -16,9 +16,9 @@ from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.families import EXPERTS
 from pipeline.model.from_hf import is_base, load_base
 from pipeline.model.mixture import Mixture
-from pipeline.model.new_rows import is_new_row
+from pipeline.model.new_tokens import holds_new_tokens
 from pipeline.model.spec import DecoderSpec
-from pipeline.parallel.layers import LowRankAdapter
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import fill_whole, full_shape_of, held_values
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.initialisers import seeded
@@ -26,7 +26,8 @@ from pipeline.scale.widened_linear import WidenedLinear
 
 
 def _freeze_routers(model: Decoder) -> None:
-    """Keeps the routers of a mixture of experts as published: to train one takes a loss that balances the experts."""
+    """Keeps the routers of a mixture of experts as published: to train one takes a loss that
+    balances the experts."""
     for module in model.modules():
         if isinstance(module, Mixture):
             module.router.requires_grad_(False)
@@ -38,8 +39,10 @@ class FullFineTuningMethod(TrainingMethod):
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
         if spec.mixture is not None and spec.mixture.balance_coefficient is None:
             raise ConfigError(
-                f"method.name: fft would train the routers of a base of family {spec.family}, which has no loss that "
-                "balances the experts; take scale, lora, llama_pro or freeze, which leave routers as they are"
+                f"method.name: fft would train the routers of a base of family {spec.family}, "
+                "which has no loss that "
+                "balances the experts; take scale, lora, llama_pro or freeze, which leave routers "
+                "as they are"
             )
         return Decoder(spec, tp=tp)
 
@@ -48,7 +51,8 @@ class FullFineTuningMethod(TrainingMethod):
 
 
 class FreezeMethod(FullFineTuningMethod):
-    """Full fine-tuning but for the embedding (with a tied output projection) and the lowest `frozen_layers` layers.
+    """Full fine-tuning but for the embedding (with a tied output projection) and the lowest
+    `frozen_layers` layers.
 
     The routers of a mixture of experts stay frozen too.
     """
@@ -72,8 +76,8 @@ class FreezeMethod(FullFineTuningMethod):
 class LoraMethod(TrainingMethod):
     """LoRA (Hu et al. 2022): low-rank adapters of frozen linear maps train.
 
-    A is uniform in ±1/√in, as in PEFT; B is zero. There is no dropout: its random numbers would depend on the layout,
-    and a run could not resume on another one.
+    A is uniform in ±1/√in, as in PEFT; B is zero. There is no dropout: its random numbers would
+    depend on the layout, and a run could not resume on another one.
     """
 
     def __init__(self, settings: Lora, seed: int) -> None:
@@ -96,7 +100,8 @@ class LoraMethod(TrainingMethod):
         wanted = self.settings.target_modules or known
         if unknown := [name for name in wanted if name not in known]:
             raise ConfigError(
-                f"method.target_modules: the base, of family {model.spec.family}, has no map {unknown[0]}; "
+                f"method.target_modules: the base, of family {model.spec.family}, has no map "
+                f"{unknown[0]}; "
                 f"it has {', '.join(known)}"
             )
         return (linear for name, linear in maps if name in wanted)
@@ -105,7 +110,7 @@ class LoraMethod(TrainingMethod):
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
-            if not is_base(name) and not is_new_row(name):
+            if not is_base(name) and not holds_new_tokens(name):
                 whole = torch.zeros(full_shape_of(parameter))
                 if name.endswith(".a"):
                     whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(
@@ -125,8 +130,8 @@ _ZEROED = (
 class LlamaProMethod(TrainingMethod):
     """LLaMA Pro (Wu et al. 2024), depth expansion: only added copies of the base's layers train.
 
-    The layers are cut into `added_layers` groups, and each group is followed by a copy of its last layer. The copy's
-    output and down maps start at zero, so that it starts as the identity.
+    The layers are cut into `added_layers` groups, and each group is followed by a copy of its last
+    layer. The copy's output and down maps start at zero, so that it starts as the identity.
     """
 
     def __init__(self, settings: LlamaPro) -> None:
@@ -137,7 +142,8 @@ class LlamaProMethod(TrainingMethod):
         count = self.settings.added_layers
         if spec.num_layers % count:
             raise ConfigError(
-                f"method.added_layers: expected a divisor of the base's {spec.num_layers} layers, found {count}"
+                f"method.added_layers: expected a divisor of the base's {spec.num_layers} layers, "
+                f"found {count}"
             )
         return spec.num_layers // count + 1
 

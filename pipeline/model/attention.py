@@ -1,8 +1,9 @@
-"""Causal attention within documents, and within a sliding window, by the kernel that suits the device.
+"""Causal attention within documents, and within a sliding window, by the kernel that suits the
+device.
 
-All kernels compute the same. On CUDA none makes a tensor of S x S elements: packed documents are attended to with
-torch's variable-length flash attention, or with FlexAttention where that cannot (fp32, soft-capping); rows of one
-document by the fused kernels of `scaled_dot_product_attention`.
+All kernels compute the same. On CUDA none makes a tensor of S x S elements: packed documents are
+attended to with torch's variable-length flash attention, or with FlexAttention where that cannot
+(fp32, soft-capping); rows of one document by the fused kernels of `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Documents:
 
     Attributes:
         ids: [B, S], int64; a run of equal ids in a row is a document.
-        starts: [N + 1], int32; where each of the N documents begins among the B·S tokens, row after row, then B·S.
+        starts: [N + 1], int32; where each of the N documents begins among the B·S tokens, row after
+            row, then B·S.
         per_row: how many documents each row has.
     """
 
@@ -48,7 +50,8 @@ class Documents:
 
     @classmethod
     def of(cls, ids: Tensor) -> Documents:
-        """The documents of the `ids` [B, S]. On a GPU the host waits for them: make it before they are copied there."""
+        """The documents of the `ids` [B, S]. On a GPU the host waits for them: make it before they
+        are copied there."""
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         starts = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=ids.numel())
@@ -74,12 +77,13 @@ def attention_kernel(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Attend:
-    """The kernel for a batch with these documents; None: every row is one document, without `window` and `softcap`.
+    """The kernel for a batch with these documents; None: every row is one document, without
+    `window` and `softcap`.
 
-    A token attends to `window` tokens of its document, itself included. `scale` is what the products of queries and
-    keys are multiplied by, by default 1 / sqrt(head_dim); with `softcap` c they then become c · tanh(score / c).
-    On the CPU, rows of a single document get a mask too: the same sample must give the same bits whatever else is in
-    its batch.
+    A token attends to `window` tokens of its document, itself included. `scale` is what the
+    products of queries and keys are multiplied by, by default 1 / sqrt(head_dim); with `softcap` c
+    they then become c · tanh(score / c). On the CPU, rows of a single document get a mask too: the
+    same sample must give the same bits whatever else is in its batch.
     """
     flash = dtype in _HALF and head_dim <= _LARGEST_FLASH_HEAD
     if documents is None:
@@ -95,7 +99,8 @@ def attention_kernel(
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Attention in rows of one document each; unless `grouped`, every query head gets a key and value head."""
+    """Attention in rows of one document each; unless `grouped`, every query head gets a key and
+    value head."""
 
     scale: float | None = None
     grouped: bool = True
@@ -124,7 +129,8 @@ class MaskedAttention:
     softcap: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H, S, S].
+        # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H,
+        # S, S].
         key, value = _one_for_each(query, key, value)
         if self.softcap is None:
             return _scaled_dot_product(query, key, value, self.mask, self.scale)
@@ -153,7 +159,8 @@ class VarlenAttention:
             value.flatten(0, 1),
             self.starts,
             self.starts,
-            # No document is longer than a row. The longest one's length would make the host wait, and torch recompile.
+            # No document is longer than a row. The longest one's length would make the host wait,
+            # and torch recompile.
             length,
             length,
             scale=self.scale,
@@ -166,7 +173,8 @@ class VarlenAttention:
 
 @dataclass(frozen=True)
 class FlexAttention:
-    """FlexAttention with a block mask, in any type. On the CPU it is slow, and only compared with the others."""
+    """FlexAttention with a block mask, in any type. On the CPU it is slow, and only compared with
+    the others."""
 
     block_mask: Any
     scale: float | None = None
@@ -178,7 +186,8 @@ class FlexAttention:
         attend = _compiled(flex_attention) if query.is_cuda else flex_attention
         head_dim = query.shape[-1]
         scale = head_dim**-0.5 if self.scale is None else self.scale
-        # Its kernels take no smaller heads. Zeros change neither the products of queries and keys nor the values.
+        # Its kernels take no smaller heads. Zeros change neither the products of queries and keys
+        # nor the values.
         missing = max(0, _SMALLEST_FLEX_HEAD - head_dim)
         query, key, value = (
             F.pad(heads, (0, missing)).transpose(1, 2) for heads in (query, key, value)
@@ -191,7 +200,8 @@ class FlexAttention:
             block_mask=self.block_mask,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
-            # Fewer than 128 queries would take the kernel for decoding, which has no block size for masks of documents.
+            # Fewer than 128 queries would take the kernel for decoding, which has no block size for
+            # masks of documents.
             kernel_options={"BACKEND": "TRITON"} if query.is_cuda else None,
         )
         return heads.transpose(1, 2)[..., :head_dim]
@@ -200,8 +210,8 @@ class FlexAttention:
 def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """document_ids: [B, S] -> an additive attention mask [B, 1, S, S].
 
-    It is -inf where the key is later than the query, before its window or of another document, else 0. It has the dtype
-    of the queries: attention would otherwise convert a copy in every layer.
+    It is -inf where the key is later than the query, before its window or of another document, else
+    0. It has the dtype of the queries: attention would otherwise convert a copy in every layer.
     """
     length = document_ids.shape[1]
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
@@ -252,7 +262,8 @@ def _block_mask(ids: Tensor, window: int | None = None) -> Any:
 
 @cache
 def _soft_capping(cap: float) -> Callable[..., Tensor]:
-    """The change of a score as FlexAttention takes it; the same function for all layers, which then share a kernel."""
+    """The change of a score as FlexAttention takes it; the same function for all layers, which then
+    share a kernel."""
     return lambda score, *_: cap * torch.tanh(score / cap)
 
 

@@ -1,4 +1,5 @@
-"""The architectures that can be a base: in what each family differs from Llama, and how its tensors are named.
+"""The architectures that can be a base: in what each family differs from Llama, and how its tensors
+are named.
 
 docs/architectures.md says how to add one.
 """
@@ -25,10 +26,11 @@ EXPERTS = "ffn.base.experts."
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear maps.
+    """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear
+    maps.
 
-    With `experts` it is as many tensors, one for each expert, whose number takes the place of {} in `name`. `in_three`:
-    our parameter has three rows in 16 bits, of which it is the sum.
+    With `experts` it is as many tensors, one for each expert, whose number takes the place of {} in
+    `name`. `in_three`: our parameter has three rows in 16 bits, of which it is the sum.
     """
 
     name: str
@@ -49,8 +51,8 @@ class HfTensor:
 class FusedPart:
     """The rows of one linear map in a fused tensor.
 
-    The tensor has `groups` groups of `group_rows` rows, and in each the map has `rows` rows from the row `first` on.
-    `index` is its place among the maps.
+    The tensor has `groups` groups of `group_rows` rows, and in each the map has `rows` rows from
+    the row `first` on. `index` is its place among the maps.
     """
 
     index: int
@@ -75,15 +77,20 @@ class Family:
     """The architectures of a `model_type` of transformers.
 
     Attributes:
-        names: the folder's name of each of our modules; "layers" is the prefix of a layer's, with its index as {}.
+        names: the folder's name of each of our modules; "layers" is the prefix of a layer's, with
+            its index as {}.
         features: the fields of DecoderSpec in which they differ from a Llama.
-        fused: the parts of each tensor that holds several of our linear maps, in order. The rows of the parts follow
-            each other, or with `fused_by_head` they alternate head by head.
-        unrotated, dense: the layers without position embedding, and without experts where the others have them.
+        fused: the parts of each tensor that holds several of our linear maps, in order. The rows of
+            the parts follow each other, or with `fused_by_head` they alternate head by head.
+        unrotated, dense: the layers without position embedding, and without experts where the
+            others have them.
         unsupported: the config's entries that must be null or false.
-        derives_head_dim: whether transformers or a server takes the size of a head to be hidden_size / heads.
-        shared_experts: the config's entry with the width of an expert that every token takes, in widths of one expert.
-        merged_unsupported_reason: why a widened model is not expressible as an ordinary one; None if it is.
+        derives_head_dim: whether transformers or a server takes the size of a head to be
+            hidden_size / heads.
+        shared_experts: the config's entry with the width of an expert that every token takes, in
+            widths of one expert.
+        merged_unsupported_reason: why a widened model is not expressible as an ordinary one; None
+            if it is.
     """
 
     model_type: str
@@ -207,7 +214,8 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
 
 
 def _sigmoid_mixture(config: Config, experts: int, shared_experts: int) -> MixtureSpec:
-    """The mixture that DeepSeek-V3 introduced: a bias for each expert balances their load, and one is shared."""
+    """The mixture that DeepSeek-V3 introduced: a bias for each expert balances their load, and one
+    is shared."""
     if config.n_group != 1:
         raise BaseModelError(
             f"n_group: expected 1: experts are chosen among all, found {config.n_group}"

@@ -1,7 +1,8 @@
-"""Reads a Hugging Face folder into our decoder: the architecture, and this rank's shard of the weights.
+"""Reads a Hugging Face folder into our decoder: the architecture, and this rank's shard of the
+weights.
 
-A config is read as transformers reads it: an entry that its class does not declare means nothing. What it asks for and
-our decoder cannot do is a BaseModelError that names the entry.
+A config is read as transformers reads it: an entry that its class does not declare means nothing.
+What it asks for and our decoder cannot do is a BaseModelError that names the entry.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.errors import BaseModelError, faults_of_library
+from pipeline.expansion_folder import ExpansionFolder
 from pipeline.files import read_object
 from pipeline.hub import model_folder
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.families import FAMILIES, Config, hf_tensor
+from pipeline.model.new_tokens import NEW_EMBEDDING, NewTokens, holds_new_tokens
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec, LayerKind, RotarySpec, StoredResidual
 from pipeline.parallel.quantized import fill_quantized, quantization_of, read_partition
-from pipeline.parallel.sharding import fill, full_shape_of, partition_of
+from pipeline.parallel.sharding import fill, fill_whole, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.plan import Widths
 
@@ -51,7 +54,8 @@ _LARGEST = {
 def open_base(path: Path) -> BaseFolder:
     """Opens a base model's folder.
 
-    Raises BaseModelError if the folder or its config is missing or damaged, or its architecture is not supported.
+    Raises BaseModelError if the folder or its config is missing or damaged, or its architecture is
+    not supported.
     """
     return BaseFolder(path, read_spec(path))
 
@@ -81,8 +85,10 @@ def _check_type(values: Mapping[str, Any]) -> None:
     model_type = values.get("model_type")
     if model_type == "scale":
         raise BaseModelError(
-            "model_type 'scale': a widened model in its own format cannot be a base; to train it further, convert its "
-            "checkpoint with --format expansion and name that folder in `init_expansion`; to widen it again, train it with "
+            "model_type 'scale': a widened model in its own format cannot be a base; to train it "
+            "further, convert its "
+            "checkpoint with --format expansion and name that folder in `init_expansion`; to widen "
+            "it again, train it with "
             "norm: base, variant preserve or adapt, and convert it with --format merged"
         )
     if model_type not in tuple(FAMILIES):  # it may be of a type that has no hash
@@ -94,7 +100,8 @@ def _check_type(values: Mapping[str, Any]) -> None:
 
 
 def _spec_of(config: Config) -> DecoderSpec:
-    """The architecture of a config of a supported type; raises also what transformers and torch raise."""
+    """The architecture of a config of a supported type; raises also what transformers and torch
+    raise."""
     for name, largest in _LARGEST.items():
         size = getattr(config, name, None) if hasattr(type(config), name) else None
         if size is not None and not 1 <= size <= largest:
@@ -194,7 +201,8 @@ def _layers(
 
 
 def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
-    """The rotary embedding that transformers makes of `config`, from its own module for the architecture.
+    """The rotary embedding that transformers makes of `config`, from its own module for the
+    architecture.
 
     `layer_type` is given where layers of several types have several.
     """
@@ -219,16 +227,19 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
 
 
 def model_type_of(values: Mapping[str, Any]) -> Any:  # whatever config.json holds
-    """The `model_type` as AutoConfig understands it: a mistral with `layer_types` is a ministral."""
+    """The `model_type` as AutoConfig understands it: a mistral with `layer_types` is a
+    ministral."""
     model_type = values.get("model_type")
     return "ministral" if model_type == "mistral" and "layer_types" in values else model_type
 
 
 def loading_options(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """How `from_pretrained` is to load a folder with this config.json and some entries changed: as any user would.
+    """How `from_pretrained` is to load a folder with this config.json and some entries changed: as
+    any user would.
 
-    For some types transformers refuses heads that do not divide hidden_size although head_dim says their size, and then
-    runs them: Kanana, a Llama, has 24 heads of 128 channels and a hidden_size of 1792. Those get a `config`.
+    For some types transformers refuses heads that do not divide hidden_size although head_dim says
+    their size, and then runs them: Kanana, a Llama, has 24 heads of 128 channels and a hidden_size
+    of 1792. Those get a `config`.
     """
     return (
         {"config": hf_config({**values, **changes})}
@@ -243,7 +254,8 @@ def _has_heads_of_their_own_size(values: Mapping[str, Any]) -> bool:
 
 
 def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' configuration of a supported `model_type`, from the contents of config.json, with any heads.
+    """transformers' configuration of a supported `model_type`, from the contents of config.json,
+    with any heads.
 
     Raises what transformers raises.
     """
@@ -262,10 +274,11 @@ def load_base(
     tp: TensorParallel = SINGLE,
     source: Callable[[str], str] = lambda name: name,
 ) -> None:
-    """Fills the base parameters of `model` with this rank's shards of the folder's weights, tensor by tensor.
+    """Fills the base parameters of `model` with this rank's shards of the folder's weights, tensor
+    by tensor.
 
-    `source` maps the name of a model's parameter to that of the base's, where the two differ. Raises BaseModelError as
-    `check_weights`.
+    `source` maps the name of a model's parameter to that of the base's, where the two differ.
+    Raises BaseModelError as `check_weights`.
     """
     check_weights(model, base, source)
     for name, parameter in model.named_parameters():
@@ -276,13 +289,56 @@ def load_base(
             (fill_quantized if is_quantized else fill)(parameter, tp, read)
 
 
+@torch.no_grad()
+def load_new_tokens(
+    model: nn.Module, base: BaseFolder, tp: TensorParallel, expansion: ExpansionFolder | None
+) -> None:
+    """Sets the rows of new tokens of `model`: to those of `expansion` where another run trained
+    them, or initially."""
+    if base.new_tokens is None:
+        return
+    for name, parameter in model.named_parameters():
+        if not holds_new_tokens(name):
+            continue
+        shape = full_shape_of(parameter)
+        if expansion is not None and name in expansion.names:
+            rows = expansion.read(name, shape)
+        else:
+            rows = _initial_new_rows(name, shape[1], base, base.new_tokens, expansion)
+        fill_whole(parameter, tp, rows)
+
+
+def _initial_new_rows(
+    name: str,
+    columns: int,
+    base: BaseFolder,
+    new_tokens: NewTokens,
+    expansion: ExpansionFolder | None,
+) -> Tensor:
+    """The initial value of the parameter `name` of new tokens, [n, D + U]: computed for each stream
+    by itself."""
+    in_embedding = name.endswith(NEW_EMBEDDING)
+    of_base = base.read("embedding.base.weight" if in_embedding else "output.base")
+    rows = new_tokens.initial_rows(of_base)
+    added = columns - rows.shape[1]
+    if added == 0:
+        return rows
+    if not in_embedding:
+        # W_out^up starts at zero, so that the model starts as its base.
+        return torch.cat([rows, torch.zeros(len(rows), added)], dim=1)
+    assert expansion is not None, "an expansion stream without an expansion"
+    of_expansion = expansion.read("embedding.expansion.weight", (base.spec.vocab_size, added))
+    return torch.cat([rows, new_tokens.initial_rows(of_expansion)], dim=1)
+
+
 def check_weights(
     model: nn.Module, base: BaseFolder, source: Callable[[str], str] = lambda name: name
 ) -> None:
-    """Checks the shape and type of every base parameter of `model` in the folder's files; reads their headers only.
+    """Checks the shape and type of every base parameter of `model` in the folder's files; reads
+    their headers only.
 
-    Raises BaseModelError if a weight is missing, or its shape is not the one that config.json implies, or the output
-    projection is to be the embedding and is not.
+    Raises BaseModelError if a weight is missing, or its shape is not the one that config.json
+    implies, or the output projection is to be the embedding and is not.
     """
     base.check_tie()
     for name, parameter in model.named_parameters():
@@ -291,7 +347,8 @@ def check_weights(
         found, expected = base.shape(source(name)), full_shape_of(parameter)
         if found != expected:
             raise BaseModelError(
-                f"{base.path}: {source(name)} has shape {found}, config.json implies {expected} (the tensor "
+                f"{base.path}: {source(name)} has shape {found}, config.json implies {expected} "
+                "(the tensor "
                 f"{hf_tensor(source(name), base.spec).name.format('*')}); copy the folder again"
             )
 

@@ -1,4 +1,5 @@
-"""The initial value of every added parameter of a model: which initialiser of the paper each kind of module takes."""
+"""The initial value of every added parameter of a model: which initialiser of the paper each kind
+of module takes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def initial_expansion(
 ) -> Iterator[tuple[str, Tensor]]:
     """Each of `expansion_names` with its unsharded initial value in fp32, one at a time.
 
-    `model` gives the structure only (it may be on the meta device); `read_base` reads a base parameter by name.
+    `model` gives the structure only (it may be on the meta device); `read_base` reads a base
+    parameter by name.
     """
     done, shapes = (
         set(),
@@ -84,7 +86,8 @@ def _of_module(
 
 
 def _base_map(path: str, module: nn.Module, shapes: Shapes, read_base: ReadBase) -> Tensor:
-    """W of a widened map, or in a mixture of experts that beside which the map is added: [out, in] in fp32."""
+    """W of a widened map, or in a mixture of experts that beside which the map is added: [out, in]
+    in fp32."""
     if isinstance(module, WidenedLinear):
         return read_base(f"{path}.base.weight").float()
     stem, leaf = path.rsplit(".", 1)

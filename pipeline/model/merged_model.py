@@ -1,4 +1,5 @@
-"""The ordinary model that a widened one may become: whether it can, with which widths, and who can split it.
+"""The ordinary model that a widened one may become: whether it can, with which widths, and who can
+split it.
 
 What its servers split evenly depends on its widths: the expansion's may be chosen so that they do.
 """
@@ -20,7 +21,8 @@ _MOST_RANKS = 8
 def merged_unsupported_reason(
     plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
 ) -> str | None:
-    """Why a model of that plan on a base of that architecture is not expressible as an ordinary one; None if it is."""
+    """Why a model of that plan on a base of that architecture is not expressible as an ordinary
+    one; None if it is."""
     if plan is None:
         return None
     if reason := family_of(spec).merged_unsupported_reason:
@@ -35,7 +37,8 @@ def merged_unsupported_reason(
 
 
 def merged_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: int = 1) -> Widths:
-    """The widths of the ordinary model that a base of the architecture `spec` becomes with `added` widths."""
+    """The widths of the ordinary model that a base of the architecture `spec` becomes with `added`
+    widths."""
     base, more = asdict(spec.widths), asdict(added)
     sums = Widths(**{name: base[name] + more[name] for name in base})
     return padded_widths(
@@ -44,7 +47,8 @@ def merged_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: i
 
 
 def describe_serving(added: Widths, spec: DecoderSpec) -> str:
-    """How servers can split the ordinary model, and the added widths next above that need no padding."""
+    """How servers can split the ordinary model, and the added widths next above that need no
+    padding."""
     whole = merged_widths(added, spec)
     ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if merged_widths(added, spec, tp) == whole]
     rows = (
@@ -70,9 +74,10 @@ def padded_widths(
 ) -> Widths:
     """The widths with the fewest parameters from `widths` on that servers can split.
 
-    `tp` ranks split heads and channels evenly, and rows have a multiple of `row_multiple` elements. hidden_size is a
-    multiple of the heads, as transformers requires, and heads · head_dim where servers derive the size of a head from
-    it. Query heads stay the same multiple of key/value heads.
+    `tp` ranks split heads and channels evenly, and rows have a multiple of `row_multiple` elements.
+    hidden_size is a multiple of the heads, as transformers requires, and heads · head_dim where
+    servers derive the size of a head from it. Query heads stay the same multiple of key/value
+    heads.
     """
     group = widths.num_attention_heads // widths.num_key_value_heads
     least = widths.num_key_value_heads

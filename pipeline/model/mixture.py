@@ -1,4 +1,5 @@
-"""A mixture of experts as the FFN of a layer: the base's router and experts, and SCALE's dense expansion beside them.
+"""A mixture of experts as the FFN of a layer: the base's router and experts, and SCALE's dense
+expansion beside them.
 
 The router reads the base stream alone. So where that is exact, so is the choice of experts.
 """
@@ -16,20 +17,20 @@ from torch import Tensor, nn
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
-from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
+from pipeline.scale_math import choose_experts, rows_by_expert
 
-_LEAST_SUM = 1e-20
-"""Added to the sum of chosen scores, as the families with sigmoid scores do: all may be 0."""
 Load = tuple[Tensor, Tensor]
 """Of each expert in each sequence, [B, E]: the share of tokens that take it, and its mean score."""
 
 
 class MixtureFeedForward(nn.Module):
-    """x: [B, S, D], x_up: [B, S, U] -> the same shapes: y = Σ p_e E_e(x) + W12 h and y_up = W21 y + W22 h.
+    """x: [B, S, D], x_up: [B, S, U] -> the same shapes: y = Σ p_e E_e(x) + W12 h and y_up = W21 y +
+    W22 h.
 
     h is the inner activation of an FFN that every token takes, on both streams.
     """
@@ -67,7 +68,8 @@ class MixtureFeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """x: [B, S, D] -> the sum over the experts that each token takes, [B, S, D]; a partial sum over the ranks.
+    """x: [B, S, D] -> the sum over the experts that each token takes, [B, S, D]; a partial sum over
+    the ranks.
 
     `loads`: where the load of a router that trains is added, while `recorded_loads` sets it.
     """
@@ -121,19 +123,22 @@ def recorded_loads(mixtures: Sequence[Mixture]) -> Iterator[list[Load]]:
 
 
 def balance_loss(loads: Sequence[Load]) -> Tensor:
-    """The load-balancing loss of transformers for each sequence, [B]: with equal loads it is k, its least value.
+    """The load-balancing loss of transformers for each sequence, [B]: with equal loads it is k, its
+    least value.
 
-    Taken over a batch, as transformers does, it would depend on how sequences are spread over ranks and micro-batches.
+    Taken over a batch, as transformers does, it would depend on how sequences are spread over ranks
+    and micro-batches.
     """
     taken, scores = (torch.stack(parts).mean(0) for parts in zip(*loads, strict=True))
     return taken.shape[-1] * (taken * scores).sum(-1)
 
 
 class Router(nn.Module):
-    """x: [N, D] -> the weights of the experts that each token takes, their numbers, both [N, k], and all scores [N, E].
+    """x: [N, D] -> the weights of the experts that each token takes, their numbers, both [N, k],
+    and all scores [N, E].
 
-    `bias`, [3, E], is the sum of its rows: training casts parameters to 16 bits, and three such numbers hold one in
-    fp32 (`pipeline.model.base_folder`).
+    `bias`, [3, E], is the sum of its rows: training casts parameters to 16 bits, and three such
+    numbers hold one in fp32 (`pipeline.model.base_folder`).
     """
 
     def __init__(self, mixture: MixtureSpec, hidden_size: int, *, tp: TensorParallel) -> None:
@@ -147,20 +152,15 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixture, weight = self.mixture, shared_by_neighbours(self.weight, self.tp)
-        if self.bias is None:
-            scores = F.linear(x, weight).float().softmax(-1)
-            weights, chosen = scores.topk(mixture.top_k, dim=-1)
-        else:
-            scores = F.linear(x.float(), weight.float()).sigmoid()
-            chosen = (scores + self.bias.float().sum(0)).topk(mixture.top_k, dim=-1).indices
-            weights = scores.gather(1, chosen)
-        if mixture.normalised:
-            weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
-        return (weights * mixture.scale).to(x.dtype), chosen, scores
+        weights, chosen, scores = choose_experts(
+            x, weight, self.bias, mixture.top_k, mixture.normalised, mixture.scale
+        )
+        return weights.to(x.dtype), chosen, scores
 
 
 class SharedExpert(nn.Module):
-    """The FFN that every token takes beside its experts. x: [N, D] -> [N, D], a partial sum over the ranks."""
+    """The FFN that every token takes beside its experts. x: [N, D] -> [N, D], a partial sum over
+    the ranks."""
 
     def __init__(
         self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel
@@ -188,7 +188,8 @@ class SharedExpert(nn.Module):
 class Experts(nn.Module):
     """x: [N, D], with the experts that each token takes and their weights, both [N, k] -> [N, D].
 
-    The rows of tokens are sorted by expert, k rows for each token, and every linear map is one product over all.
+    The rows of tokens are sorted by expert, k rows for each token, and every linear map is one
+    product over all.
     """
 
     def __init__(
@@ -202,24 +203,23 @@ class Experts(nn.Module):
         self.down = ExpertLinear(self.count, inner, hidden_size, dim=2, tp=tp)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        taken, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(
-            taken, torch.arange(self.count, device=x.device), right=True, out_int32=True
-        )
+        order, ends = rows_by_expert(chosen, self.count)
         tokens, places = order // chosen.shape[1], order.argsort().view_as(chosen)
         rows = _Moved.apply(x, tokens, places, True)
         inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
-        # The down map is linear: weighting the narrower inner activations costs less than weighting its results.
+        # The down map is linear: weighting the narrower inner activations costs less than weighting
+        # its results.
         weighted = inner * weights.flatten()[order].unsqueeze(-1)
         y: Tensor = _Moved.apply(self.down(weighted, ends), tokens, places, False)
         return y
 
 
 class _Moved(torch.autograd.Function):
-    """x: [N, D] -> the rows of `tokens` [N·k], if `spread`; otherwise the sums of the rows at `places` [N, k].
+    """x: [N, D] -> the rows of `tokens` [N·k], if `spread`; otherwise the sums of the rows at
+    `places` [N, k].
 
-    Each is the other's gradient; autograd's own, of an indexing, may add in an order that chance decides. Indices are
-    saved as tensors, so that recomputation replaces them with the rest.
+    Each is the other's gradient; autograd's own, of an indexing, may add in an order that chance
+    decides. Indices are saved as tensors, so that recomputation replaces them with the rest.
     """
 
     @staticmethod

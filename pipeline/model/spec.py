@@ -30,7 +30,8 @@ class RotarySpec:
     """Rotary position embedding, as the numbers that transformers computes from a config.
 
     Attributes:
-        frequencies: the angle per position of each pair of channels; channels beyond the pairs are not rotated.
+        frequencies: the angle per position of each pair of channels; channels beyond the pairs are
+            not rotated.
         attention_factor: cos and sin are multiplied by it.
         context: the longest text with these frequencies; None: all texts have them.
         long_frequencies: those of longer texts (longrope).
@@ -46,8 +47,9 @@ class RotarySpec:
 class LayerKind:
     """What differs from layer to layer.
 
-    `window` is how many tokens a token attends to, itself included; None: all before it. `rotary` is None in a layer
-    without position embedding. `has_experts`: its FFN is the decoder's mixture of experts.
+    `window` is how many tokens a token attends to, itself included; None: all before it. `rotary`
+    is None in a layer without position embedding. `has_experts`: its FFN is the decoder's mixture
+    of experts.
     """
 
     rotary: RotarySpec | None
@@ -63,11 +65,13 @@ class MixtureSpec:
         intermediate_size: the inner width of one of the `experts`.
         normalised: the scores of those that a token takes are divided by their sum.
         scale: then they are multiplied by it.
-        sigmoid: scores are sigmoids, and a bias for each expert counts for the choice alone; else they are a softmax.
-        shared_size: the inner width of an expert that every token takes beside the others; 0: there is none.
+        sigmoid: scores are sigmoids, and a bias for each expert counts for the choice alone; else
+            they are a softmax.
+        shared_size: the inner width of an expert that every token takes beside the others; 0: there
+            is none.
         gated: the shared expert is weighted by a sigmoid of its own.
-        balance_coefficient: the factor of the loss that balances the experts where the router trains; None: the family
-            has none.
+        balance_coefficient: the factor of the loss that balances the experts where the router
+            trains; None: the family has none.
     """
 
     experts: int
@@ -88,15 +92,19 @@ class DecoderSpec:
     Attributes:
         family: its `model_type`, by which `pipeline.model.families` knows it.
         layers: the kind of each layer.
-        norm_placement: whether norms stand before attention and FFN, after them (before the sum), or both.
+        norm_placement: whether norms stand before attention and FFN, after them (before the sum),
+            or both.
         gain_offset: whether an RMSNorm's gain is 1 + weight.
         query_key_norm: the RMSNorm of queries and keys: of each head, or of all heads together.
         embedding_scale: what the embedding is multiplied by.
-        attention_scale: what the products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
-        attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they stay.
-        mixture: that of the layers which have experts; the FFN of the others has the `intermediate_size` of `widths`.
+        attention_scale: what the products of queries and keys are multiplied by; None: 1 /
+            sqrt(head_dim).
+        attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they
+            stay.
+        mixture: that of the layers which have experts; the FFN of the others has the
+            `intermediate_size` of `widths`.
         residual: set for a base that was widened before.
-        new_rows: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
+        new_tokens: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
     """
 
     family: str
@@ -123,7 +131,7 @@ class DecoderSpec:
     output_softcap: float | None = None
     mixture: MixtureSpec | None = None
     residual: StoredResidual | None = None
-    new_rows: int = 0
+    new_tokens: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -134,7 +142,8 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     """Raises LayoutError where a base cannot be split over `tp_size` ranks."""
     if tp_size > 1 and spec.query_key_norm == "all":
         raise LayoutError(
-            f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all heads together, found "
+            f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all "
+            "heads together, found "
             f"{tp_size}; use ZeRO-3"
         )
     heads, kv_heads = spec.widths.num_attention_heads, spec.widths.num_key_value_heads
@@ -145,16 +154,20 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
         kv_heads % tp_size and tp_size % kv_heads
     ):
         raise LayoutError(
-            f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its intermediate_size "
-            f"{' and '.join(map(str, sorted(inner)))}, and a divisor or multiple of its {kv_heads} key/value heads, "
+            f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its "
+            "intermediate_size "
+            f"{' and '.join(map(str, sorted(inner)))}, and a divisor or multiple of its {kv_heads} "
+            "key/value heads, "
             f"found {tp_size}"
         )
 
 
-# Of the added channels' squares, 2^-24 stay in the mean square in fp32, 2^-12 in 16 bits: below the rounding error.
-# A smaller scale would not survive where a folder is quantised: blocks have fp16 scales, matrices have one.
+# Of the added channels' squares, 2^-24 stay in the mean square in fp32, 2^-12 in 16 bits: below the
+# rounding error. A smaller scale would not survive where a folder is quantised: blocks have fp16
+# scales, matrices have one.
 _SCALE_EXPONENT = {torch.float32: 12, torch.bfloat16: 6, torch.float16: 6}
-# AdamW moves a weight by about the learning rate, however small it is, and the gain multiplies that by 1 / scale.
+# AdamW moves a weight by about the learning rate, however small it is, and the gain multiplies that
+# by 1 / scale.
 _TRAINABLE_EXPONENT = 6
 _WRITE_STREAM = (
     "attention.output.base.weight",
@@ -172,7 +185,8 @@ _GAINS_OF_STREAM = ("attention_norm.base.weight", "ffn_norm.base.weight", "final
 
 
 def scale_in(dtype: torch.dtype, *, for_training: bool = False) -> float:
-    """The scale of the added channels in a folder of `dtype`; for_training: one at which other tools can train them."""
+    """The scale of the added channels in a folder of `dtype`; for_training: one at which other
+    tools can train them."""
     return 2.0 ** -(_TRAINABLE_EXPONENT if for_training else _SCALE_EXPONENT[dtype])
 
 
@@ -180,11 +194,12 @@ def scale_in(dtype: torch.dtype, *, for_training: bool = False) -> float:
 class StoredResidual:
     """How a merged export of a widened model (`conversion.merged`) stores its residual stream.
 
-    The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`, a power of two, so
-    that an ordinary RMSNorm hardly counts them; a norm after attention or FFN keeps their scale. AdamW cannot train
-    them at that scale: its steps are as large for a weight of 10⁻⁸ as for one of 10⁻². So reading undoes the scale,
-    which is exact for a power of two, and the norms count those channels as the folder's norms do.
-    `read_unnormed`: the layers have no norm before them, so the maps that read the stream undo the scale.
+    The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`,
+    a power of two, so that an ordinary RMSNorm hardly counts them; a norm after attention or FFN
+    keeps their scale. AdamW cannot train them at that scale: its steps are as large for a weight of
+    10⁻⁸ as for one of 10⁻². So reading undoes the scale, which is exact for a power of two, and the
+    norms count those channels as the folder's norms do. `read_unnormed`: the layers have no norm
+    before them, so the maps that read the stream undo the scale.
     """
 
     normed_size: int
@@ -197,7 +212,8 @@ class StoredResidual:
         return NormedChannels(self.normed_size, self.scale)
 
     def store(self, name: str, values: Tensor) -> Tensor:
-        """The whole base parameter `name` (ours) as the folder stores it; changes `values` in place."""
+        """The whole base parameter `name` (ours) as the folder stores it; changes `values` in
+        place."""
         return self._times(name, values, self.scale, first_row=0)
 
     def restore(self, name: str, stored: Tensor, first_row: int = 0) -> Tensor:

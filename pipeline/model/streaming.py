@@ -17,10 +17,12 @@ def stream_weights(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Callable[[], None]:
-    """Makes `decoder`, on the meta device and of type `dtype`, get its weights from `read`, which takes their names.
+    """Makes `decoder`, on the meta device and of type `dtype`, get its weights from `read`, which
+    takes their names.
 
-    A module reads its weights before its forward pass and drops them after it. `OutputProjection.logits` is no forward
-    pass: the function that is returned reads the weights of the output projection, to keep.
+    A module reads its weights before its forward pass and drops them after it.
+    `OutputProjection.logits` is no forward pass: the function that is returned reads the weights of
+    the output projection, to keep.
     """
     own = {name for name, _ in decoder.named_parameters()}
 

@@ -1,4 +1,5 @@
-"""How the new blocks start (section 3.3 of the paper): zero, He-random, or from a singular value decomposition of W.
+"""How the new blocks start (section 3.3 of the paper): zero, He-random, or from a singular value
+decomposition of W.
 
 The paper measured these pairs (W21, W22), from worst to best:
 (zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
@@ -20,7 +21,8 @@ def base_to_expansion(
 ) -> Tensor:
     """W21 [rows, in] for `base: [out, in]`. With SVD, rows beyond the rank of `base` are He-random.
 
-    `name` and `seed` determine the random numbers, so that a block does not depend on the order of computation.
+    `name` and `seed` determine the random numbers, so that a block does not depend on the order of
+    computation.
     """
     block = he_random(rows, base.shape[1], seed=seed, name=name)
     if kind == "zero":
@@ -34,7 +36,8 @@ def base_to_expansion(
 def expansion_to_expansion(
     kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str
 ) -> Tensor:
-    """W22 [rows, columns] for `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the leading Σ."""
+    """W22 [rows, columns] for `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the
+    leading Σ."""
     if kind == "random":
         return he_random(rows, columns, seed=seed, name=name)
     block = torch.zeros(rows, columns)
@@ -56,10 +59,12 @@ def seeded(seed: int, name: str) -> torch.Generator:
 
 
 def leading_rows(weight: Tensor, rows: int) -> Tensor:
-    """The first `rows` rows of `Uᵀ W = Σ Vᵀ`, where `W = U Σ Vᵀ`: weight [out, in] -> [min(rows, out, in), in].
+    """The first `rows` rows of `Uᵀ W = Σ Vᵀ`, where `W = U Σ Vᵀ`: weight [out, in] -> [min(rows,
+    out, in), in].
 
-    Computed from the smaller Gram matrix, in fp64: only the leading directions are needed, and a full SVD of an FFN
-    matrix takes ten times as long. Signs are fixed so that the largest entry of each row is positive.
+    Computed from the smaller Gram matrix, in fp64: only the leading directions are needed, and a
+    full SVD of an FFN matrix takes ten times as long. Signs are fixed so that the largest entry of
+    each row is positive.
     """
     wide = weight.to(_decomposing_device(), torch.float64)
     count = min(rows, *wide.shape)
@@ -74,7 +79,8 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
 
 
 def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
-    """`W V_k`: `weight: [V, D]` projected on its `columns` leading right-singular directions -> [V, columns].
+    """`W V_k`: `weight: [V, D]` projected on its `columns` leading right-singular directions -> [V,
+    columns].
 
     This is the initial value of the embedding's new columns. Columns beyond D are He-random.
     """

@@ -25,8 +25,8 @@ class Widths:
 class ExpansionPlan:
     """What SCALE adds to a base of `num_layers` layers.
 
-    The lowest `l_fp` layers are preservation layers, where W12 is zero and has no parameter; the others are
-    collaborative. Preserve has `l_fp == num_layers`.
+    The lowest `l_fp` layers are preservation layers, where W12 is zero and has no parameter; the
+    others are collaborative. Preserve has `l_fp == num_layers`.
     """
 
     expansion: Widths
@@ -38,6 +38,16 @@ class ExpansionPlan:
     norm: Literal["separate", "base"] = "separate"
     initialisers: Initialisers = field(default_factory=Initialisers)
 
+    @property
+    def last_exact_layer(self) -> int:
+        """The last layer before which the model has the base's exact stream; the number of layers:
+        after the last.
+
+        Preserve has it everywhere, Adapt up to the first layer with W12, Route everywhere on its
+        preserved path.
+        """
+        return self.num_layers if self.routed else self.l_fp
+
     def has_expansion_to_base(self, layer: int, module: Module) -> bool:
         """Whether W12 exists, and trains, in `module` of `layer`."""
         return layer >= self.l_fp and module in self.collaborative_modules
@@ -46,13 +56,15 @@ class ExpansionPlan:
 def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> ExpansionPlan:
     """The plan for widening a base.
 
-    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp leaves no collaborative layer.
+    Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp leaves no
+    collaborative layer.
     """
     heads = method.expansion.num_attention_heads
     ratio = base.num_attention_heads // base.num_key_value_heads
     if heads % ratio:
         raise ConfigError(
-            f"method.expansion.num_attention_heads: expected a multiple of {ratio}, the base's query heads per "
+            f"method.expansion.num_attention_heads: expected a multiple of {ratio}, the base's "
+            "query heads per "
             f"key/value head, found {heads}"
         )
     l_fp = num_layers if method.l_fp is None else method.l_fp
@@ -87,12 +99,14 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
     added = plan.expansion
     if added.intermediate_size % tp_size:
         raise ConfigError(
-            f"method.expansion.intermediate_size: expected a multiple of parallel.tp_size {tp_size}, found "
+            "method.expansion.intermediate_size: expected a multiple of parallel.tp_size "
+            f"{tp_size}, found "
             f"{added.intermediate_size}"
         )
     heads, kv_heads = added.num_attention_heads, added.num_key_value_heads
     if any(count % tp_size and tp_size % count for count in (heads, kv_heads)):
         raise ConfigError(
-            f"method.expansion.num_attention_heads: {heads}, with {kv_heads} key/value heads: expected both numbers to "
+            f"method.expansion.num_attention_heads: {heads}, with {kv_heads} key/value heads: "
+            "expected both numbers to "
             f"be multiples or divisors of parallel.tp_size {tp_size}"
         )

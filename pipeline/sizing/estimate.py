@@ -22,7 +22,7 @@ from pipeline.deepspeed_config import (
     DeepSpeedConfig,
     accumulation_steps,
     deepspeed_config_of,
-    why_not_zero3,
+    zero3_unsupported_reason,
 )
 from pipeline.errors import BaseModelError, UserError
 from pipeline.log import counted
@@ -131,7 +131,7 @@ class Estimator:
     def parameters(self) -> Parameters:
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
-            base = Decoder(replace(self.spec, new_rows=0))
+            base = Decoder(replace(self.spec, new_tokens=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
@@ -187,7 +187,7 @@ class Estimator:
         own = self.own_choice
         largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
         sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
-        stages = (1, 2, 3) if why_not_zero3(self.config) is None else (1, 2)
+        stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
         for stage, tp_size, checkpointing in product(stages, sorted(sizes), CHECKPOINTINGS):
             choice = Choice(stage, tp_size, checkpointing)
             has_replicas = tp_size < self.cluster.gpus

@@ -334,7 +334,7 @@ def _data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasu
         "takes many, `scale-cpt vocabulary` adds tokens).\n"
         f"old: about {known.tokens:,}; only its held-out part is read, to measure what is "
         "forgotten.\n"
-        f"self_generated is written by the base: {purpose} (docs/rehearsal.md)."
+        f"self_generated is written by the base: {purpose} (docs/self_generated.md)."
     )
 
 

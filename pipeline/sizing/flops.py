@@ -125,11 +125,11 @@ def count_flops(
     counts: dict[str, float] = defaultdict(float)
     every_chunk = meta_model.output.chunks
     meta_model.output.chunks = _one_chunk_of_each_loss  # type: ignore[method-assign]
-    for kl_rows, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
+    for kl_sequences, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
         if share == 0:
             continue
         with _FlopCount() as count:
-            total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
+            total_loss = meta_model(tokens, tokens, None, None, kl_sequences, kl_sequences).total
             if torch.is_grad_enabled():
                 total_loss.backward()
         for operation, flops in count.flops.items():

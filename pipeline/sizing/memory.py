@@ -17,7 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder, is_layer_matrix
-from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse
 from pipeline.sizing.traffic import estimate_gathering, partition_size

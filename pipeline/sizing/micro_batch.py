@@ -26,7 +26,7 @@ from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
-from pipeline.model.layers import RotaryEmbedding
+from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import (
     default_dtype,
@@ -122,15 +122,15 @@ def measure_micro_batch(
 
     model.output.chunks = few_chunks  # type: ignore[method-assign]
 
-    kl_rows = config.data.kl_fraction * config.schedule.micro_batch_size
-    most_kl_rows = math.ceil(kl_rows)
-    passed = _run(model, config, most_kl_rows)
+    kl_sequences = config.data.kl_fraction * config.schedule.micro_batch_size
+    most_kl_sequences = math.ceil(kl_sequences)
+    passed = _run(model, config, most_kl_sequences)
     sent = Counter(payload_bytes)
-    if kl_rows < most_kl_rows and tp_size > 1:
+    if kl_sequences < most_kl_sequences and tp_size > 1:
         # Some micro-batches have fewer KL sequences: the mean lies between most and none.
         payload_bytes.clear()
         _run(model, config, 0)
-        share = (most_kl_rows - kl_rows) / most_kl_rows
+        share = (most_kl_sequences - kl_sequences) / most_kl_sequences
         for kind, most in sent.items():
             sent[kind] = round(share * payload_bytes[kind] + (1 - share) * most)
 
@@ -184,8 +184,8 @@ def _use_of(
     )
 
 
-def _run(model: Decoder, config: RunConfig, kl_rows: int) -> _Pass:
-    """Runs a micro-batch of which `kl_rows` sequences train by KL(base || model)."""
+def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
+    """Runs a micro-batch of which `kl_sequences` sequences train by KL(base || model)."""
     rows = config.schedule.micro_batch_size
     tokens = torch.zeros(rows, config.data.sequence_length, dtype=torch.long, device="meta")
     documents = None
@@ -224,7 +224,7 @@ def _run(model: Decoder, config: RunConfig, kl_rows: int) -> _Pass:
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
         with live:
-            losses = model(tokens, tokens, tokens, documents, kl_rows, kl_rows)
+            losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             loss = live.peak - activations
             losses.total.backward()
     return _Pass(

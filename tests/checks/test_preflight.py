@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checks import allocation
 from pipeline.checks.checklist import check_allocation
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.errors import TRANSIENT_FAULT, USER_ERROR, UserError
 from pipeline.parallel.topology import ProcessGroups
@@ -40,7 +40,7 @@ def on_rank(
     logging.getLogger("pipeline.checks.checklist").setLevel(logging.INFO)
     prepare(*arguments)
     config = load_config(config_path)
-    inputs = Inputs(config, dist.get_world_size())
+    inputs = RunInputs(config, dist.get_world_size())
     if not config.data.folder.exists():
         inputs.samples = SimpleNamespace(corpora=[])
     try:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.trained_model import TrainedModel
-from pipeline.hf.folder import load_hf_model, write_hf_folder
+from pipeline.hf.load import load_hf_model
+from pipeline.hf.write import write_hf_folder
 from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder

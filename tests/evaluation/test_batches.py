@@ -14,7 +14,7 @@ from pipeline.evaluation.batches import frequencies_of, frequency_context
 from pipeline.evaluation.benchmarks import _in_parts, benchmark_model
 from pipeline.evaluation.chats import read_chats, score_chats
 from pipeline.evaluation.perplexity import _token_nll, _Window, score_folder
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from tests.bases import CONFIGS
 from tests.files import change_json
 from tests.self_generated.helpers import copied_stories, random_base

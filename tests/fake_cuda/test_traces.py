@@ -22,7 +22,7 @@ QUICK = [
     *(f"{method}/llama" for method in METHODS),
     *(
         f"adapt/llama/{option}"
-        for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_rows", "gate")
+        for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_tokens", "gate")
     ),
     *("fft/llama/kl", "route/llama/gate", "muon/llama"),
     # Window, soft-capping, parallel residual, experts.
@@ -42,7 +42,7 @@ ALL = [
     *(
         f"{method}/llama/{option}"
         for method in METHODS
-        for option in ("all", "kl", "new_rows", "fp32")
+        for option in ("all", "kl", "new_tokens", "fp32")
     ),
 ]
 

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from pipeline.hf.remote_code import scale_cache
+from pipeline.hf.remote_code import scale_gate
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.hf.remote_code.scale_cache import WINDOW, GateCache
+from pipeline.hf.remote_code.scale_gate import GateCache
+from pipeline.scale_math import WINDOW
 from tests.conversion.checkpoints import generate_greedily, scale_config
 from tests.tolerances import PARITY, assert_near
 
@@ -176,7 +177,7 @@ def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
         )
 
     parts = stream.tensor_split([300, *range(301, 700)], dim=1)
-    with patch.object(scale_cache, "WINDOW", 10**6):
+    with patch.object(scale_gate, "WINDOW", 10**6):
         expected = scores(GateCache(), parts)
     cache = GateCache()
     assert torch.equal(scores(cache, parts), expected)

@@ -1,4 +1,4 @@
-"""A rank's phase and the time of each; and which rank the watchdog blames, from the ranks' reports."""
+"""The phases of a rank and their times; and which rank the watchdog blames."""
 
 from __future__ import annotations
 

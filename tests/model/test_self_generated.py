@@ -102,7 +102,7 @@ def test_at_the_base_neither_loss_nor_gradient_is_left(base, method, name):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_more_reference_rows_than_rehearsed_ones_change_nothing(base, method):
+def test_more_reference_sequences_than_kl_sequences_change_nothing(base, method):
     """A rank runs the base on as many rows as the rank that needs the most."""
     model = rehearsing(base("llama"), method)
     tokens, targets = some_batch(model.spec, 3, 24)

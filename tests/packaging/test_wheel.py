@@ -49,7 +49,7 @@ def wheel(tmp_path_factory) -> Path:
     ).stdout.splitlines()
     for name in filter(lambda name: (PROJECT / name).is_file(), names):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(PROJECT / name, source / name)
+        shutil.copy(PROJECT / name, source / name, follow_symlinks=False)
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "sdist"],
         cwd=source,
@@ -68,6 +68,14 @@ def wheel(tmp_path_factory) -> Path:
         packed_source,
     )
     return next(folder.glob("*.whl"))
+
+
+def test_the_code_of_exports_has_a_copy_of_the_formulas(wheel):
+    """In the checkout it is a link."""
+    with zipfile.ZipFile(wheel) as archive:
+        original = archive.read("pipeline/scale_math.py")
+        assert original == (PROJECT / "pipeline" / "scale_math.py").read_bytes()
+        assert archive.read("pipeline/hf/remote_code/scale_math.py") == original
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from pipeline.errors import DataError
-from pipeline.studies.study import load_study
 from studies.chat import score
 from studies.chat.make_chats import KOREAN_TASKS, NUMBERS, SYSTEM_PROMPTS, TASKS, write_texts
+from studies.harness.study import load_study
 from tests.data.helpers import PROJECT, contents, write_jsonl
 from tests.files import read_jsonl
-from tests.programs import scale_cpt
+from tests.programs import study_command
 
 WORDS = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in ("lem", "rin", "sot")]
 HANGUL = [f"{a}{b}" for a in "가나다라마바" for b in "고노도로모보"]
@@ -99,7 +99,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     monkeypatch.chdir(PROJECT)
     small = {"schedule": {"steps": 2}, "validation": {"every_steps": 2, "max_sequences": 2}}
     kept = ("fft_1e-3", "preserve_rehearsed")
-    quick = PROJECT / "configs/studies/chat_quick.yaml"
+    quick = PROJECT / "studies/configs/chat_quick.yaml"
     changes = {
         "extends": str(quick),
         "folder": str(tmp_path / "study"),
@@ -120,7 +120,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     gate = {"settings": {"gate": {"tokens": 200, "max_open_fraction": 0.5}}}
     changes["methods"]["preserve_rehearsed"] = gate
     plain = {
-        "extends": str(PROJECT / "configs/studies/chat_plain.yaml"),
+        "extends": str(PROJECT / "studies/configs/chat_plain.yaml"),
         "folder": str(tmp_path / "plain"),
         "base": str(tmp_path / "study" / "pretrain" / "hf"),
         "settings": small,
@@ -128,7 +128,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     }
     for name, values in (("study", changes), ("plain", plain)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        done = scale_cpt("study", tmp_path / f"{name}.yaml", "--data", texts)
+        done = study_command("run", tmp_path / f"{name}.yaml", "--data", texts)
         assert done.returncode == 0, done.stderr
     arguments = [
         tmp_path / "study",

@@ -13,7 +13,7 @@ from unicodedata import normalize
 
 from pipeline.config.data import CHAT_DATE, Corpus, Data
 from pipeline.config.run import RunConfig
-from pipeline.data.corpus.token_corpus import MANIFEST, load_manifest
+from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.sources.records import Document, HeldoutBy, Keys
 from pipeline.data.tokenize.units import good_documents, is_text
 from pipeline.data.tokenizer.chats import chat_template

@@ -27,7 +27,7 @@ from pipeline.data.corpus.indexed_dataset import (
     token_dtype,
     writing_shard,
 )
-from pipeline.data.corpus.token_corpus import Counts, InputFile, Manifest
+from pipeline.data.corpus.manifest import Counts, InputFile, Manifest
 from pipeline.data.sources.records import Document, Keys, Rejected, SpecialTokens
 from pipeline.data.sources.streams import encoding_advice
 from pipeline.data.tokenize.contamination import compare_documents, hash_of_letters

@@ -80,10 +80,13 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         # transformers before and after configurations became dataclasses: both take this.
         for name in ScaleConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
-        grouped = self.mixture is not None and self.mixture.get("groups", 1) > 1
+        # Entries of earlier versions that this code would ignore, and compute something else.
+        has_groups = self.mixture is not None and self.mixture.get("groups", 1) > 1
         rotary: Any = self.rotary
-        dynamic = isinstance(rotary, dict) or any(one.get("factor") is not None for one in rotary)
-        if grouped or dynamic or kwargs.get("gate_lower") is not None:
+        is_dynamic = isinstance(rotary, dict) or any(
+            one.get("factor") is not None for one in rotary
+        )
+        if has_groups or is_dynamic or kwargs.get("gate_lower") is not None:
             raise ValueError(
                 "written by an earlier version of this model's code; convert the checkpoint again"
             )
@@ -95,7 +98,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         """Whether `module` of `layer` has expansion_to_base blocks."""
         return layer >= self.l_fp and module in self.collaborative_modules
 
-    def why_no_single_head(self) -> str | None:
+    def backbone_unsupported_reason(self) -> str | None:
         """Why the logits are no product of one hidden state and one matrix; None if they are."""
         if self.routed:
             return "a Route model compares the logits of two paths"
@@ -103,7 +106,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
             return "after a token that its gate closes, the new tokens of its vocabulary have no probability"
         return None
 
-    def why_not_packed(self) -> str | None:
+    def packing_unsupported_reason(self) -> str | None:
         """Why the texts of several requests cannot be one row of tokens, as servers batch them; None if they can."""
         if any(spec["context"] is not None for spec in self.rotary):
             return "its rotary frequencies change with a text's length"

@@ -25,7 +25,7 @@ class CombinedConfig(ScaleConfig):
         self.active: list[str] | None = kwargs.pop("active", None)
         super().__init__(**kwargs)
 
-    def why_no_single_head(self) -> str | None:
+    def backbone_unsupported_reason(self) -> str | None:
         """Why the logits are no product of one hidden state and one matrix."""
         return "a model with several expansions is for inference"
 

@@ -17,8 +17,7 @@ A wider merged model in fp32 is stored for serving: its added channels are too s
 to train. With `--for training` they can, and its logits differ a little more from the model that
 trained.
 
-Nothing leaves this machine. To publish the folder:
-`hf upload organisation/model FOLDER --exclude conversion.json`.
+Nothing leaves this machine. To publish the folder: `hf upload organisation/model FOLDER`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     command_line.add_overwrite_option(parser)
     parser.add_argument(
-        "--format", choices=get_args(Format), default="auto", help="see above (default: auto)"
+        "--format",
+        type=_format,
+        choices=get_args(Format),
+        default="auto",
+        help="see above (default: auto)",
     )
     parser.add_argument(
         "--dtype",
@@ -83,6 +86,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="documents to verify on: JSONL, .txt, .zst, ... (default: the run's held-out texts)",
     )
+
+
+def _format(text: str) -> str:
+    """The option --format; the name that a format had in earlier versions is told the new one."""
+    if text == "stock":
+        raise argparse.ArgumentTypeError("expected merged, which stock is called now, found stock")
+    return text
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -340,11 +340,13 @@ class Decoder(nn.Module):
 
         if plan.routed:
             adapted, preserved, closed = run_routed_with_gate(layers, streams, gate.layer, closes)
-            x, x_up = choose_path(closed, self.final_norm(*preserved), self.final_norm(*adapted))
+            last = self.final_norm(*adapted)
+            preserved_last = self.final_norm(*preserved)
         else:
             streams, closed = run_gated(layers, streams, gate.layer, plan.l_fp, closes)
-            final = self.final_norm(*streams)
-            x, x_up = choose_path(closed, final, final)
+            # One path, on which closed tokens had no W12.
+            last = preserved_last = self.final_norm(*streams)
+        x, x_up = choose_path(closed, preserved_last, last)
         return HiddenStates(x, x_up, closed=closed.squeeze(-1)).one_token_a_row()
 
     def add_reference(self) -> None:

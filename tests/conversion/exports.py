@@ -48,7 +48,7 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "lora key, value, down": METHODS["lora"] | {"target_modules": ["key", "value", "down"]},
     "lora query, value, output": METHODS["lora"] | {"target_modules": ["query", "value", "output"]},
 }
-NOT_STOCK = ("neox", "olmo", "gemma", "mixtral", "qwen3_moe", "qwen2_moe")
+NOT_MERGED = ("neox", "olmo", "gemma", "mixtral", "qwen3_moe", "qwen2_moe")
 """How the names of bases begin of which no ordinary wider model exists."""
 
 
@@ -117,7 +117,7 @@ def pairs(names: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]
     return [
         (name, method)
         for name, method in found
-        if method != "merged" or not name.startswith(NOT_STOCK)
+        if method != "merged" or not name.startswith(NOT_MERGED)
     ]
 
 

@@ -75,6 +75,18 @@ def test_a_published_folder_is_verified_on_both_languages(method, written, model
     assert [path.name for path in conversion.output.parent.iterdir()] == ["hf"]
 
 
+def test_no_file_of_an_export_names_a_path_of_this_machine(published):
+    """So that the folder can be published as it is."""
+    places = {str(published.checkpoint), str(published.base), str(published.output.parent)}
+    for file in published.output.iterdir():
+        content = file.read_bytes()
+        for place in places:
+            assert place.encode() not in content, file.name
+    record = json.loads((published.output / "conversion.json").read_text())
+    assert record["run"] == "test"
+    assert record["checkpoint"] == "step_00000002"
+
+
 @pytest.mark.parametrize(("purpose", "scale"), [("serving", 2**-12), ("training", 2**-6)])
 def test_a_folder_says_whether_other_tools_can_train_it(purpose, scale, models, conversion, caplog):
     """Both are verified: even the larger scale changes the model by far less than a conversion may."""
@@ -235,3 +247,11 @@ def test_the_command_line(models, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
     assert not (tmp_path / "second").exists()
+
+
+def test_the_old_name_of_a_format_is_told_the_new_one():
+    done = scale_cpt("convert", "configs/demo.yaml", "--format", "stock")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(
+        "--format: expected merged, which stock is called now, found stock"
+    )

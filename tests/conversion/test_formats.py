@@ -104,7 +104,7 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
         (torch.float32, "serving", 2e-5, False),  # which the card and the log say
     ],
 )
-def test_a_stock_export_is_fine_tuned_by_other_tools(
+def test_a_merged_export_is_fine_tuned_by_other_tools(
     dtype, purpose, rate, trains, models, tmp_path
 ):
     """AdamW moves a weight by the learning rate, however small it is: channels times 2^-12 make the loss explode."""

@@ -119,7 +119,7 @@ def test_the_examples_vary_every_field():
 
     collect()
     # An export has no tokens beside its vocabulary.
-    assert {name for name, values in found.items() if len(values) == 1} == {"new_rows"}
+    assert {name for name, values in found.items() if len(values) == 1} == {"new_tokens"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,11 +1,13 @@
-"""How fast JSONL becomes tokens on disk: this project compared with Megatron-LM's scripts and `datasets.map`.
+"""How fast JSONL becomes tokens on disk: this project compared with Megatron-LM's scripts and
+`datasets.map`.
 
     python -m benchmarks.tokenize_throughput --megatron PATH --json benchmarks/out/tokenize.json
 
-Every contender is a whole process that reads the same file with the same tokenizer and number of workers. `seconds` is
-the process from start to end, `cpu_seconds` the processor time of all its processes, `peak_mib` the memory of the
-largest. The contenders take turns, and the best of several rounds counts; on a busy machine compare the processor
-times. Megatron-LM's scripts run from a checkout that you name; none of it is part of this project.
+Every contender is a whole process that reads the same file with the same tokenizer and number of
+workers. `seconds` is the process from start to end, `cpu_seconds` the processor time of all its
+processes, `peak_mib` the memory of the largest. The contenders take turns, and the best of several
+rounds counts; on a busy machine compare the processor times. Megatron-LM's scripts run from a
+checkout that you name; none of it is part of this project.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from pipeline.files import write_json
 
 DATA = ROOT / "examples" / "data"
 OURS = [sys.executable, "-m", "pipeline", "tokenize"]
-# `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by ids, saved as Arrow.
+# `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by
+# ids, saved as Arrow.
 DATASETS_MAP = """
 import sys
 import datasets, transformers
@@ -41,7 +44,8 @@ encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
 rows.map(encode, batched=True, num_proc=int(workers), remove_columns=rows.column_names).save_to_disk(output)
 """
 
-# Adopts orphaned processes of the command, so that the processor time of all its descendants is counted.
+# Adopts orphaned processes of the command, so that the processor time of all its descendants is
+# counted.
 _WITH_USAGE = """
 import ctypes, os, resource, subprocess, sys
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER

@@ -66,7 +66,8 @@ def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
 def test_files_written_on_windows(tmp_path: Path, name: str):
-    """A byte-order mark, also where files were joined, and CRLF are no text; JSON's own escapes are."""
+    """A byte-order mark, also where files were joined, and CRLF are no text; JSON's own escapes
+    are."""
     content = (
         b"\xef\xbb\xbf\r\n"
         + jsonl(["one\r\n"]).replace(b"\n", b"\r\n")
@@ -95,7 +96,7 @@ def test_a_json_array_of_records(tmp_path: Path, indent: int | None):
         ]
 
 
-# --- Lines and paragraphs --------------------------------------------------------------------------------------------
+# --- Lines and paragraphs -------------------------------------------------------------------------
 
 
 class Bytes:
@@ -167,7 +168,7 @@ def test_a_document_that_is_too_large_is_left_out(tmp_path, monkeypatch):
     assert texts_of(path, keys=AS_A_WHOLE) == ["too_large"]
 
 
-# --- Tables of text and other encodings ------------------------------------------------------------------------------
+# --- Tables of text and other encodings -----------------------------------------------------------
 
 ROWS = 'id,question,text\r\n1,"왜?","하나, ""둘""\r\n셋"\r\n\r\n2,누가?,넷\r\n'
 

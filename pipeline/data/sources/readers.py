@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from pipeline.data.sources.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
+    Document,
     Keys,
     Quoting,
     Reason,
@@ -83,11 +84,12 @@ def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -
 def _line_records(stream: Stream, start: int, stop: int, keys: Keys, kind: str) -> Iterator[Record]:
     incomplete: Line | None = None
     end = b"\r" if kind == "text_cr" else b"\n"
-    for line in (
-        _whole_file(stream, start, stop)
-        if keys.document == "file"
-        else lines(stream, start, stop, end)
-    ):
+    found = lines(stream, start, stop, end)
+    if keys.document == "file":
+        found = _whole_file(stream, start)
+    # A record of one string under a key is by far the most frequent, and has a short way.
+    is_plain = kind == "jsonl" and keys.prompt is None and keys.chat is None
+    for line in found:
         if stream.fault and not stream.read_at(line.offset + line.size, 1):
             incomplete = line
             continue
@@ -95,18 +97,38 @@ def _line_records(stream: Stream, start: int, stop: int, keys: Keys, kind: str) 
         content = line.content.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r")
         if line.size > MAX_RECORD_BYTES:
             yield Rejected(line.offset, "too_large", content[:EXCERPT_BYTES])
-        elif content and not content.isspace():
-            if kind == "jsonl":
-                yield from _json_records(line.offset, content, keys)
-            else:
-                yield record_of(line.offset, content)
+            continue
+        if not content or content.isspace():
+            continue
+        if kind != "jsonl":
+            yield record_of(line.offset, content)
+            continue
+        document = _plain_document(content, keys.text) if is_plain else None
+        if document is not None:
+            yield document
+        else:
+            yield from _json_records(line.offset, content, keys)
     if not stream.read_at(stop, 1) and stream.fault:
-        offset, excerpt = (
-            (stop, b"")
-            if incomplete is None
-            else (incomplete.offset, incomplete.content[:EXCERPT_BYTES])
-        )
-        yield Rejected(offset, stream.fault, excerpt)
+        if incomplete is None:
+            yield Rejected(stop, stream.fault, b"")
+        else:
+            excerpt = incomplete.content[:EXCERPT_BYTES]
+            yield Rejected(incomplete.offset, stream.fault, excerpt)
+
+
+def _plain_document(content: bytes, key: str) -> Document | None:
+    """The document in a line that is an object of JSON with a usable text under `key`.
+
+    None for every other line, of which `_json_records` says what it is.
+    """
+    try:
+        text = orjson.loads(content)[key]
+        utf8 = text.encode()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    if not utf8 or text.isspace() or b"\0" in utf8 or len(utf8) > MAX_RECORD_BYTES:
+        return None
+    return Document(text, utf8=utf8)
 
 
 def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator[Line]:
@@ -156,7 +178,7 @@ def _first_line_start(stream: Stream, start: int, stop: int, end: bytes) -> int:
     return stop
 
 
-def _whole_file(stream: Stream, start: int, _: int) -> Iterator[Line]:
+def _whole_file(stream: Stream, start: int) -> Iterator[Line]:
     content = _beginning(stream, MAX_RECORD_BYTES)
     yield Line(start, content.replace(b"\r\n", b"\n").rstrip(b"\n"), len(content))
 

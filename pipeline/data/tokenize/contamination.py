@@ -1,8 +1,9 @@
 """No held-out document is in a training part: documents are compared by hashes of their tokens, and of their letters.
 
 Copies that differ in white space, or in the form of Unicode, have the same letters. The hashes of these are made with a
-training part, so one that was finished before its held-out part is compared by tokens alone. Of the held-out documents
-the hashes are kept in memory, sixteen bytes each, of the others nothing.
+training part where something is held out from it, or from its decoded tokens where that was decided during the work. A
+training part that was finished before its held-out part is compared by tokens alone. Of the held-out documents the
+hashes are kept in memory, sixteen bytes each, of the others nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import cached_tokenizer
 from pipeline.errors import DataError
 from pipeline.files import published_file
+
+_LAST_BLANK = 0x3000
+"""The last white space of Unicode, the ideographic one of Chinese and Japanese."""
+_BLANKS = [chr(code) for code in range(_LAST_BLANK + 1) if chr(code).isspace()]
+_ASCII_BLANKS = "".join(filter(str.isascii, _BLANKS)).encode()
+_WIDE_BLANKS = [blank for blank in _BLANKS if not blank.isascii()]
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,8 @@ def compare_documents(
 def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> Outcome:
     hashes, known = _hashes(Path(shard.path)), np.load(saved, mmap_mode="r")
     same = _is_known(hashes, known)
-    of_letters = letters_of(job.output / STATE, Path(shard.path).name)
-    if of_letters.exists():
-        same |= _is_known(np.load(of_letters), known)
+    if job.part == "train":
+        same |= _is_known(_training_letters(job, Path(shard.path)), known)
     if same.any():
         first, tokenizer = (
             int(np.flatnonzero(same)[0]),
@@ -93,6 +99,17 @@ def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared)
             "two, as scale-cpt clean does, remove the folder of that one, and start again"
         )
     return Outcome()
+
+
+def _training_letters(job: Job, shard: Path) -> npt.NDArray[np.uint64]:
+    """The hashes of the letters of a training shard of the job.
+
+    A shard has none where nothing was held out yet when it was made: then of its decoded tokens.
+    """
+    saved = letters_of(job.output / STATE, shard.name)
+    if saved.exists():
+        return np.load(saved)
+    return _hashes_of_letters(job, shard)
 
 
 def _is_known(
@@ -113,10 +130,20 @@ def _folder_of(job: Job, document: int, shard: Path, heldout: tuple[Path, ...]) 
     )
 
 
-def hash_of_letters(text: str) -> bytes:
-    """Eight bytes that are equal for texts that differ in white space, or in the form of Unicode, alone."""
-    letters = "".join(normalize("NFC", text).split())
-    return blake2b(letters.encode(errors="replace"), digest_size=8).digest()
+def hash_of_letters(text: str, utf8: bytes | None = None) -> bytes:
+    """Eight bytes that are equal for texts that differ in white space, or in the form of Unicode, alone.
+
+    `utf8`: the text in UTF-8, where the caller has it.
+    """
+    composed = normalize("NFC", text)
+    if composed is text and not any(blank in text for blank in _WIDE_BLANKS):
+        # Deleting bytes takes a fifth of the time that splitting a text into words takes.
+        if utf8 is None:
+            utf8 = text.encode(errors="replace")
+        letters = utf8.translate(None, _ASCII_BLANKS)
+    else:
+        letters = "".join(composed.split()).encode(errors="replace")
+    return blake2b(letters, digest_size=8).digest()
 
 
 def _hashes_of_letters(job: Job, shard: Path) -> npt.NDArray[np.uint64]:

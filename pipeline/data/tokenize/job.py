@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 from unicodedata import is_normalized
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from pipeline.data.corpus.indexed_dataset import (
@@ -389,8 +390,7 @@ class _Part:
         wanted: SpecialTokens | None = "control" if self._is_chat else job.corpus.special_tokens
         self._speller = cached_speller(tokenizer, _encoder(job, tokenizer), wanted)
         self._counts = UnitPart()
-        # Also where nothing is held out yet: a held-out part may be added before the work goes on.
-        self._is_compared = job.part == "train"
+        self._is_compared = job.part == "train" and bool(job.apart_from)
         self.letters: list[bytes] = []
         """by which the documents are compared with those that are held out"""
         self._batch: list[Document] = []
@@ -406,8 +406,6 @@ class _Part:
         return self._counts.model_copy(update=written)
 
     def add(self, document: Document) -> None:
-        if self._is_compared:
-            self.letters.append(hash_of_letters(document.whole_text))
         self._batch.append(document)
         self._batch_bytes += document.utf8_bytes
         if self._batch_bytes >= _BATCH_BYTES:
@@ -420,6 +418,13 @@ class _Part:
             return
         start, end = self._tokenizer.document_start, self._tokenizer.document_end
         ids, lengths = self._encoded()
+        largest = max(int(ids.max(initial=0)), *start, *end)
+        if largest >= self._tokenizer.vocab_size:
+            raise DataError(
+                f"{self._tokenizer.path}: expected ids below {self._tokenizer.vocab_size}, "
+                f"found {largest} around a document; "
+                "name the token that ends one with --end-of-document"
+            )
         prompt_lengths = None
         if batch[0].prompt is not None:
             prompts, answers = lengths.reshape(-1, 2).T
@@ -427,43 +432,56 @@ class _Part:
             prompt_lengths = len(start) + prompts
             counts.prompt_tokens += int(prompt_lengths.sum())
             counts.prompt_bytes += sum(len((document.prompt or "").encode()) for document in batch)
-        stops = np.cumsum(lengths)
-        places = np.column_stack([*[stops - lengths] * len(start), *[stops] * len(end)])
-        framed = np.insert(ids, places.ravel(), np.tile([*start, *end], len(lengths)))
-        if int(framed.max()) >= self._tokenizer.vocab_size:
-            raise DataError(
-                f"{self._tokenizer.path}: expected ids below {self._tokenizer.vocab_size}, found {framed.max()} around "
-                "a document; name the token that ends one with --end-of-document"
-            )
+        framed = _framed(ids.astype(self.writer.dtype), lengths, start, end)
         self.writer.add(framed, lengths + len(start) + len(end), prompt_lengths)
-        counts.characters += sum(len(document.whole_text) for document in batch)
-        counts.bytes += self._batch_bytes
-        counts.decomposed_documents += sum(
-            not is_normalized("NFC", document.whole_text) for document in batch
-        )
+        self._count_texts()
         self._batch, self._batch_bytes = [], 0
+
+    def _count_texts(self) -> None:
+        """Counts what is in the texts of the batch, and hashes their letters where they are compared."""
+        counts = self._counts
+        counts.bytes += self._batch_bytes
+        for document in self._batch:
+            text = document.whole_text
+            counts.characters += len(text)
+            if not text.isascii() and not is_normalized("NFC", text):
+                counts.decomposed_documents += 1
+            if self._is_compared:
+                utf8 = document.utf8 if document.prompt is None else None
+                self.letters.append(hash_of_letters(text, utf8))
 
     def _encoded(self) -> Encoded:
         """The ids of the batch's texts, of a document with a prompt two."""
         if self._batch[0].ids is not None:
             return joined([document.ids or [] for document in self._batch])
         tokenizer, reference = self._tokenizer, self._tokenizer.reference
-        texts = [
-            text
-            for document in self._batch
-            for text in (document.prompt, document.text)
-            if text is not None
-        ]
+        texts: list[str] = []
+        utf8: list[bytes] = []
+        for document in self._batch:
+            if document.prompt is not None:
+                texts.append(document.prompt)
+                utf8.append(document.prompt.encode())
+            texts.append(document.text)
+            utf8.append(document.text.encode() if document.utf8 is None else document.utf8)
         encoder = _encoder(self._job, tokenizer)
         checked = texts[self.writer.documents % len(texts)][:_CHECKED_CHARACTERS]
         if encoder is not reference and not agree(encoder, reference, [checked]):
             raise DataError(
-                f"{encoder.name} and {reference.name} differ on {checked[:60]!r}; remove {self._job.output} and start "
-                "again with --reference-only"
+                f"{encoder.name} and {reference.name} differ on {checked[:60]!r}; "
+                f"remove {self._job.output} and start again with --reference-only"
             )
-        spelled = self._speller.spell(texts)
+        spelled = self._speller.spell(texts, utf8)
         if not self._is_chat:  # its template spells special tokens
             self._counts.special_tokens_spelled += spelled.special_tokens
         self._counts.unknown_tokens += spelled.unknown_tokens
         self._counts.lost_characters += spelled.lost_characters
         return spelled.encoded
+
+
+def _framed(
+    ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], start: Sequence[int], end: Sequence[int]
+) -> npt.NDArray[Any]:
+    """The ids of documents, joined, with `start` before and `end` after each, of the same type."""
+    stops = np.cumsum(lengths)
+    places = np.column_stack([*[stops - lengths] * len(start), *[stops] * len(end)])
+    return np.insert(ids, places.ravel(), np.tile([*start, *end], len(lengths)))

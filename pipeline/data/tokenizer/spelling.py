@@ -20,6 +20,7 @@ from pipeline.data.tokenizer.extension.bpe import byte_pieces
 from pipeline.data.tokenizer.load import (
     Encoded,
     Encoder,
+    GigatokenEncoder,
     HuggingFaceEncoder,
     SentencePieceEncoder,
     Tokenizer,
@@ -29,6 +30,8 @@ from pipeline.files import read_object
 
 # A character is encoded behind this one, because some tokenizers begin every text with a space.
 _BEFORE = "a"
+_MANY_RANGES = 8
+"""So many ranges of ids are compared one after the other; more are looked up in a table."""
 
 
 class Spelled(NamedTuple):
@@ -50,8 +53,11 @@ class Speller(Protocol):
     def special_tokens(self) -> SpecialTokens:
         """What a text that spells a special token becomes."""
 
-    def spell(self, texts: Sequence[str]) -> Spelled:
-        """Encodes `texts`. Raises DataError where an id is beyond the vocabulary."""
+    def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
+        """Encodes `texts`; `utf8`: the same texts in UTF-8, where the caller has them.
+
+        Raises DataError where an id is beyond the vocabulary.
+        """
 
 
 class SentencePieceSpeller:
@@ -70,7 +76,7 @@ class SentencePieceSpeller:
         self._reference = reference
         self._unknown = int(reference.model.processor.unk_id())
 
-    def spell(self, texts: Sequence[str]) -> Spelled:
+    def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
         """Encodes `texts`. It has an unknown piece, so that nothing is lost without a trace."""
         encoded = self._reference.encode(texts)
         named = sum(
@@ -99,6 +105,7 @@ class TokenizerJsonSpeller:
         }
         self._unknown = self._unknown_id()
         self._control = sorted({*self._special} - {self._unknown})
+        self._control_ranges = _ranges_of(self._control)
         if special_tokens == "text" and not self._can_be_text:
             raise DataError(
                 f"{tokenizer.path}: reads {', '.join(self._special.values())} in a text as special tokens in any case; "
@@ -112,10 +119,14 @@ class TokenizerJsonSpeller:
         """What a text that spells a special token becomes."""
         return "text" if self._as_text else "control"
 
-    def spell(self, texts: Sequence[str]) -> Spelled:
+    def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
         """Encodes `texts`. Raises DataError where an id is beyond the vocabulary."""
-        encoded = self._encoder.encode(texts)
-        is_special = self._has_name(encoded, self._control)
+        if isinstance(self._encoder, GigatokenEncoder):
+            encoded = self._encoder.encode(texts, utf8)
+        else:
+            encoded = self._encoder.encode(texts)
+        self._check_ids(encoded)
+        is_special = self._is_control(encoded)
         named = int(is_special.sum())
         unknown = (
             np.zeros(0, dtype=np.bool_) if self._unknown is None else encoded.ids == self._unknown
@@ -137,15 +148,24 @@ class TokenizerJsonSpeller:
             encoded = self._as_ordinary_text(texts, encoded, sorted(again))
         return Spelled(encoded, named, self._count_unknown(encoded), self._lost(texts))
 
-    def _has_name(self, encoded: Encoded, ids: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which of the ids are of `ids`."""
-        table = np.zeros(max(self._tokenizer.vocab_size, 1), dtype=np.bool_)
-        table[[number for number in ids if number < len(table)]] = True
-        if len(encoded.ids) and int(encoded.ids.max()) >= len(table):
+    def _check_ids(self, encoded: Encoded) -> None:
+        """Raises DataError where an id is beyond the vocabulary."""
+        size = self._tokenizer.vocab_size
+        if len(encoded.ids) and int(encoded.ids.max()) >= size:
             raise DataError(
-                f"{self._tokenizer.path}: produced the id {encoded.ids.max()}, but has a vocabulary of {len(table)}"
+                f"{self._tokenizer.path}: produced the id {encoded.ids.max()}, "
+                f"but has a vocabulary of {size}"
             )
-        return table[encoded.ids]
+
+    def _is_control(self, encoded: Encoded) -> npt.NDArray[np.bool_]:
+        """Which of the ids are special tokens, other than the unknown one."""
+        if len(self._control_ranges) > _MANY_RANGES:
+            return np.isin(encoded.ids, self._control, kind="table")
+        found = np.zeros(len(encoded.ids), dtype=np.bool_)
+        for first, count in self._control_ranges:
+            # Of unsigned integers, those below `first` become very large: one comparison is enough.
+            found |= encoded.ids - np.uint32(first) < count
+        return found
 
     def _count_unknown(self, encoded: Encoded) -> int:
         return 0 if self._unknown is None else int((encoded.ids == self._unknown).sum())
@@ -173,7 +193,8 @@ class TokenizerJsonSpeller:
             encoded = self._tokenizer.reference.encode(
                 [self._special[number] for number in self._control]
             )
-        return not self._has_name(encoded, self._control).any()
+        self._check_ids(encoded)
+        return not self._is_control(encoded).any()
 
     @contextmanager
     def _special_tokens_as_text(self) -> Iterator[None]:
@@ -230,6 +251,18 @@ class TokenizerJsonSpeller:
                 is_nothing and left.strip("▁ ") and not character.isspace()
             )
         return self._spelled_before[character]
+
+
+def _ranges_of(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending ids as ranges: the first id of each, and how many follow each other there."""
+    ranges: list[tuple[int, int]] = []
+    for number in ids:
+        if ranges and number == sum(ranges[-1]):
+            first, count = ranges[-1]
+            ranges[-1] = (first, count + 1)
+        else:
+            ranges.append((number, 1))
+    return ranges
 
 
 @lru_cache(maxsize=4)

@@ -134,7 +134,7 @@ def _plain_document(content: bytes, key: str) -> Document | None:
 def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator[Line]:
     """The lines that begin in [start, stop), each ended by the byte `end`."""
     offset = position = _first_line_start(stream, start, stop, end)
-    pieces: list[bytes] = []  # of the line at `offset`, whose end has not been read
+    parts: list[bytes] = []  # of the line at `offset`, whose end has not been read
     size = 0
     while offset < stop:
         wanted = min(_BLOCK_BYTES, stop - position) if position < stop else _BLOCK_BYTES_PAST_END
@@ -142,20 +142,24 @@ def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator
         if not block:
             break
         position += len(block)
-        *ended, rest = block.split(end)
+        ended = block.split(end)
+        rest = ended.pop()
         for content in ended:
             size += len(content)
-            yield Line(offset, b"".join([*pieces, content]), size)
+            if parts:
+                content = b"".join([*parts, content])
+                parts = []
+            yield Line(offset, content, size)
             offset += size + 1
-            pieces, size = [], 0
+            size = 0
             if offset >= stop:
                 return
-        pieces.append(rest)
+        parts.append(rest)
         size += len(rest)
         if size > MAX_RECORD_BYTES:
-            pieces = [b"".join(pieces)[:EXCERPT_BYTES]]
+            parts = [b"".join(parts)[:EXCERPT_BYTES]]
     if size:
-        yield Line(offset, b"".join(pieces), size)
+        yield Line(offset, b"".join(parts), size)
 
 
 def line_end(stream: Stream) -> bytes:

@@ -127,7 +127,7 @@ class TokenizerJsonSpeller:
             encoded = self._encoder.encode(texts)
         self._check_ids(encoded)
         is_special = self._is_control(encoded)
-        named = int(is_special.sum())
+        named = int(np.count_nonzero(is_special))
         unknown = (
             np.zeros(0, dtype=np.bool_) if self._unknown is None else encoded.ids == self._unknown
         )
@@ -168,7 +168,7 @@ class TokenizerJsonSpeller:
         return found
 
     def _count_unknown(self, encoded: Encoded) -> int:
-        return 0 if self._unknown is None else int((encoded.ids == self._unknown).sum())
+        return 0 if self._unknown is None else int(np.count_nonzero(encoded.ids == self._unknown))
 
     def _as_ordinary_text(
         self, texts: Sequence[str], encoded: Encoded, again: Sequence[int]

@@ -98,7 +98,13 @@ def _given(options: argparse.Namespace) -> Job:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run(parser, required=False)
-    add("--input", nargs="+", default=[], metavar="FILE", help="files, patterns, hf://org/name")
+    add(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="files, patterns, URLs such as s3://bucket/*.parquet, hf://org/name",
+    )
     add(
         "--import",
         nargs="+",

@@ -102,7 +102,8 @@ class Corpus(Section):
 
     input: Texts = []
     """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that `datasets` saved;
-    or datasets on the hub, hf://org/name[/config][@revision][/split][?files=N]"""
+    URLs of object stores, s3://bucket/*.parquet; or datasets on the hub,
+    hf://org/name[/config][@revision][/split][?files=N]"""
     clean: Cleaning | None = None
     """what scale-cpt clean does with input before it is tokenized; default: nothing"""
     sample: Sampling | None = None

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import orjson
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.data.sources.object_stores import InputPath, RemoteFile
 from pipeline.data.sources.records import (
     EXCERPT_BYTES,
     MAX_RECORD_BYTES,
@@ -413,7 +413,7 @@ def _delimiter(first: str, keys: Keys, kind: str) -> str:
     return next(fitting, ",")
 
 
-def _twice(path: Path, key: str) -> DataError:
+def _twice(path: InputPath, key: str) -> DataError:
     return DataError(f"{path}: has several columns {key!r}; rename all but one")
 
 
@@ -451,7 +451,7 @@ def _rows(reader: Any) -> Iterator[_Row]:  # csv names no type of its reader
 # --- Parquet and Arrow: a range [start, stop) counts row groups, or record batches -----------------------------------
 
 
-def parquet_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
+def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
     """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
 
     Raises DataError where the file is damaged, or lacks a column of `keys`.
@@ -472,7 +472,7 @@ def parquet_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[tuple[int, i
     return _ranges(sizes, unit_bytes)
 
 
-def arrow_ranges(path: Path, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
+def arrow_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
     """The same of a file of record batches, as `datasets` saves them. Raises as `parquet_ranges`."""
     with _faults(path, "Arrow"):
         sizes = [
@@ -494,7 +494,7 @@ def _ranges(sizes: list[int], unit_bytes: int) -> list[tuple[int, int, int]]:
     return ranges
 
 
-def parquet_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
+def parquet_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
     """The records of a range; offsets are row numbers. Raises as `parquet_ranges`."""
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
@@ -505,7 +505,7 @@ def parquet_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[R
             first += batch.num_rows
 
 
-def arrow_records(path: Path, start: int, stop: int, keys: Keys) -> Iterator[Record]:
+def arrow_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
     """The same of a file of record batches."""
     first = 0
     with _faults(path, "Arrow"):
@@ -525,22 +525,32 @@ def _batch_records(batch: Any, first: int, keys: Keys) -> Iterator[Record]:
             yield from keys.chat.records(row, values[0])
 
 
-def _faults(path: Path, kind: str) -> AbstractContextManager[None]:
+def _faults(path: InputPath, kind: str) -> AbstractContextManager[None]:
     """Damaged files make pyarrow raise errors of many types."""
     return faults_of_library(
         f"{path}: damaged or not a complete {kind} file, copy it again", DataError
     )
 
 
-def _parquet(path: Path, keys: Keys) -> Any:  # pyarrow has no type hints
-    file = pq.ParquetFile(path, memory_map=True, pre_buffer=False, page_checksum_verification=True)
+def _parquet(path: InputPath, keys: Keys) -> Any:  # pyarrow has no type hints
+    if isinstance(path, RemoteFile):
+        # The parts of a group of rows are fetched together, because each request takes long.
+        opened = path.open()
+        file = pq.ParquetFile(opened, pre_buffer=True, page_checksum_verification=True)
+    else:
+        file = pq.ParquetFile(
+            path, memory_map=True, pre_buffer=False, page_checksum_verification=True
+        )
     _check_columns(path, file.schema_arrow, keys)
     return file
 
 
-def _arrow_batches(path: Path, keys: Keys) -> Iterator[Any]:
+def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
     """The record batches of a file in Arrow's format for files, or for streams, which `datasets` writes."""
-    source = pa.memory_map(str(path))
+    if isinstance(path, RemoteFile):
+        source = pa.PythonFile(path.open(), mode="r")
+    else:
+        source = pa.memory_map(str(path))
     if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
         file = pa.ipc.open_file(source)
         _check_columns(path, file.schema, keys)
@@ -552,7 +562,7 @@ def _arrow_batches(path: Path, keys: Keys) -> Iterator[Any]:
     yield from stream
 
 
-def _check_columns(path: Path, schema: Any, keys: Keys) -> None:
+def _check_columns(path: InputPath, schema: Any, keys: Keys) -> None:
     """Raises DataError where a table lacks a column of `keys`, or has several, or one without text."""
     for key in keys.all:
         if schema.names.count(key) > 1:

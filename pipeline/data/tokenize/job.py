@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from pipeline import log
 from pipeline.data.corpus.indexed_dataset import (
     Shard,
     ShardWriter,
@@ -29,6 +30,8 @@ from pipeline.data.corpus.indexed_dataset import (
     writing_shard,
 )
 from pipeline.data.corpus.token_corpus import Counts, InputFile, Manifest
+from pipeline.data.sources.file_names import shown_size
+from pipeline.data.sources.object_stores import RemoteFile, input_path
 from pipeline.data.sources.records import Document, Keys, Rejected, SpecialTokens
 from pipeline.data.sources.streams import encoding_advice
 from pipeline.data.tokenize.contamination import compare_documents
@@ -80,6 +83,7 @@ _BATCH_BYTES = 4 * 2**20
 _CHECKED_CHARACTERS = 2048
 # Of a larger file blocks are hashed: a job that shares a file of a terabyte would read all of it first.
 _HASHED_BYTES, _SAMPLED_BLOCKS = 2**34, 2**14
+_logger = log.get_logger(__name__)
 # Of a unit. A bad record may be much shorter than its description.
 _MOST_LISTED = 10_000
 # The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
@@ -112,6 +116,8 @@ def preprocess(
     plan = plan_of(job, load_tokenizer(job.tokenizer, end_of_document=job.end_of_document))
 
     def make(state: Path) -> Manifest:
+        sizes = [size for _, size in plan.inputs]
+        _logger.info("%s: reads %s", job.output, shown_size(sizes))
         files = [
             File(f"{at:05d}.ranges", size, path, at) for at, (path, size) in enumerate(plan.inputs)
         ]
@@ -222,12 +228,13 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
 
 def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     """The work of the first pass."""
-    path = Path(file.path)
-    digest = (
-        file_hash(path)
-        if file.size <= _HASHED_BYTES
-        else f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
-    )
+    path = input_path(file.path)
+    if isinstance(path, RemoteFile):
+        digest = path.identity()
+    elif file.size <= _HASHED_BYTES:
+        digest = file_hash(path)
+    else:
+        digest = f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
     return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
 
 
@@ -238,7 +245,7 @@ def _too_many(
     lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
     examples = list(islice(lines, 3))
     shown = "; ".join(map(_example, examples))
-    advice = encoding_advice(Path(one["file"]) for one in examples) or (
+    advice = encoding_advice(input_path(one["file"]) for one in examples) or (
         "set text_key (--text-key), prompt_key, or for chats messages_key, or correct the input, and remove the output "
         "folder; or raise --max-bad-fraction and start again: finished work is kept"
     )

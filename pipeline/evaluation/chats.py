@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 
 from pipeline import log
 from pipeline.config.data import CHAT_DATE
+from pipeline.data.sources.lines import lines
 from pipeline.data.sources.object_stores import InputPath
-from pipeline.data.sources.readers import lines
 from pipeline.data.sources.streams import open_stream
 from pipeline.data.tokenize.units import input_files
 from pipeline.data.tokenizer.chats import chat_template, message_of

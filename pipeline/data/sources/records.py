@@ -187,3 +187,8 @@ def missing_column(names: Iterable[str], keys: Keys) -> str | None:
         if key not in names:
             return f"has no column {key!r}; set {option} to one of: {', '.join(names)[:500]}"
     return None
+
+
+def repeated_column(path: object, key: str) -> str:
+    """What is wrong with the table in a file that has several columns `key`."""
+    return f"{path}: has several columns {key!r}; rename all but one"

@@ -18,12 +18,20 @@ from typing import Literal
 
 from pipeline.data.corpus.indexed_dataset import Shard
 from pipeline.data.sources import hub_datasets
+from pipeline.data.sources.columns import (
+    arrow_ranges,
+    arrow_records,
+    parquet_ranges,
+    parquet_records,
+)
 from pipeline.data.sources.file_names import (
     check_named_once,
     check_spelling,
     matching,
     saved_dataset,
 )
+from pipeline.data.sources.json_records import begins_array, begins_objects
+from pipeline.data.sources.lines import line_end
 from pipeline.data.sources.object_stores import (
     InputPath,
     RemoteFile,
@@ -32,16 +40,7 @@ from pipeline.data.sources.object_stores import (
     is_url,
     matching_urls,
 )
-from pipeline.data.sources.readers import (
-    arrow_ranges,
-    arrow_records,
-    begins_array,
-    begins_objects,
-    line_end,
-    parquet_ranges,
-    parquet_records,
-    text_records,
-)
+from pipeline.data.sources.readers import text_records
 from pipeline.data.sources.records import Document, Keys, Record, Rejected, composed
 from pipeline.data.sources.streams import (
     COMPRESSIONS,

@@ -38,51 +38,15 @@ ifdef COMPARE
 endif
 	PATH="$(CURDIR)/$(BIN):$$PATH" CONFIG=configs/demo.yaml bash slurm/cpt_korean.sh
 
-KOREAN := korean$(if $(QUICK),_quick)
-reproduce-korean: $(CORE)  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
-	$(BIN)/python -m pipeline study configs/studies/$(KOREAN).yaml $(if $(DATA),--data $(DATA))
-	$(BIN)/python -m pipeline report runs/$(subst _,-,$(KOREAN)) --output runs/$(subst _,-,$(KOREAN))/report.html
-ifdef ABLATIONS
-	$(BIN)/python -m pipeline study configs/studies/korean_ablations.yaml $(if $(DATA),--data $(DATA))
-endif
-
-FRONTIER := frontier$(if $(QUICK),_quick)
-frontier: $(CORE)  ## what is learned and forgotten with rehearsal and with a gate, hours on two cores (QUICK=1: under an hour)
-	$(BIN)/python -m pipeline study configs/studies/$(FRONTIER).yaml $(if $(DATA),--data $(DATA))
-	$(BIN)/python -m pipeline report runs/frontier/$(if $(QUICK),quick,full) --output runs/frontier/report.html
-
-EXPANSIONS := runs/expansions
-RUN = $(EXPANSIONS)/$(1).lr_0.005.seed_1
-expansions: $(CORE)  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes
-	$(BIN)/python -m pipeline study configs/studies/expansions.yaml $(if $(DATA),--data $(DATA))
-	rm -rf $(EXPANSIONS)/differ $(EXPANSIONS)/alike
-	set -e; for name in reviews law books; do $(BIN)/scale-cpt convert $(call RUN,$$name) --format scale; done
-	$(BIN)/scale-cpt combine $(EXPANSIONS)/differ reviews=$(call RUN,reviews) books=$(call RUN,books)
-	$(BIN)/scale-cpt combine $(EXPANSIONS)/alike reviews=$(call RUN,reviews) law=$(call RUN,law)
-	$(BIN)/scale-cpt evaluate --max-bytes 20000 --special-tokens control --data examples/data/ko/*.heldout.jsonl.zst examples/data/en/*.heldout.jsonl.zst --model examples/data/models/stories260K \
-		$(foreach name,reviews law books,$(call RUN,$(name))/hf) $(EXPANSIONS)/differ $(EXPANSIONS)/alike
-
-CHAT := $(if $(QUICK),quick,full)
-# Without these a fifth of a CPU's step is page faults: large tensors come from memory that is kept.
-chat: export MALLOC_MMAP_MAX_ ?= 0
-chat: export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
-chat: export MALLOC_TOP_PAD_ ?= 200000000
-chat: $(CORE)  ## a chat model learns Korean: what becomes of its chats; under two hours of a core (QUICK=1: main rows, one seed, under 20 minutes)
-	$(BIN)/python studies/chat/make_chats.py --output runs/chat/texts
-	$(BIN)/python -m pipeline study configs/studies/chat$(if $(QUICK),_quick).yaml --data runs/chat/texts
-ifndef QUICK
-	$(BIN)/python -m pipeline study configs/studies/chat_plain.yaml --data runs/chat/texts
-endif
-	$(BIN)/python studies/chat/score.py runs/chat/$(CHAT) --texts runs/chat/texts $(if $(QUICK),,--plain runs/chat/plain)
-
-# Of these people half are in the pretraining text, a quarter in Task 0, a tenth in Task 1.
-BIOGRAPHY := biography$(if $(QUICK),_quick)
-PEOPLE := $(if $(QUICK),--people 400 --vocab-size 1024,--people 2000 --vocab-size 2048)
-reproduce-biography: $(CORE)  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)
-	$(BIN)/python studies/biographies/make_texts.py $(PEOPLE) --pool-fraction 0.1 --output runs/$(subst _,-,$(BIOGRAPHY))/texts
-	$(BIN)/python -m pipeline study configs/studies/$(BIOGRAPHY).yaml --data runs/$(subst _,-,$(BIOGRAPHY))/texts
-	$(BIN)/python studies/biographies/show.py runs/$(subst _,-,$(BIOGRAPHY))
-	$(BIN)/python -m pipeline report runs/$(subst _,-,$(BIOGRAPHY)) --output runs/$(subst _,-,$(BIOGRAPHY))/report.html
+# The studies: studies/Makefile has their commands.
+reproduce-korean:  ## the paper's Korean comparison, 75 minutes on two cores (QUICK=1: under 10; DATA=folder with other texts; ABLATIONS=1: its ablations too)
+frontier:  ## what is learned and forgotten with self-generated text and with a gate, hours on two cores (QUICK=1: under an hour)
+expansions:  ## expansions on one base, each alone and combined: of domains that differ, and of two that look alike; 15 minutes
+chat:  ## a chat model learns Korean: what becomes of its chats; under two hours of a core (QUICK=1: main rows, one seed, under 20 minutes)
+reproduce-biography:  ## the paper's biography experiment, under an hour on two cores (QUICK=1: under 10 minutes)
+clean-study:  ## what a model learns from a synthetic crawl as it is, cleaned, and without its copies; half an hour
+reproduce-korean frontier expansions chat reproduce-biography clean-study: $(STAMP)
+	$(MAKE) --no-print-directory -C studies $@
 
 slurm:  ## install Slurm, munge and OpenMPI for the cluster tests (Debian or Ubuntu, as root)
 	bash tests/slurm/install.sh
@@ -98,7 +62,7 @@ lint: $(STAMP)  ## ruff, mypy, import contracts, shellcheck
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@if command -v shellcheck >/dev/null; then shellcheck slurm/*.sh tests/slurm/*.sh .ci/run; else echo "shellcheck is not installed: scripts unchecked"; fi
+	@if command -v shellcheck >/dev/null; then shellcheck slurm/*.sh studies/*.sh tests/slurm/*.sh .ci/run; else echo "shellcheck is not installed: scripts unchecked"; fi
 
 format: $(STAMP)  ## reformat, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
@@ -112,10 +76,6 @@ faults: $(STAMP) slurm  ## inject every known fault into runs on a real Slurm, a
 
 clean-check: $(STAMP)  ## clean a synthetic crawl, and say what became of each kind of document (COPIES=1000: more of each)
 	$(BIN)/python -m tests.cleaning --copies $(or $(COPIES),100)
-
-clean-study: $(STAMP)  ## what a model learns from that crawl as it is, cleaned, and without its copies; half an hour
-	$(BIN)/python -m tests.cleaning --copies 25 --write runs/cleaning/texts/crawl.jsonl
-	$(BIN)/python -m pipeline study configs/studies/cleaning.yaml --data runs/cleaning/texts
 
 fuzz: $(STAMP)  ## give damaged inputs to every reader, for five minutes (MINUTES=60, SEED=2: longer, others; ONLY="run folders": one subject)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1) $(if $(ONLY),--only "$(ONLY)")
@@ -139,7 +99,7 @@ bench-gate: $(STAMP)  ## what gates make of texts that look alike, and of other 
 bench-generation: $(STAMP)  ## tokens a second of generation by a base and its two kinds of export, on the CPU
 	$(BIN)/python -m benchmarks.generation_speed --json benchmarks/out/generation.json
 
-bench-sampling: $(STAMP)  ## tokens a second that a base writes for rehearsal, by batch size, on the CPU (BASE=path: another base)
+bench-sampling: $(STAMP)  ## tokens a second of self-generated text, by batch size, on the CPU (BASE=path: another base)
 	$(BIN)/python -m benchmarks.sampling_throughput --json benchmarks/out/sampling.json $(if $(BASE),--base $(BASE))
 
 bench-checkpoint: $(STAMP)  ## size and time of a checkpoint, compared with DeepSpeed's default

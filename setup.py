@@ -1,4 +1,7 @@
-"""Installs the package `pipeline` of the distribution scale-cpt; constraints.txt pins what CI tests with."""
+"""Installs the package `pipeline` of the distribution scale-cpt.
+
+constraints.txt pins the versions that CI tests with.
+"""
 
 import re
 import shutil
@@ -10,9 +13,9 @@ from setuptools.command.build_py import build_py
 VERSION = re.search(
     r'__version__ = "(.*)"', Path("pipeline/__init__.py").read_text(encoding="utf-8")
 )[1]
-# Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for `pipeline.files.shipped`: all
-# but the texts that only studies and tests read.
-SHIPPED = ["configs", "ds_configs", "slurm", "tools"]
+# Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
+# `pipeline.files.shipped` finds them. Texts that only studies and tests read are left out.
+SHIPPED = ["configs", "ds_configs", "slurm"]
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
 
@@ -48,7 +51,8 @@ AZ = ["adlfs>=2024.7"]
 setup(
     name="scale-cpt",
     version=VERSION,
-    description="Teach a language model a new language or domain by widening it, without making it forget (SCALE)",
+    description="Teach a language model a new language or domain by widening it, "
+    "without making it forget (SCALE)",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -57,7 +61,6 @@ setup(
     package_data={
         "pipeline": ["py.typed"],
         "pipeline.cleaning": ["*.yaml"],
-        "pipeline.studies.report": ["templates/*"],
     },
     cmdclass={"build_py": BuildWithShippedFiles},
     entry_points={"console_scripts": ["scale-cpt = pipeline.cli:main"]},
@@ -105,11 +108,15 @@ setup(
             *MLFLOW,
             "mkdocs-material>=9.7,<10",
             "mkdocs-include-markdown-plugin>=7,<8",
+            "mkdocstrings[python]>=1,<2",
+            "codespell>=2.4,<3",
+            "pydoclint>=0.12,<0.13",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "peft>=0.15",
+            "matplotlib>=3.9,<4",  # figures of studies/ and benchmarks/
             "ruff>=0.9",
             "mypy>=1.13",
             "import-linter>=2.1",

@@ -1,17 +1,23 @@
-"""The cost of a training step: this project's methods against transformers and PEFT, on one GPU or on the CPU.
+"""The cost of a training step: this project's methods against transformers and PEFT.
 
     python -m benchmarks.gpu_step --json benchmarks/out/gpu_step.json
     python -m benchmarks.gpu_step --cpu
 
-All models have random weights and train on the same tokens, without activation checkpointing, with the loss and
-fused AdamW; 16-bit weights have fp32 masters, as under DeepSpeed. Left out: gradient accumulation and clipping, data
-loading, and messages. The variants take turns in one process, so that load on the machine affects all of them alike;
-who waits holds no memory. Widths are in the paper's proportions: hidden size, FFN and heads grow by an eighth, and
-the rank of LoRA is an eighth of the hidden size.
+It runs on one GPU, or with --cpu on the CPU. All models have random weights and train on the same
+tokens, without activation checkpointing, with the loss and fused AdamW; 16-bit weights have fp32
+masters, as under DeepSpeed. Left out: gradient accumulation and clipping, data loading, and
+messages. The variants take turns in one process, so that load on the machine affects all of them
+alike; who waits holds no memory. Widths are in the paper's proportions: hidden size, FFN and heads
+grow by an eighth, and the rank of LoRA is an eighth of the hidden size.
+
+Other processes on the machine lengthen some steps more than others: beside load, compare the least
+time of a step (`seconds_min`) or, with --cpu, its processor time over all threads, and not the
+median (`seconds_per_step`).
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.util
 import os
@@ -20,7 +26,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -59,22 +64,28 @@ SHAPES = {
     "1b-4096": Shape(BASES / "llama-3.2-1b.json", 4, 4096, 3),
     "8b-4096": Shape(BASES / "llama-3.1-8b.json", 1, 4096, 6),
     "102m": Shape(BASES / "llama-102m.json", 4, 256, 6),
-    "moe-96m": Shape(
-        BASES / "qwen3-moe-96m.json", 4, 256, 3
-    ),  # 64 experts, of which a token takes 8
+    # 64 experts, of which a token takes 8.
+    "moe-96m": Shape(BASES / "qwen3-moe-96m.json", 4, 256, 3),
 }
-ON_A_GPU, ON_A_CPU = ("1b-8192", "1b-4096", "8b-4096"), ("102m", "moe-96m")
+ON_A_GPU = ("1b-8192", "1b-4096", "8b-4096")
+ON_A_CPU = ("102m", "moe-96m")
 TINY = Shape(STORIES / "config.json", 1, 16, 2)
 OURS = ("fft", "lora", "llama_pro", "preserve", "adapt", "route")
 QUANTIZATIONS = get_args(QuantizedPrecision)
 QUANTIZED = ("preserve", "adapt", "lora")
-"""With a base in 8 and in 4 bits, too."""
+"""Methods that are also measured with a base in 8 and in 4 bits."""
 THEIRS = ("transformers_fft", "peft_lora")
 
 
 class Variant(NamedTuple):
-    """A method, with or without compiled layers, (theirs) with or without the kernels of Liger, and (ours) the form in
-    which a frozen base is stored."""
+    """What is measured.
+
+    Attributes:
+        method: one of OURS or THEIRS.
+        compiled: with compiled layers.
+        liger: with the kernels of Liger (THEIRS).
+        base: the form in which a frozen base is stored (OURS).
+    """
 
     method: str
     compiled: bool = False
@@ -82,25 +93,27 @@ class Variant(NamedTuple):
     base: BasePrecision = "bf16"
 
     def __str__(self) -> str:
-        base = "" if self.base == "bf16" else f" + {self.base}"
-        return (
-            self.method
-            + base
-            + (" + compile" if self.compiled else "")
-            + (" + liger" if self.liger else "")
-        )
+        parts = [self.method]
+        if self.base != "bf16":
+            parts.append(self.base)
+        if self.compiled:
+            parts.append("compile")
+        if self.liger:
+            parts.append("liger")
+        return " + ".join(parts)
 
 
 def all_variants(*, compiled: bool) -> list[Variant]:
-    """The ones that take long to compile come last."""
+    """Every variant; the ones that take long to compile come last."""
+    plain = [Variant(method) for method in (*OURS, *THEIRS)]
+    with_liger = [Variant(method, liger=True) for method in THEIRS]
     quantized = [Variant(method, base=base) for base in QUANTIZATIONS for method in QUANTIZED]
-    variants = [Variant(method) for method in (*OURS, *THEIRS)]
-    variants += [*(Variant(method, liger=True) for method in THEIRS), *quantized]
+    variants = [*plain, *with_liger, *quantized]
     if compiled:
-        plain = [
-            Variant(method) for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora")
-        ]
-        variants += [variant._replace(compiled=True) for variant in (*plain, *quantized)]
+        for method in ("adapt", "preserve", "fft", *THEIRS, "route", "lora"):
+            variants.append(Variant(method, compiled=True))
+        for variant in quantized:
+            variants.append(variant._replace(compiled=True))
     return variants
 
 
@@ -169,14 +182,18 @@ def their_model(variant: Variant, shape: Shape, device: torch.device) -> nn.Modu
 
 
 def compiler(device: torch.device) -> str:
-    """The backend of torch.compile: on a CPU, where only its use is tried, one that generates no code."""
+    """The backend of torch.compile.
+
+    On a CPU, where compiled layers are tried and not measured, it is one that generates no code.
+    """
     return "inductor" if device.type == "cuda" else "eager"
 
 
 class Peak:
     """The most GPU memory that is taken from here on, beyond what is held already.
 
-    A CPU's processes have no such figure: what one variant gives back, the next takes without a trace.
+    A CPU's processes have no such figure: what one variant gives back, the next takes without a
+    trace.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,34 +206,53 @@ class Peak:
 
     def gib(self) -> float | None:
         """In GiB; None on a CPU."""
-        return (torch.cuda.max_memory_allocated() - self._held) / _GIB if self._on_gpu else None
+        if not self._on_gpu:
+            return None
+        return (torch.cuda.max_memory_allocated() - self._held) / _GIB
 
 
 @cache
 def flops_per_token(method: str, shape: Shape) -> float:
-    """Of one of our methods: frozen parts count as computed, and of the pairs of tokens those that are not hidden."""
+    """The FLOPs per token of one of our methods.
+
+    Frozen parts count for what is computed of them.
+    """
     with torch.device("meta"):
         model = our_model(method, read_spec(shape.architecture), shape.l_fp)
         flops = count_flops(model, shape.sequence_length)
+    # Causal attention needs half of the pairs of tokens that were counted.
     return flops.matrix + flops.attention / 2
 
 
-class Contender:
-    """A variant's model and what its turns showed. Between turns it holds no memory, but keeps what was compiled.
+class StepTime(NamedTuple):
+    """The time of one step: by the clock, and of the processors that this process used."""
 
-    One that has a `fault`, such as too little memory, gets no more turns.
+    seconds: float
+    cpu_seconds: float
+
+
+class Contender:
+    """A variant's model, and what its turns showed.
+
+    Between turns it holds no memory, but keeps what was compiled. One that has a `fault`, such as
+    too little memory, gets no more turns.
     """
 
     def __init__(
         self, variant: Variant, shape: Shape, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.variant, self.shape, self.device, self.dtype = variant, shape, device, dtype
-        self.seconds: list[float] = []
+        self.variant = variant
+        self.shape = shape
+        self.device = device
+        self.dtype = dtype
+        self.steps: list[StepTime] = []
         self.peak_gib: float | None = None
-        missing = [
-            name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None
-        ]
-        self.fault = f"needs {', '.join(missing)}" if variant.liger and missing else ""
+        self.fault = ""
+        if variant.liger:
+            packages = ("liger_kernel", "triton")
+            missing = [name for name in packages if importlib.util.find_spec(name) is None]
+            if missing:
+                self.fault = f"needs {', '.join(missing)}"
         self.trained_parameters = 0
         self.model: nn.Module | None = None
 
@@ -228,31 +264,33 @@ class Contender:
                 self._build()
             step = self._prepare()
             step()
-            self.seconds += [step() for _ in range(steps)]
+            for _ in range(steps):
+                self.steps.append(step())
         except torch.OutOfMemoryError:
-            self.fault, self.model = "out of memory", None
+            self.fault = "out of memory"
+            self.model = None
         self._release()
-        self.peak_gib = max(
-            (gib for gib in (self.peak_gib, peak.gib()) if gib is not None), default=None
-        )
+        taken = peak.gib()
+        if taken is not None:
+            self.peak_gib = max(taken, self.peak_gib or 0.0)
 
     def _build(self) -> None:
-        variant, shape, device = self.variant, self.shape, self.device
+        variant = self.variant
+        shape = self.shape
+        device = self.device
         theirs = variant.method in THEIRS
+        spec = read_spec(shape.architecture)
         # On the device a base in 16 bits would be there first, and count for the peak.
-        with device if variant.base == "bf16" else torch.device("cpu"), default_dtype(self.dtype):
+        built_on = device if variant.base == "bf16" else torch.device("cpu")
+        with built_on, default_dtype(self.dtype):
             if theirs:
                 model = their_model(variant, shape, device)
             else:
-                ours = our_model(
-                    variant.method, read_spec(shape.architecture), shape.l_fp, variant.base
-                )
+                ours = our_model(variant.method, spec, shape.l_fp, variant.base)
                 if variant.compiled:
                     ours.compile_layers(compiler(device))
                 model = ours.to(device)
-        tokens = torch.randint(
-            read_spec(shape.architecture).vocab_size, (shape.batch_size, shape.sequence_length)
-        )
+        tokens = torch.randint(spec.vocab_size, (shape.batch_size, shape.sequence_length))
         # A document a row: the work is that of transformers, by the kernel for packed documents.
         documents = Documents.of(torch.zeros_like(tokens)).moved(lambda tensor: tensor.to(device))
         tokens = tokens.to(device)
@@ -264,7 +302,8 @@ class Contender:
             total: Tensor = model(tokens, tokens, None, documents).total
             return total / tokens.numel()
 
-        self.model, self._loss = model, loss
+        self.model = model
+        self._loss = loss
         self._sizes = [parameter.untyped_storage().nbytes() for parameter in model.parameters()]
         self.trained_parameters = sum(own.numel() for own in self._trained())
 
@@ -273,89 +312,117 @@ class Contender:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @torch.no_grad()
-    def _prepare(self) -> Callable[[], float]:
-        """Gives the parameters memory and random values. Returns what makes a step, in seconds."""
+    def _prepare(self) -> Callable[[], StepTime]:
+        """Gives the parameters memory and random values. Returns what makes and times a step."""
         assert self.model is not None
         for parameter, size in zip(self.model.parameters(), self._sizes, strict=True):
             parameter.untyped_storage().resize_(size)
             set_randomly(parameter)
         trained = self._trained()
-        masters = [own if own.dtype == torch.float32 else own.detach().float() for own in trained]
+        # 16-bit weights have fp32 masters, which the optimizer updates.
+        has_masters = self.dtype != torch.float32
+        masters = [own.detach().float() for own in trained] if has_masters else trained
         optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
-        def synchronized() -> float:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return time.perf_counter()
-
-        def step() -> float:
-            started = synchronized()
+        def step() -> StepTime:
+            self._synchronize()
+            started = time.perf_counter()
+            cpu_started = time.process_time()
             with torch.enable_grad():
                 self._loss().backward()
             with torch.no_grad():
                 for own, master in zip(trained, masters, strict=True):
-                    assert own.grad is not None
-                    gradient, own.grad = own.grad, None
+                    gradient = own.grad
+                    assert gradient is not None
+                    own.grad = None
                     master.grad = gradient.to(master.dtype)
                 optimizer.step()
                 optimizer.zero_grad()
-                if masters[0] is not trained[0]:
+                if has_masters:
                     torch._foreach_copy_(trained, masters)
-            return synchronized() - started
+            self._synchronize()
+            return StepTime(
+                seconds=time.perf_counter() - started,
+                # Of all threads of the process: what other processes do does not count.
+                cpu_seconds=time.process_time() - cpu_started,
+            )
 
         return step
 
+    def _synchronize(self) -> None:
+        """Waits until a GPU has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _release(self) -> None:
-        for parameter in self.model.parameters() if self.model else ():
+        if self.model is None:
+            return
+        for parameter in self.model.parameters():
             parameter.grad = None
             parameter.untyped_storage().resize_(0)
 
     def row(self) -> Row:
         """The figures; TFLOP/s are of the work that is really done."""
         row: Row = {"variant": str(self.variant), "outcome": self.fault or "no time left"}
-        if self.fault or not self.seconds:
+        if self.fault or not self.steps:
             return row
-        counted = {"transformers_fft": "fft", "peft_lora": "lora"}.get(
-            self.variant.method, self.variant.method
-        )
-        seconds = statistics.median(self.seconds)
+        all_seconds = [step.seconds for step in self.steps]
+        seconds = statistics.median(all_seconds)
         rate = self.shape.batch_size * self.shape.sequence_length / seconds
+        counted = COUNTED_AS.get(self.variant.method, self.variant.method)
         per_token = flops_per_token(counted, self.shape)
-        return row | {
-            "outcome": "measured",
-            "tokens_per_second": rate,
-            "tflops": per_token * rate / 1e12,
-            **({} if self.peak_gib is None else {"peak_memory_gib": self.peak_gib}),
-            "seconds_per_step": seconds,
-            "seconds_min": min(self.seconds),
-            "seconds_max": max(self.seconds),
-            "flops_per_token": per_token,
-            "trained_parameters": self.trained_parameters,
-        }
+        row["outcome"] = "measured"
+        row["tokens_per_second"] = rate
+        row["tflops"] = per_token * rate / 1e12
+        if self.peak_gib is not None:
+            row["peak_memory_gib"] = self.peak_gib
+        row["seconds_per_step"] = seconds
+        row["seconds_min"] = min(all_seconds)
+        row["seconds_max"] = max(all_seconds)
+        if self.device.type == "cpu":
+            # Beside a GPU, processors launch kernels and wait.
+            row["cpu_seconds_per_step"] = min(step.cpu_seconds for step in self.steps)
+        row["flops_per_token"] = per_token
+        row["trained_parameters"] = self.trained_parameters
+        return row
+
+
+COUNTED_AS = {"transformers_fft": "fft", "peft_lora": "lora"}
+"""Methods of others, by ours that do the same work."""
+
+RATIOS = (
+    # The name of a ratio, the figure, and the variant that it is relative to.
+    ("ratio_to_fft", "seconds_per_step", "fft"),
+    ("ratio_to_fft_min", "seconds_min", "fft"),
+    ("ratio_to_fft_cpu", "cpu_seconds_per_step", "fft"),
+    ("ratio_to_fft_flops", "flops_per_token", "fft"),
+    ("ratio_to_peft_lora", "seconds_per_step", "peft_lora"),
+)
 
 
 def rows_of(contenders: Sequence[Contender]) -> list[Row]:
-    """Their rows, with the time over that of our full fine-tuning and of PEFT's LoRA."""
-    rows = [own.row() for own in contenders]
-    for name, of in (("ratio_to_fft", "fft"), ("ratio_to_peft_lora", "peft_lora")):
-        reference = next(
-            (row.get("seconds_per_step") for row in rows if row["variant"] == of), None
-        )
-        for row in rows:
-            if reference and "seconds_per_step" in row:
-                row[name] = row["seconds_per_step"] / reference
-    return rows
+    """The rows of the contenders, with their ratios to full fine-tuning and to PEFT's LoRA."""
+    rows = {str(own.variant): own.row() for own in contenders}
+    for name, figure, reference in RATIOS:
+        of_reference = rows.get(reference, {}).get(figure)
+        if of_reference is None:
+            continue
+        for row in rows.values():
+            if figure in row:
+                row[name] = row[figure] / of_reference
+    return list(rows.values())
 
 
-TIMES = (
-    "tokens_per_second",
-    "tflops",
-    "peak_memory_gib",
-    "seconds_per_step",
-    "seconds_min",
-    "seconds_max",
-)
-COLUMNS = ("variant", *TIMES, "ratio_to_fft", "ratio_to_peft_lora", "trained_parameters", "outcome")
+def columns_of(device: torch.device) -> list[str]:
+    """The columns of the table: all figures would not fit on a screen; the JSON file has them."""
+    if device.type == "cpu":
+        figures = ["tokens_per_second", "seconds_per_step", "seconds_min", "cpu_seconds_per_step"]
+        ratios = ["ratio_to_fft", "ratio_to_fft_min", "ratio_to_fft_cpu", "ratio_to_fft_flops"]
+    else:
+        figures = ["tokens_per_second", "tflops", "peak_memory_gib", "seconds_per_step"]
+        figures += ["seconds_min", "seconds_max"]
+        ratios = ["ratio_to_fft", "ratio_to_fft_min"]
+    return ["variant", *figures, *ratios, "ratio_to_peft_lora", "trained_parameters", "outcome"]
 
 
 def main() -> None:
@@ -387,44 +454,58 @@ def main() -> None:
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
         raise ConfigError("no GPU: torch finds no CUDA device; --cpu measures on the CPU")
-    torch.set_num_threads(options.threads or (1 if options.tiny else len(os.sched_getaffinity(0))))
+    threads = options.threads
+    if threads is None:
+        threads = 1 if options.tiny else len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    device = torch.device("cpu" if options.cpu else "cuda")
-    dtype = torch.float32 if options.cpu else torch.bfloat16
-    names = options.shape or (ON_A_CPU if options.cpu and not options.tiny else ON_A_GPU)
-    variants = all_variants(compiled=options.tiny or not options.cpu or bool(options.variant))
-    if unknown := sorted(set(options.variant or ()) - {str(variant) for variant in variants}):
-        raise ConfigError(
-            f"--variant: expected some of {', '.join(map(str, variants))}; found {', '.join(unknown)}"
-        )
-    wanted = [
-        variant for variant in variants if not options.variant or str(variant) in options.variant
-    ]
-    name = "cpu" if options.cpu else torch.cuda.get_device_name()
-    rows: dict[str, list[Row]] = {}
+    variants = wanted_variants(options)
     torch.manual_seed(0)
     gc.freeze()  # what was imported: every turn collects garbage
+    measure(options, variants)
 
-    def keep(shape: str, contenders: Sequence[Contender]) -> None:
-        rows[shape] = [{"shape": shape, **row} for row in rows_of(contenders)]
-        write_rows(
-            options, list(chain.from_iterable(rows.values())), device=name, torch=torch.__version__
+
+def wanted_variants(options: argparse.Namespace) -> list[Variant]:
+    """The variants of --variant, or all. Raises ConfigError for a name that is none."""
+    compiled = options.tiny or not options.cpu or bool(options.variant)
+    variants = {str(variant): variant for variant in all_variants(compiled=compiled)}
+    names = options.variant or list(variants)
+    unknown = sorted(set(names) - variants.keys())
+    if unknown:
+        raise ConfigError(
+            f"--variant: expected some of {', '.join(variants)}; found {', '.join(unknown)}"
         )
+    return [variant for name, variant in variants.items() if name in names]
 
-    for shape_name in names:
+
+def measure(options: argparse.Namespace, variants: Sequence[Variant]) -> None:
+    """Measures the variants on each shape, prints a table of each, and writes all rows."""
+    device = torch.device("cpu" if options.cpu else "cuda")
+    dtype = torch.float32 if options.cpu else torch.bfloat16
+    name = "cpu" if options.cpu else torch.cuda.get_device_name()
+    shape_names = options.shape
+    if shape_names is None:
+        shape_names = ON_A_CPU if options.cpu and not options.tiny else ON_A_GPU
+    earlier: list[Row] = []
+    for shape_name in shape_names:
         deadline = time.monotonic() + options.seconds
         torch._dynamo.reset()  # the same code for another size would count as compiled too often
         shape = TINY if options.tiny else SHAPES[shape_name]
-        contenders = [Contender(variant, shape, device, dtype) for variant in wanted]
-        for own in [own for _ in range(options.rounds) for own in contenders]:
-            if not own.fault and time.monotonic() < deadline:
+        contenders = [Contender(variant, shape, device, dtype) for variant in variants]
+        rows: list[Row] = []
+        for _ in range(options.rounds):
+            for own in contenders:
+                if own.fault or time.monotonic() >= deadline:
+                    continue
                 own.turn(options.steps)
-                keep(
-                    shape_name, contenders
-                )  # after every turn: a limit of time may end the process
-        keep(shape_name, contenders)
+                rows = [{"shape": shape_name, **row} for row in rows_of(contenders)]
+                # After every turn: a limit of time may end the process.
+                write_rows(options, [*earlier, *rows], device=name, torch=torch.__version__)
+        rows = [{"shape": shape_name, **row} for row in rows_of(contenders)]
+        earlier += rows
+        write_rows(options, earlier, device=name, torch=torch.__version__)
         print(f"{shape_name}:")
-        print_rows(rows[shape_name], COLUMNS)
+        print_rows(rows, columns_of(device))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Runs a tool's `main`: a user's fault ends in one line and a non-zero exit code, a bug in a traceback.
+"""Runs a command: a user's fault ends in one line and a non-zero exit code, a bug in a traceback.
 
-And types of arguments that several tools have.
+Also the arguments, and types of arguments, that several commands share.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from io import TextIOWrapper
 from pathlib import Path
 
 from pipeline import log
+from pipeline.config.data import CHAT_DATE
 from pipeline.errors import (
     INTERNAL_FAULT,
     INTERRUPTED,
@@ -27,29 +28,14 @@ from pipeline.errors import (
     exit_code_of,
     in_one_line,
 )
-from pipeline.files import use_utf8, with_pages_found
+from pipeline.files import with_pages_found
 from pipeline.hub import model_folder
-
-
-def run_program(
-    add_options: Callable[[argparse.ArgumentParser], None],
-    main: Callable[[argparse.Namespace], int | None],
-    text: str,
-) -> None:
-    """Runs a program by itself, a file of tools/ or `pipeline.train` on a rank; `text`, its docstring, is the help."""
-    use_utf8()
-    description = with_pages_found(text)
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    run_parsed(main, parser.parse_args())
 
 
 def run_parsed(
     main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace
 ) -> None:
-    """Runs the `main` of a program."""
+    """Runs the `main` of a command with its arguments, and exits with its exit code."""
 
     def checked() -> int | None:
         if getattr(arguments, "set", None) and arguments.run is None:
@@ -60,19 +46,21 @@ def run_parsed(
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Runs `main` and exits with its code; a fault of the user or the file system, or Ctrl-C, ends in one line."""
+    """Runs `main` and exits with its code.
+
+    A fault of the user or the file system, or Ctrl-C, ends in one line; a bug ends in a traceback.
+    """
     log.configure()
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="surrogateescape"
-        )  # a file's name is printed as it is, whatever its encoding
+        # A file's name is printed as it is, whatever its encoding.
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = main() or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         _complain("interrupted")
         code = INTERRUPTED
-    except Exception as error:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault
+    except Exception as error:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault.
         code = exit_code_of(error)
         if isinstance(error, BrokenPipeError) and _has_lost_reader():
             code = 128 + signal.SIGPIPE
@@ -84,14 +72,21 @@ def run(main: Callable[[], int | None]) -> None:
 
 
 def _complain(text: str) -> None:
-    """Prints a line to stderr. Nobody may read it any more, as after Ctrl-C in `2>&1 | tee`; the exit code stays."""
+    """Prints a line to stderr.
+
+    Nobody may read it any more, as after Ctrl-C in `2>&1 | tee`: then the line is lost, and the
+    exit code stays.
+    """
     with contextlib.suppress(OSError):
         log.clear_terminal_line()
         print(text, file=sys.stderr, flush=True)
 
 
 def _has_lost_reader() -> bool:
-    """Whether nobody reads what is printed any more, as in `... | head`; what is left is then not printed."""
+    """Whether nobody reads what is printed any more, as in `... | head`.
+
+    Then what is left in the buffer is dropped, and Python does not fail on it when it exits.
+    """
     poll = select.poll()
     poll.register(sys.stdout, 0)
     lost = any(events & select.POLLERR for _, events in poll.poll(0))
@@ -101,9 +96,15 @@ def _has_lost_reader() -> bool:
 
 
 def add_run(parser: argparse._ActionsContainer, *, required: bool = True) -> None:
-    """Adds the run that a program works on, for `load_config`, with `--set`."""
-    what = "its YAML file, such as configs/demo.yaml, or the folder of one that has begun, such as runs/demo"
-    parser.add_argument("run", type=Path, metavar="RUN", nargs=None if required else "?", help=what)
+    """Adds the run that a command works on, for `load_config`, with `--set`."""
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        nargs=None if required else "?",
+        help="a run's YAML file, such as configs/demo.yaml, or the folder of a run that has begun, "
+        "such as runs/demo",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -119,15 +120,67 @@ def folder_or_hub(text: str) -> Path:
 
 
 def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
-    """Adds --overwrite, for a program with an option --output."""
+    """Adds --overwrite, for a command with an option --output."""
     parser.add_argument(
         "--overwrite", action="store_true", help="replace --output, whatever is there"
     )
 
 
+def add_text_key_option(parser: argparse._ActionsContainer) -> None:
+    """Adds --text-key, for a command that reads documents."""
+    parser.add_argument(
+        "--text-key",
+        default="text",
+        help="the key or column of a record's text (default: text)",
+    )
+
+
+def add_chat_date_option(parser: argparse._ActionsContainer) -> None:
+    """Adds --chat-date, for a command that frames chats by a template."""
+    parser.add_argument(
+        "--chat-date",
+        type=day,
+        default=CHAT_DATE,
+        metavar="YYYY-MM-DD",
+        help=f"today's date, for a chat template that asks for it (default: {CHAT_DATE})",
+    )
+
+
+def add_share_option(parser: argparse._ActionsContainer) -> None:
+    """Adds --share, for a command whose work several jobs can share."""
+    parser.add_argument(
+        "--share",
+        type=share,
+        default=(0, 1),
+        metavar="K/N",
+        help="this is job K of N that share the work, from 0, as in a Slurm array",
+    )
+
+
+def add_report_option(parser: argparse._ActionsContainer) -> None:
+    """Adds --report-on, for a command that compares tokenizers; `named_reports` reads it."""
+    parser.add_argument(
+        "--report-on",
+        nargs="*",
+        default=[],
+        metavar="NAME=FILE",
+        help="texts for the table, each with a name (default: the file's name)",
+    )
+
+
+def named_reports(arguments: Iterable[str]) -> dict[str, str]:
+    """The files of --report-on, by name."""
+    files: dict[str, str] = {}
+    for argument in arguments:
+        name, separator, file = argument.partition("=")
+        files[name] = file if separator else name
+    return files
+
+
 def positive(text: str) -> int:
     """An argument that is a whole number of at least 1."""
-    if (number := int(text)) < 1:
+    number = int(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, found {number}")
     return number
 

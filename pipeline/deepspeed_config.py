@@ -1,6 +1,7 @@
-"""DeepSpeed's configuration: memory and communication come from the run's JSON file, the rest from the run itself.
+"""DeepSpeed's configuration: the run's JSON file sets memory and communication, the run the rest.
 
-Refused are keys that the run configuration sets, the value "auto", and settings that DeepSpeed silently gets wrong.
+Refused are keys that the run configuration sets, the value "auto", and settings that DeepSpeed
+silently gets wrong.
 """
 
 from __future__ import annotations
@@ -67,27 +68,22 @@ _SWITCHES = {
     "prescale_gradients",
     "wall_clock_breakdown",
     "dump_state",
-    *(
-        f"zero_optimization.{name}"
-        for name in (
-            "allgather_partitions",
-            "contiguous_gradients",
-            "overlap_comm",
-            "reduce_scatter",
-            "round_robin_gradients",
-            "zero_quantized_gradients",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_weights",
-        )
-    ),
-    *(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer")),
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.offload_optimizer.pin_memory",
 }
 _WHOLE_NUMBERS = {
     "steps_per_print",
-    *(
-        f"zero_optimization.{name}"
-        for name in (*_ELEMENTS, "allgather_bucket_size", "sub_group_size")
-    ),
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.sub_group_size",
+    *(f"zero_optimization.{name}" for name in _ELEMENTS),
 }
 _OBJECTS = {
     "bf16",
@@ -104,9 +100,12 @@ _CHOICES = {
     "zero_optimization.offload_param.device": ("none", "cpu", "nvme"),
     "zero_optimization.offload_optimizer.device": ("none", "cpu", "nvme"),
 }
-"""The types of the settings that this project reads or that are often set; DeepSpeed judges the others."""
+"""These four list the types of settings that are often set, or that this project reads.
+
+DeepSpeed itself checks the types of all others.
+"""
 _UNSCALED = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
-"""How gradients are averaged by default, the only way that goes with `reduce_scatter`."""
+"""The defaults of averaging gradients, the only ones that work with `reduce_scatter`."""
 _GUARDS = ("bf16.check_grad_overflow", "zero_optimization.compute_grad_norm")
 """The checks for gradients that are not finite."""
 
@@ -132,28 +131,34 @@ class DeepSpeedConfig:
     def partitions_at_once(self) -> bool:
         """Whether parameters are partitioned while the model is built.
 
-        Copies within a node (hpZ) and on NVMe are made from whole values, which do not exist yet at that point.
+        Copies within a node (hpZ) and on NVMe are made from whole values, which do not exist yet at
+        that point.
         """
-        copied = (
+        if self.zero_stage != 3:
+            return False
+        has_node_copies = (
             self.zero.get("zero_hpz_partition_size", 1) > 1
             or self.zero.get("mics_shard_size", 0) > 0
         )
         on_nvme = self.zero.get("offload_param", {}).get("device") == "nvme"
-        return self.zero_stage == 3 and not copied and not on_nvme
+        return not has_node_copies and not on_nvme
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and matrix products."""
-        return torch.bfloat16 if self.values.get("bf16", {}).get("enabled") else torch.float32
+        if self.values.get("bf16", {}).get("enabled"):
+            return torch.bfloat16
+        return torch.float32
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
-        """That of the gradients that are accumulated over micro-batches."""
-        return _DTYPES.get(self.values.get("data_types", {}).get("grad_accum_dtype"), self.dtype)
+        """The dtype of the gradients that are accumulated over micro-batches."""
+        name = self.values.get("data_types", {}).get("grad_accum_dtype")
+        return _DTYPES.get(name, self.dtype)
 
     @property
     def communication_dtype(self) -> torch.dtype:
-        """That of the gradients in messages."""
+        """The dtype of the gradients in messages between ranks."""
         return _DTYPES.get(self.values.get("communication_data_type", ""), self.dtype)
 
     @property
@@ -170,23 +175,27 @@ class DeepSpeedConfig:
         return int(self.zero.get(name, _ELEMENTS[name]))
 
     def at_stage(self, stage: int) -> DeepSpeedConfig:
-        """The same at another stage, there without offloading."""
+        """The same configuration at another ZeRO stage; there without offloading."""
         if stage == self.zero_stage:
             return self
+        # Which parts may be offloaded depends on the stage.
         zero = {name: value for name, value in self.zero.items() if not name.startswith("offload_")}
         return replace(self, values={**self.values, "zero_optimization": {**zero, "stage": stage}})
 
     def merged(self, schedule: Schedule, layout: Layout) -> dict[str, Any]:
         """The whole configuration, as `deepspeed.initialize` takes it."""
         return {
-            "steps_per_print": 2**31,  # never: the trainer logs its own metrics
+            # Never: the trainer logs its own metrics.
+            "steps_per_print": 2**31,
             **self.values,
             "train_micro_batch_size_per_gpu": schedule.micro_batch_size,
             "gradient_accumulation_steps": accumulation_steps(schedule, layout.dp_size),
             "gradient_clipping": schedule.gradient_clipping,
-            # The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at the first start.
+            # The optimizer is torch's AdamW; DeepSpeed's own for offloading would be compiled at
+            # the first start.
             "zero_force_ds_cpu_optimizer": False,
-            "zero_allow_untested_optimizer": True,  # Muon is ours
+            # Muon is our own, and unknown to DeepSpeed.
+            "zero_allow_untested_optimizer": True,
         }
 
 
@@ -194,56 +203,81 @@ def accumulation_steps(schedule: Schedule, dp_size: int) -> int:
     """How many micro-batches each rank accumulates for one optimizer step.
 
     Raises:
-        LayoutError: the global batch does not consist of whole micro-batches; names the nearest sizes that do.
+        LayoutError: the global batch does not consist of whole micro-batches. It names the nearest
+            sizes that do.
     """
-    batch, at_once = schedule.global_batch_size, schedule.micro_batch_size * dp_size
-    if batch % at_once:
-        below = batch // at_once * at_once
-        sizes = ", ".join(str(size) for size in (below, below + at_once) if size)
+    batch_size = schedule.global_batch_size
+    at_once = schedule.micro_batch_size * dp_size
+    if batch_size % at_once != 0:
+        below = batch_size // at_once * at_once
+        nearest = f"{below + at_once}"
+        if below > 0:
+            nearest = f"{below}, {below + at_once}"
         raise LayoutError(
-            f"schedule.global_batch_size: {batch} does not divide by micro_batch_size {schedule.micro_batch_size} x "
-            f"{dp_size} data-parallel ranks = {at_once}; nearest that do: {sizes}"
+            f"schedule.global_batch_size: {batch_size} does not divide by micro_batch_size "
+            f"{schedule.micro_batch_size} x {dp_size} data-parallel ranks = {at_once}; nearest "
+            f"that do: {nearest}"
         )
-    return batch // at_once
+    return batch_size // at_once
 
 
 def load_deepspeed_config(path: Path, layout: Layout) -> DeepSpeedConfig:
-    """Reads and checks the JSON file at `path` for a run on `layout`; outside a checkout also one of the package's own.
+    """Reads and checks the JSON file at `path` for a run on `layout`.
+
+    Outside a checkout, `path` may also name one of the files that the package holds.
 
     Raises:
-        ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has settings that do not work.
+        ConfigError: it is missing, is not JSON, sets what the run configuration sets, or has
+            settings that do not work.
     """
+    file = path
+    if not file.exists():
+        file = shipped() / path
     try:
-        found = path if path.exists() else shipped() / path
-        values = read_object(found, ConfigError, "name a JSON file of DeepSpeed in `deepspeed`")
+        values = read_object(file, ConfigError, "name a JSON file of DeepSpeed in `deepspeed`")
     except FileNotFoundError:
         raise ConfigError(
             f"deepspeed: {path}: no such file; the project's own are in ds_configs/"
         ) from None
-    if faults := list(_faults(values, layout)):
+    faults = list(_faults(values, layout))
+    if faults:
         raise ConfigError(f"{path}: {len(faults)} fault(s): {'; '.join(faults)}")
     return DeepSpeedConfig(path, values)
 
 
 def deepspeed_config_of(config: RunConfig, layout: Layout) -> DeepSpeedConfig:
-    """That of a run. Raises as `load_deepspeed_config`, and ConfigError where a setting of the run excludes it."""
+    """The DeepSpeed configuration of a run.
+
+    Raises:
+        ConfigError: as `load_deepspeed_config`, and where a setting of the run excludes it.
+    """
     opened = load_deepspeed_config(config.deepspeed, layout)
-    if opened.zero_stage == 3 and (why := why_not_zero3(config)) is not None:
-        setting, reason = why
-        raise ConfigError(
-            f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; remove the setting, or "
-            "name another deepspeed file"
-        )
-    offloaded = opened.offloads("optimizer")
-    if config.schedule.optimizer == "muon" and (
-        offloaded or opened.zero.get("mics_shard_size", 0) > 0
-    ):
-        setting = "offload_optimizer" if offloaded else "mics_shard_size"
-        raise ConfigError(
-            f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in {config.deepspeed}, "
-            "where matrices cannot be put together on the GPUs; name another deepspeed file, or remove the setting"
-        )
+    if opened.zero_stage == 3:
+        unsupported = zero3_unsupported_reason(config)
+        if unsupported is not None:
+            setting, reason = unsupported
+            raise ConfigError(
+                f"{setting}: expected ZeRO-1 or 2, found ZeRO-3 in {config.deepspeed}: {reason}; "
+                "remove the setting, or name another deepspeed file"
+            )
+    if config.schedule.optimizer == "muon":
+        _check_muon(config, opened)
     return opened
+
+
+def _check_muon(config: RunConfig, deepspeed_config: DeepSpeedConfig) -> None:
+    """Raises ConfigError where Muon cannot gather a matrix from the ranks that hold its parts."""
+    if deepspeed_config.offloads("optimizer"):
+        setting = "offload_optimizer"
+    elif deepspeed_config.zero.get("mics_shard_size", 0) > 0:
+        setting = "mics_shard_size"
+    else:
+        return
+    raise ConfigError(
+        f"schedule.optimizer: expected adamw, found muon with zero_optimization.{setting} in "
+        f"{config.deepspeed}, where matrices cannot be put together on the GPUs; name another "
+        "deepspeed file, or remove the setting"
+    )
 
 
 def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:
@@ -259,16 +293,24 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:
     if stage in (2, 3) and settings.get("zero_optimization.reduce_scatter", True):
         for name, default in _UNSCALED.items():
             if settings.get(name, default) != default:
-                yield f"{name}: expected {default} under ZeRO-{stage}, which averages otherwise; remove it"
+                yield (
+                    f"{name}: expected {default} under ZeRO-{stage}, which averages otherwise; "
+                    "remove it"
+                )
     for name in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
         size = settings.get(name, 0)
         if not _is_whole(size):
             yield f"{name}: expected a whole number, found {size!r:.80}"
         elif layout.tp_size > 1 and size > 1:
-            why = "it mixes different shards of the weights silently; remove it, or use tp_size 1"
-            yield f"{name}: with parallel.tp_size {layout.tp_size} {why}"
+            yield (
+                f"{name}: with parallel.tp_size {layout.tp_size} it mixes different shards of the "
+                "weights silently; remove it, or use tp_size 1"
+            )
     if settings.get("zero_optimization.offload_optimizer.device") == "nvme":
-        yield "zero_optimization.offload_optimizer.device: checkpoints cannot hold state on NVMe; use cpu"
+        yield (
+            "zero_optimization.offload_optimizer.device: checkpoints cannot hold state on NVMe; "
+            "use cpu"
+        )
     for name in values:
         if name in _OWNED:
             yield f"{name}: remove it, the run configuration sets it ({_OWNED[name]})"
@@ -286,7 +328,7 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:
 def _wrong_types(settings: dict[str, Any]) -> Iterator[str]:
     for name, value in settings.items():
         if value == "auto":
-            continue  # which has a message of its own
+            continue  # `_faults` has a message of its own for it
         found = f"found {value!r:.80}"
         if name in _OBJECTS and not isinstance(value, dict):
             yield f"{name}: expected an object"
@@ -317,7 +359,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{prefix}{name}.")
 
 
-def why_not_zero3(config: RunConfig) -> tuple[str, str] | None:
+def zero3_unsupported_reason(config: RunConfig) -> tuple[str, str] | None:
     """The setting that excludes ZeRO-3, and the reason; None where none does."""
     if config.compile:
         return "compile", "a layer that gathers its parameters cannot be compiled"

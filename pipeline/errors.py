@@ -1,7 +1,7 @@
 """The exit codes and errors of all command lines.
 
-An error's message is one line: the file or setting, what was expected, what was found and what to do. A traceback
-always means a bug.
+An error's message is one line: the file or setting, what was expected, what was found and what to
+do. A traceback always means a bug.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process with 128 + its number.
+# `slurm/common.sh` acts on these codes, and docs/faults.md lists them. A signal ends a process
+# with 128 + its number.
 
 FINISHED = 0
 """Finished."""
@@ -28,16 +29,19 @@ LOST_RANK = 69
 INTERNAL_FAULT = 70
 """An unexpected error; its traceback is in the log (`sysexits.h`: software)."""
 SLURM_FAULT = 71
-"""srun could not start the ranks, or lost them (`sysexits.h`: system error; scripts set SLURM_EXIT_ERROR to it)."""
+"""srun could not start the ranks, or lost them (`sysexits.h`: system error; scripts set
+SLURM_EXIT_ERROR to it).
+"""
 FOLDER_TAKEN = 73
 """Another job works in the run folder (`sysexits.h`: cannot create)."""
 TRANSIENT_FAULT = 74
-"""A transient fault: a full or failing disk, or an allocation that fails the preflight (`sysexits.h`: input/output
-error)."""
+"""A full or failing disk, or an allocation that fails the preflight: it may pass
+(`sysexits.h`: input/output error).
+"""
 RESUME_LATER = 75
 """Saved, to be resumed later (`sysexits.h`: temporary failure)."""
 INTERRUPTED = 130
-"""Ctrl-C."""
+"""Ended by Ctrl-C."""
 
 _FINAL = (FINISHED, USER_ERROR, CONFIG_ERROR, FOLDER_TAKEN, INTERRUPTED)
 
@@ -48,7 +52,7 @@ def worth_another_attempt(exit_code: int) -> bool:
 
 
 class UserError(Exception):
-    """A fault that the user can correct: the command lines print it as one line and exit with `exit_code`."""
+    """A fault that the user can correct: one line, and the exit code `exit_code`."""
 
     exit_code = USER_ERROR
 
@@ -65,7 +69,7 @@ class ConfigError(UserError):
 
 
 class BaseModelError(UserError):
-    """A pretrained model folder that is missing, damaged, of another architecture, or not the one expected."""
+    """A pretrained model folder that is missing, damaged, or not of the model expected."""
 
 
 class DataError(UserError):
@@ -109,7 +113,7 @@ class LayoutError(UserError):
 
 
 class PreflightError(UserError):
-    """An allocation on which a run must not start: a result is wrong, or something is too slow or too small."""
+    """An allocation that computes a wrong result, is too slow, or too small: no run starts."""
 
 
 class RendezvousError(UserError):
@@ -138,6 +142,7 @@ class ConversionError(UserError):
     """A model that cannot be exported, or an export that differs from its source."""
 
 
+# Marks that change the direction of text, with which a file name could pretend to be another one.
 _DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _LONGEST_NAME = 4096
 _OF_THE_USER = {
@@ -149,6 +154,7 @@ _OF_THE_USER = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
 }
+"""Faults of a path that the user named, which another attempt meets again."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _PASSING = _FULL | {
     errno.EIO,
@@ -158,12 +164,14 @@ _PASSING = _FULL | {
     errno.EHOSTDOWN,
     errno.EREMOTEIO,
 }
+"""Faults of a file system, which may be gone at another attempt."""
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code for an exception: its own, that of the system's fault, or INTERNAL_FAULT.
+    """The exit code for an exception; INTERNAL_FAULT if it is neither ours nor the system's.
 
-    A file system that refuses a path is the user's fault to correct; one that is full or fails may recover.
+    A file system that refuses a path is the user's fault to correct; one that is full or fails may
+    recover.
     """
     if isinstance(error, OSError) and error.errno in _OF_THE_USER:
         return USER_ERROR
@@ -175,22 +183,31 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _is_of_a_name(error: BaseException) -> bool:
-    """Whether an error is of a file's name in another encoding than UTF-8: Python keeps such bytes as surrogates."""
+    """Whether a file's name is not UTF-8: Python keeps such bytes as surrogates."""
     return isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint, for the end of a message that refuses `name`; empty if none of the `known` names is like it."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
+    """A hint, for the end of a message that refuses `name`; empty if no `known` name is like it."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    if not matches:
+        return ""
+    return f" (did you mean {matches[0]}?)"
 
 
 def printable(text: str) -> str:
-    """A text of others as a terminal may show it: line ends and tabs as they are, other control characters escaped.
+    """A text of others as a terminal may show it, with control characters escaped.
 
-    Escape sequences in it could otherwise move the cursor, or rename the window; marks of direction reorder the line.
+    Line ends and tabs stay. Escape sequences could otherwise move the cursor or rename the window,
+    and marks of direction would reorder the line.
     """
-    return "".join(ascii(one)[1:-1] if _is_control(one) else one for one in text)
+    shown = []
+    for character in text:
+        if _is_control(character):
+            shown.append(ascii(character).strip("'"))
+        else:
+            shown.append(character)
+    return "".join(shown)
 
 
 def _is_control(character: str) -> bool:
@@ -207,49 +224,66 @@ def in_one_line(error: BaseException) -> str:
 def _line_of(error: BaseException) -> str:
     if isinstance(error, UnicodeEncodeError) and _is_of_a_name(error):
         name = error.object[:_LONGEST_NAME]
-        return f"{name}: expected a name in UTF-8, found another encoding; rename the file or folder, as convmv does"
+        return (
+            f"{name}: expected a name in UTF-8, found another encoding; rename the file or folder, "
+            "as convmv does"
+        )
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and exit_code_of(error) != INTERNAL_FAULT:
-        where = error.filename or "the output"
-        if error.errno in _FULL:
-            return f"no space left on the disk of {where}{_room_at(error.filename)}; free some and start again"
-        if error.errno in _PASSING:
-            return f"{where}: {error.strerror}; check that file system, then start again"
-        return f"{where}: {error.strerror}; name a place that this user can read and write, or change its permissions"
+        return _line_of_system_fault(error)
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def _line_of_system_fault(error: OSError) -> str:
+    place = error.filename or "the output"
+    if error.errno in _FULL:
+        room = _room_at(error.filename)
+        return f"no space left on the disk of {place}{room}; free some and start again"
+    if error.errno in _PASSING:
+        return f"{place}: {error.strerror}; check that file system, then start again"
+    return (
+        f"{place}: {error.strerror}; name a place that this user can read and write, or change its "
+        "permissions"
+    )
+
+
 def _room_at(path: object) -> str:
-    """How much of the disk of `path` is free, for a message; a quota may be full although the disk is not."""
+    """How much of the disk of `path` is free, for a message.
+
+    The disk may have room where the user's quota is full.
+    """
     if not isinstance(path, (str, os.PathLike)):
         return ""
     place = Path(path).absolute()
-    for folder in (place, *place.parents):  # a temporary file is gone by now
+    # A temporary file is gone by now: the folders above it tell.
+    for existing in (place, *place.parents):
         try:
-            disk = os.statvfs(folder)
+            disk = os.statvfs(existing)
         except OSError:
             continue
-        free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-        return f" ({free / 1e9:.3g} of its {size / 1e9:.3g} GB are free)"
+        free_gb = disk.f_bavail * disk.f_frsize / 1e9
+        size_gb = disk.f_blocks * disk.f_frsize / 1e9
+        return f" ({free_gb:.3g} of its {size_gb:.3g} GB are free)"
     return ""
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether `error` says that a disk or a quota is full, in the words of the system or of safetensors."""
+    """Whether `error`, of the system or of safetensors, says that a disk or a quota is full."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    number = (
-        re.search(r"\(os error (\d+)\)", str(error))
-        if type(error).__name__ == "SafetensorError"
-        else None
-    )
+    if type(error).__name__ != "SafetensorError":
+        return False
+    number = re.search(r"\(os error (\d+)\)", str(error))
     return number is not None and int(number[1]) in _FULL
 
 
 @contextmanager
 def full_disk_names(path: Path) -> Iterator[None]:
-    """Names `path`, which the block writes, in the error of a full disk, as writing to an open file does not."""
+    """Adds the name of `path`, which the block writes, to the error of a full disk.
+
+    The system's error has no name where the write was to an open file.
+    """
     try:
         yield
     except Exception as error:
@@ -260,7 +294,7 @@ def full_disk_names(path: Path) -> Iterator[None]:
 
 @contextmanager
 def faults_of_library(what: str, kind: type[UserError]) -> Iterator[None]:
-    """Makes whatever a library raises for a damaged or foreign input an error of type `kind`: one line after `what`.
+    """Turns whatever a library raises for a damaged input into a `kind`: one line after `what`.
 
     Such libraries have no error of their own: they raise what their code happens to raise.
     """

@@ -19,6 +19,7 @@ from pipeline.files import (
     is_plain_name,
     published_folder,
     read_record,
+    with_checksum,
     write_json,
 )
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, read_shard
@@ -31,10 +32,15 @@ EXPANSION = FolderKind("an expansion", MANIFEST, FORMAT)
 
 
 class ExpansionManifest(BaseModel):
-    """What of manifest.json is read: where the expansion comes from, and its tensors and files with their hashes.
+    """The entries of manifest.json that are read.
 
-    One that comes from a checkpoint (`--format expansion`) has a `position`, and the fingerprint of the `tokenizer`
-    that it was trained with. `base_architecture` is None in one that an earlier version made.
+    Attributes:
+        base_architecture: None in a manifest of an earlier version.
+        tensors: the name of the file that holds each tensor.
+        hashes: the SHA-256 of each file.
+        position: the position of the run that trained it, where the expansion is an export of a
+            checkpoint (`--format expansion`).
+        tokenizer: the fingerprint of the tokenizer that it was trained with, for the same exports.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,7 +52,6 @@ class ExpansionManifest(BaseModel):
     method: dict[str, Any]
     seed: int
     tensors: dict[str, str]
-    """the file of each"""
     hashes: dict[str, str]
     position: dict[str, Any] | None = None
     tokenizer: str | None = None
@@ -78,9 +83,13 @@ class ExpansionFolder:
         tp_size: int = 1,
         rows: Rows | None = None,
     ) -> Tensor:
-        """The shard of the parameter `name` that `tp_rank` holds, or `rows` of it; `shape` is the unsharded shape.
+        """The shard of a parameter that `tp_rank` holds, or `rows` of it.
 
-        Raises CheckpointError if it is missing, damaged or of another shape.
+        Args:
+            shape: the shape of the whole parameter.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another shape.
         """
         if name not in self.names:
             raise CheckpointError(f"{self.path / MANIFEST}: lists no {name}; {_AGAIN}")
@@ -97,25 +106,35 @@ class ExpansionFolder:
     def check_origin(
         self, base_hashes: Mapping[str, str], method: Mapping[str, Any], seed: int
     ) -> None:
-        """Raises if the folder was made from another base (BaseModelError) or with other settings (CheckpointError)."""
+        """Checks that the folder was made from the run's base and with its settings.
+
+        Raises:
+            BaseModelError: it was made from another base.
+            CheckpointError: it was made with another method or seed.
+        """
         if self.manifest.base_hashes != base_hashes:
             raise BaseModelError(
-                f"{self.path}: made of the base {self.manifest.base} with other weights than the run's base; "
-                "point `base` at that model, or remove this folder to make it again"
+                f"{self.path}: made of the base {self.manifest.base} with other weights than the "
+                "run's base; point `base` at that model, or remove this folder to make it again"
             )
-        changed = ["method"] if self.manifest.method != method else []
+        # The seed made the initial values; those of a trained expansion no longer show it.
+        changed = []
+        if self.manifest.method != method:
+            changed.append("method")
         if not self.is_trained and self.manifest.seed != seed:
             changed.append("seed")
         if changed:
             raise CheckpointError(
-                f"{self.path}: made with another {' and '.join(changed)} than the run's configuration; "
-                "set it back, or remove this folder to make it again (a run with checkpoints needs another `folder`)"
+                f"{self.path}: made with another {' and '.join(changed)} than the run's "
+                "configuration; set it back, or remove this folder to make it again (a run with "
+                "checkpoints needs another `folder`)"
             )
 
     def check_files(self, share: slice = slice(None)) -> None:
-        """Raises CheckpointError if a file has changed since it was written.
+        """Compares every byte of a `share` of the files, sorted by name, with their hashes.
 
-        Reads every byte of a `share` of the files, sorted by name.
+        Raises:
+            CheckpointError: a file has changed since it was written, or is missing.
         """
         for name, expected in sorted(self.manifest.hashes.items())[share]:
             file = self.path / name
@@ -126,13 +145,20 @@ class ExpansionFolder:
 
 
 def open_expansion(path: Path) -> ExpansionFolder:
-    """Opens a folder that `write_expansion` made. Raises CheckpointError if the manifest is missing or damaged."""
+    """Opens a folder that `write_expansion` made.
+
+    Manifests of earlier versions have no checksum, and are read without one.
+
+    Raises:
+        CheckpointError: the manifest is missing, damaged, or was changed after it was written.
+    """
     try:
         manifest = read_record(path / MANIFEST, ExpansionManifest, CheckpointError, _AGAIN)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: holds no expansion; make one with scale-cpt upscale"
         ) from None
+    # A manifest may come from a stranger: no name in it may lead out of the folder.
     if not all(map(is_plain_name, {*manifest.tensors.values(), *manifest.hashes})):
         raise CheckpointError(f"{path / MANIFEST}: names files outside its folder; do not use it")
     return ExpansionFolder(path, manifest)
@@ -145,29 +171,35 @@ def write_expansion(
     *,
     overwrite: bool | None = None,
 ) -> None:
-    """Writes `tensors`, a few GiB at a time, and a manifest with `origin`; the folder appears once it is complete.
+    """Writes `tensors`, a few GiB at a time, and a manifest with the entries of `origin`.
 
-    Raises OutputError if `path` is something else.
+    The folder appears when it is complete.
+
+    Raises:
+        OutputError: `path` is something else.
     """
     with published_folder(path, EXPANSION, overwrite=overwrite) as folder:
         file_of: dict[str, str] = {}
         hashes: dict[str, str] = {}
-        for number, held in enumerate(_batches(tensors), start=1):
+        for number, batch in enumerate(_batches(tensors), start=1):
             file = f"expansion-{number:05d}.safetensors"
-            save_file(held, folder / file)
-            file_of |= dict.fromkeys(held, file)
+            save_file(batch, folder / file)
+            file_of |= dict.fromkeys(batch, file)
             hashes[file] = file_hash(folder / file)
-        write_json(
-            folder / MANIFEST, {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes}
-        )
+        manifest = {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes}
+        write_json(folder / MANIFEST, with_checksum(manifest))
 
 
 def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    held: dict[str, Tensor] = {}
+    """The tensors in groups of at least `FILE_BYTES`, and the rest."""
+    batch: dict[str, Tensor] = {}
+    batch_bytes = 0
     for name, tensor in tensors:
-        held[name] = tensor.contiguous()
-        if sum(one.nbytes for one in held.values()) >= FILE_BYTES:
-            yield held
-            held = {}
-    if held:
-        yield held
+        batch[name] = tensor.contiguous()  # safetensors refuses others
+        batch_bytes += tensor.nbytes
+        if batch_bytes >= FILE_BYTES:
+            yield batch
+            batch = {}
+            batch_bytes = 0
+    if batch:
+        yield batch

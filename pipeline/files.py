@@ -1,8 +1,10 @@
-"""Files: read, each fault one typed line; written under a temporary name, flushed to disk, then renamed.
+"""Reading and writing files: one typed line for each fault, and no file that is half written.
 
-What cannot be read becomes an error of the caller's type, which names the file and ends with the caller's advice. A
-missing file stays a FileNotFoundError, because what it means depends on the caller; a fault of the file system that may
-pass stays an OSError, which has its own exit code.
+A file is written under a temporary name, flushed to disk, then renamed.
+
+What cannot be read becomes an error of the caller's type, which names the file and ends with the
+caller's advice. A missing file stays a FileNotFoundError, because what it means depends on the
+caller. A fault of the file system that may pass stays an OSError, which has its own exit code.
 """
 
 from __future__ import annotations
@@ -38,15 +40,16 @@ from pipeline.errors import (
 )
 
 TEMPORARY_SUFFIX = ".partial"
-_CHECKSUM = "checksum"
+CHECKSUM = "checksum"
 """The key of a record's checksum, in its file."""
 LONGEST_NAME = 255
-"""bytes that Linux file systems allow in a file's name; a longer one would fill a message"""
+"""How many bytes Linux file systems allow in a file's name."""
 _THREADS = 8
 SAMPLE_BYTES = 4096
+_BLOCK_BYTES = 4 * 2**20
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_Record = TypeVar("_Record", bound=BaseModel)
+_Schema = TypeVar("_Schema", bound=BaseModel)
 _UTF8_MODE = "PYTHONUTF8"
 _serial = itertools.count()
 _UNSUPPORTED = {
@@ -67,8 +70,8 @@ def file_hash(path: Path) -> str:
     """The SHA-256 of a file, as hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(2**22):
-            digest.update(piece)
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -92,7 +95,8 @@ def json_hash(value: object) -> str:
 def json_bytes(value: object, option: int | None = None) -> bytes:
     """`value` as JSON; `option` is orjson's.
 
-    Raises OutputError for a text that is not UTF-8, as the name of a file may be.
+    Raises:
+        OutputError: a text in it is not UTF-8, as the name of a file may be.
     """
     try:
         return orjson.dumps(value, option=option)
@@ -123,16 +127,23 @@ def _as_utf8(text: str) -> bytes:
 
 
 def use_utf8() -> None:
-    """Starts this program again in Python's UTF-8 mode if the locale has another encoding, as C has.
+    """Starts this program again in Python's UTF-8 mode if the locale has another encoding.
 
-    Otherwise names of files that are not ASCII could not be recorded, and would be others than in another locale.
+    In such a locale, as C is, file names that are not ASCII could not be recorded, or would be
+    recorded as other names than in a UTF-8 locale.
     """
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get(_UTF8_MODE) != "1":
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _UTF8_MODE: "1"})
 
 
 def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again") -> bytes:
-    """The content of a file; raises `error`, ending with `advice`, for one that this user cannot read."""
+    """The content of a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: the file system fails, perhaps for a moment.
+        UserError: an `error`, ending with `advice`, if this user cannot read it.
+    """
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -144,7 +155,11 @@ def read_bytes(path: Path, error: type[UserError], advice: str = "copy it again"
 
 
 def read_text(path: Path, error: type[UserError], advice: str = "copy it again") -> str:
-    """The text of a UTF-8 file. Raises as `read_bytes`, and `error` for other bytes."""
+    """The text of a UTF-8 file.
+
+    Raises:
+        UserError: as `read_bytes`, and an `error` if the file is not UTF-8.
+    """
     try:
         return read_bytes(path, error, advice).decode()
     except UnicodeDecodeError as fault:
@@ -154,9 +169,22 @@ def read_text(path: Path, error: type[UserError], advice: str = "copy it again")
 def read_object(
     path: Path, error: type[UserError], advice: str = "copy it again"
 ) -> dict[str, Any]:
-    """The object in a JSON file. Raises as `read_bytes`, and `error` for other content."""
+    """The object in a JSON file.
+
+    Raises:
+        UserError: as `read_bytes` and `parse_object`.
+    """
+    return parse_object(read_bytes(path, error, advice), path, error, advice)
+
+
+def parse_object(data: bytes, path: Path, error: type[UserError], advice: str) -> dict[str, Any]:
+    """The JSON object in `data`, the content of `path`.
+
+    Raises:
+        UserError: an `error`, ending with `advice`, if there is anything else in it.
+    """
     try:
-        value = orjson.loads(read_bytes(path, error, advice))
+        value = orjson.loads(data)
     except orjson.JSONDecodeError as fault:
         raise error(f"{path}: not JSON ({fault}); {advice}") from None
     if not isinstance(value, dict):
@@ -166,37 +194,61 @@ def read_object(
 
 def read_record(
     path: Path,
-    schema: type[_Record],
+    schema: type[_Schema],
     error: type[UserError],
     advice: str = "copy it again",
     *,
     needs_checksum: bool = False,
-) -> _Record:
-    """The JSON object in a file as a `schema`, compared with the checksum that `write_record` put into it.
+) -> _Schema:
+    """The JSON object in a file as a `schema`, compared with the checksum of `write_record`.
 
-    Earlier versions wrote none; with `needs_checksum` their records are refused, because a changed one looks the same.
-
-    Raises as `read_object`, and `error` for a record of another schema, and for one that was changed.
+    Raises:
+        UserError: as `read_object` and `check_checksum`; an `error` if it is of another schema.
     """
     content = read_object(path, error, advice)
-    expected = content.pop(_CHECKSUM, None)
+    checksum = content.pop(CHECKSUM, None)
     try:
         record = schema.model_validate(content)
     except ValidationError as fault:
         raise error(f"{path}: {first_fault(fault)}; {advice}") from None
-    if expected is None and needs_checksum:
+    check_checksum(content, checksum, path, error, advice, is_required=needs_checksum)
+    return record
+
+
+def check_checksum(
+    content: dict[str, Any],
+    expected: object,
+    path: Path,
+    error: type[UserError],
+    advice: str,
+    *,
+    is_required: bool = False,
+) -> None:
+    """Compares a record's `content`, without its checksum, with the checksum that was `expected`.
+
+    Earlier versions wrote none, so that None is accepted. Where the checksum `is_required`, it is
+    refused, because a record that was changed by hand may lack it too.
+
+    Raises:
+        UserError: an `error`, ending with `advice`, if they differ.
+    """
+    if expected is None and is_required:
         raise error(
             f"{path}: has no checksum: an earlier version wrote it, or it was changed; {advice}"
         )
     if expected is not None and expected != _checksum_of(content):
         raise error(
-            f"{path}: does not match its checksum: it was changed or damaged after it was written; {advice}"
+            f"{path}: does not match its checksum: it was changed or damaged after it was written; "
+            f"{advice}"
         )
-    return record
 
 
 def _checksum_of(content: dict[str, Any]) -> str | None:
-    """The hash of a record's content; None of what no record holds, such as lists a thousand deep."""
+    """The hash of a record's content.
+
+    None where orjson cannot write what it has read, such as lists a thousand deep: no record holds
+    them.
+    """
     try:
         return json_hash(content)
     except orjson.JSONEncodeError:
@@ -210,38 +262,52 @@ def first_fault(error: ValidationError) -> str:
 
 
 def read_inside(folder: Path, name: str, error: type[UserError]) -> bytes:
-    """The content of the file `name` of `folder`, which someone else made and which is to be passed on.
+    """The content of the file `name` of `folder`, which someone else made and others will get.
 
-    Raises as `read_bytes`, and `error` for a link to a file elsewhere. Links into the blobs of a download by
-    huggingface_hub, of which its snapshots consist, are followed.
+    Links into the blobs of a download by huggingface_hub, of which its snapshots consist, are
+    followed.
+
+    Raises:
+        UserError: as `read_bytes`, and an `error` if it is a link to a file elsewhere.
     """
     path = folder / name
-    found, home = path.resolve(), folder.resolve()
-    allowed = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
-    if not any(found.is_relative_to(place) for place in allowed):
-        raise error(f"{path}: links to {found}, outside its folder; put a copy of the file there")
-    return read_bytes(found, error)
+    target = path.resolve()
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise error(f"{path}: links to {target}, outside its folder; put a copy of the file there")
+    return read_bytes(target, error)
 
 
 def in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
     """`function` of each item, in order, several at a time; after an error no other is begun.
 
-    For what opens or hashes files: a network file system makes the one wait, and the other leaves the lock of Python.
+    It is for functions that open or hash files: a network file system makes the first wait, and
+    the second releases Python's global lock.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        yield from pool.map(function, items)  # which cancels what has not begun after an error
+        # After an error, `map` cancels the calls that have not begun.
+        yield from pool.map(function, items)
 
 
 @lru_cache(maxsize=1)
 def machine() -> str:
-    """The id of this machine's last boot, and of this process's PID namespace: two processes here with one number have
-    different ones. Host names need not be unique, and containers on one host have their own namespaces."""
+    """The id of this machine's last boot, and of this process's PID namespace.
+
+    Two processes of the same number on this machine differ in it. Host names need not be unique,
+    and containers on one host have their own namespaces.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def process_exists(pid: int) -> bool:
-    """Whether there is a process of this number, of any user; /proc may hide those of others (hidepid)."""
+    """Whether there is a process of this number, of any user.
+
+    The signal 0 finds it even where /proc hides other users' processes (hidepid).
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -252,23 +318,31 @@ def process_exists(pid: int) -> bool:
 
 
 def _own_prefix(name: str) -> str:
-    """How temporary names for `name` begin that processes of this machine and PID namespace choose."""
-    return f".{name}.{socket.gethostname()}.{hashlib.sha256(machine().encode()).hexdigest()[:12]}."
+    """The beginning of temporary names for `name` that only processes of this machine choose.
+
+    A machine is one PID namespace of one host.
+    """
+    machine_hash = hashlib.sha256(machine().encode()).hexdigest()[:12]
+    return f".{name}.{socket.gethostname()}.{machine_hash}."
 
 
 def own_temporary(path: Path) -> Path:
     """A name beside `path` that no other process chooses, of this machine or another one."""
-    return path.with_name(
-        f"{_own_prefix(path.name)}{os.getpid()}.{next(_serial)}{TEMPORARY_SUFFIX}"
-    )
+    serial = next(_serial)
+    return path.with_name(f"{_own_prefix(path.name)}{os.getpid()}.{serial}{TEMPORARY_SUFFIX}")
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the first folder above it that exists."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
 
 
 def free_bytes(path: Path) -> int:
-    """The bytes that statvfs reports as free for ordinary users on the file system of `path`, which need not exist."""
-    existing = next(
-        folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
-    )
-    system = os.statvfs(existing)
+    """The free bytes, for ordinary users, on the file system of `path`, which need not exist."""
+    system = os.statvfs(nearest_existing(path))
     return system.f_bavail * system.f_frsize
 
 
@@ -276,7 +350,7 @@ def held_bytes(folder: Path) -> int:
     """The bytes of all files in `folder`; 0 where there is no such folder."""
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # others may be working there
+        with contextlib.suppress(FileNotFoundError):  # another process may remove files meanwhile
             if path.is_file():
                 total += path.stat().st_size
     return total
@@ -284,10 +358,12 @@ def held_bytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO]:
-    """A temporary file to fill, renamed to `path` when the block succeeds and removed when it fails.
+    """A temporary file to fill, renamed to `path` when the block succeeds, else removed.
 
-    It lies in `scratch`, a folder of the same file system, or else beside `path`. Raises UserError where `path` is a
-    folder.
+    It lies in `scratch`, a folder of the same file system, or else beside `path`.
+
+    Raises:
+        UserError: `path` is a folder.
     """
     # Processes of several machines may write the same file at the same time.
     unfinished = (scratch or path.parent) / own_temporary(path).name
@@ -302,24 +378,26 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
             f"{path}: expected a file, found a folder; move it away and start again"
         ) from None
     finally:
-        unfinished.unlink(missing_ok=True)  # of a block that failed
+        unfinished.unlink(missing_ok=True)  # it is still there if the block failed
     sync(path.parent)
 
 
 def publish_first(unfinished: Path, path: Path) -> bool:
-    """Renames the whole file `unfinished` to `path`, of the same folder, unless something is there: never replaces it.
+    """Renames the complete file `unfinished` to `path` in the same folder; never replaces a file.
 
-    Of several processes, also of several machines, one is first. Returns whether this one was; `unfinished` is gone in
-    any case.
+    Of several processes, also of several machines, one is first. Returns whether this one was;
+    `unfinished` is gone in any case.
     """
     try:
+        # Each kind of file system has one of these.
         for rename in (_rename_by_link, _rename_without_replacing, _rename_under_claim):
             try:
                 rename(unfinished, path)
             except FileExistsError:
                 return False
             except OSError as fault:
-                # Some file systems have no hard links (FAT, many of FUSE), and some no such rename (NFS).
+                # Some file systems have no hard links (FAT, many of FUSE), and some no such rename
+                # (NFS).
                 if rename is _rename_under_claim or fault.errno not in _UNSUPPORTED:
                     raise
             else:
@@ -331,6 +409,7 @@ def publish_first(unfinished: Path, path: Path) -> bool:
 
 
 def _rename_by_link(old: Path, new: Path) -> None:
+    # Unlike a rename, a link fails where `new` exists; `publish_first` then removes `old`.
     os.link(old, new)
 
 
@@ -368,7 +447,7 @@ def _rename_under_claim(old: Path, new: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name`, from an untrusted file, is a file name without any path, which a file system can have."""
+    """Whether `name`, from an untrusted file, is a valid file name without any path."""
     if name in ("", ".", "..") or len(name.encode(errors="replace")) > LONGEST_NAME:
         return False
     return not {"/", "\\", "\0"} & set(name)
@@ -380,9 +459,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON, its keys in the given order, so that equal values give equal bytes.
+    """Writes `value` as indented JSON, its keys in the given order.
 
-    Raises as `json_bytes`.
+    Equal values give equal bytes.
+
+    Raises:
+        OutputError: as `json_bytes`.
     """
     with published_file(path) as file:
         file.write(json_bytes(value, orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
@@ -391,14 +473,24 @@ def write_json(path: Path, value: object) -> None:
 def write_record(path: Path, record: BaseModel) -> None:
     """Writes `record` as JSON with a checksum of its content, for `read_record`.
 
-    A schema alone accepts a number that a disk, a copy or a hand has changed.
+    A schema alone would accept a number that a disk, a copy or a hand has changed.
     """
-    content = record.model_dump(mode="json")
-    write_json(path, content | {_CHECKSUM: json_hash(content)})
+    write_json(path, with_checksum(record.model_dump(mode="json")))
+
+
+def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
+    """The `content` of a record and its checksum."""
+    return {**content, CHECKSUM: json_hash(content)}
 
 
 class FolderKind(NamedTuple):
-    """A kind of folder that this project writes: its name, and the JSON file whose entry `format` says what it is."""
+    """A kind of folder that this project writes.
+
+    Attributes:
+        name: with its article, for messages.
+        record: the JSON file in it whose entry `format` says what it is.
+        format: that entry; its last word is the version.
+    """
 
     name: str
     record: str
@@ -408,30 +500,41 @@ class FolderKind(NamedTuple):
 def check_replaceable(
     path: Path, kind: FolderKind | None, *, overwrite: bool | None = None
 ) -> None:
-    """Decides for every writer of a folder what it may replace: nothing, an empty folder, or a folder of its `kind`.
+    """Decides, for every writer of a folder, whether it may replace what is at `path`.
 
-    Raises OutputError where something else is at `path`. `kind` None replaces no other folder. `overwrite`: whether the
-    user named `path` with `--overwrite`; None: the command has no such option.
+    It may replace an empty folder and a folder of its `kind`, and nothing else.
+
+    Args:
+        kind: None if the writer replaces no other folder.
+        overwrite: whether the user named `path` with `--overwrite`; None if the command has no
+            such option.
+
+    Raises:
+        OutputError: something else is there.
     """
     path = Path(os.path.realpath(path))
-    if not path.exists() or (
-        path.is_dir() and (overwrite or not any(path.iterdir()) or holds(kind, path))
-    ):
+    if not path.exists():
         return
-    expected = "" if kind is None else f", or {kind.name} that is not damaged"
-    advice = "" if overwrite is None else ", or say --overwrite"
+    if path.is_dir() and (overwrite or not any(path.iterdir()) or holds(kind, path)):
+        return
+    expected = "expected nothing here"
+    if kind is not None:
+        expected += f", or {kind.name} that is not damaged"
     found = _format_in(path / "manifest.json") or "another folder or file"
-    raise OutputError(
-        f"{path}: expected nothing here{expected}, found {found}; move it away{advice}"
-    )
+    remedy = "move it away"
+    if overwrite is not None:
+        remedy += ", or say --overwrite"
+    raise OutputError(f"{path}: {expected}, found {found}; {remedy}")
 
 
 def holds(kind: FolderKind | None, path: Path) -> bool:
-    """Whether `path` is a folder of that kind, of any version, which is the last word of a format."""
-    return (
-        kind is not None
-        and _format_in(path / kind.record).rpartition(" ")[0] == kind.format.rpartition(" ")[0]
-    )
+    """Whether `path` is a folder of that kind, of any version."""
+    if kind is None:
+        return False
+    # The version is the last word of a format.
+    found, _, _ = _format_in(path / kind.record).rpartition(" ")
+    expected, _, _ = kind.format.rpartition(" ")
+    return found == expected
 
 
 def _format_in(record: Path) -> str:
@@ -446,44 +549,60 @@ def _format_in(record: Path) -> str:
 def published_folder(
     path: Path, kind: FolderKind | None, *, overwrite: bool | None = None
 ) -> Iterator[Path]:
-    """A temporary folder to fill, which replaces `path`, or what a link there leads to, when the block succeeds.
+    """A temporary folder to fill, which replaces `path` when the block succeeds.
 
-    Raises as `check_replaceable`.
+    Where `path` is a link, it replaces the folder that the link leads to.
+
+    Raises:
+        OutputError: as `check_replaceable`.
     """
     path = Path(os.path.realpath(path))
-    if (
-        _aside(path).exists() and not path.exists()
-    ):  # a program that replaced it ended before the new one was there
-        _aside(path).rename(path)
+    aside = _aside(path)
+    if aside.exists() and not path.exists():
+        # A program ended after it had renamed the old folder, and before the new one was there.
+        aside.rename(path)
     check_replaceable(path, kind, overwrite=overwrite)
-    own = _own_prefix(path.name)
-    for left in path.parent.glob(f"{glob.escape(own)}*{TEMPORARY_SUFFIX}"):
-        number = left.name[len(own) :].partition(".")[0]
-        if number.isdecimal() and not process_exists(int(number)):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+    _remove_leftovers(path)
     # Processes of several machines may write the same folder at the same time.
     partial = own_temporary(path)
     partial.mkdir(parents=True)
     try:
         with full_disk_names(path):
             yield partial
-            readable = partial.stat().st_mode & 0o666
-            for file in partial.rglob("*"):
-                if file.is_file():
-                    if file.stat().st_nlink == 1:  # not also one of another folder
-                        file.chmod(
-                            readable
-                        )  # safetensors makes files that their owner alone can read
-                    sync(file)
-            sync(partial)
+            _sync_files(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours
         shutil.rmtree(replace_directory(partial, path), ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _remove_leftovers(path: Path) -> None:
+    """Removes temporary folders for `path` that killed processes of this machine have left."""
+    own = _own_prefix(path.name)
+    for leftover in path.parent.glob(f"{glob.escape(own)}*{TEMPORARY_SUFFIX}"):
+        number, _, _ = leftover.name[len(own) :].partition(".")
+        if number.isdecimal() and not process_exists(int(number)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _sync_files(folder: Path) -> None:
+    """Flushes all files to disk, and gives them the permissions of `folder`."""
+    # safetensors makes files that their owner alone can read.
+    permissions = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file():
+            is_shared = file.stat().st_nlink > 1  # it is a file of another folder too
+            if not is_shared:
+                file.chmod(permissions)
+            sync(file)
+    sync(folder)
+
+
 def replace_directory(new: Path, path: Path) -> Path:
-    """Renames the folder `new` to `path`; returns the path of the folder it replaced, if any, to be removed."""
+    """Renames the folder `new` to `path`.
+
+    Returns the new path of the folder that it replaced, if any, which is to be removed.
+    """
     replaced = rename_aside(path)
     new.rename(path)
     sync(path.parent)
@@ -497,7 +616,7 @@ def _aside(path: Path) -> Path:
 def rename_aside(path: Path) -> Path:
     """Renames the folder `path`, if it exists, out of the way; returns its new path, to be removed.
 
-    A link to a folder is removed, and what it leads to is left.
+    If `path` is a link to a folder, the link is removed, and the folder stays.
     """
     aside = _aside(path)
     shutil.rmtree(aside, ignore_errors=True)
@@ -514,9 +633,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        if (
-            not path.is_dir()
-        ):  # for a folder some network file systems refuse it, and do not need it
+        # Some network file systems refuse it for a folder, and do not need it.
+        if not path.is_dir():
             raise
     finally:
         os.close(descriptor)
@@ -526,16 +644,17 @@ _PAGE = re.compile(r"\bdocs/[\w/.-]+?\.md(#[\w-]+)?")
 
 
 def with_pages_found(text: str) -> str:
-    """`text` with every page of docs/ that it names as a user of an installed package can find it.
+    """`text` with every page of docs/ that it names as a user of the package can find it.
 
-    In the project's folder the names stay. Elsewhere the table of settings is what a command prints, and other pages
-    have their whole path, if this is a checkout, or are said to be in the source.
+    In the project's folder the names stay. Elsewhere the table of settings is what a command
+    prints. Other pages get their whole path if this is a checkout; else the text says that they
+    are in the source.
     """
     if Path("docs/configuration.md").exists():
         return text
     root = Path(__file__).resolve().parent.parent
 
-    def found(page: re.Match[str]) -> str:
+    def place_of(page: re.Match[str]) -> str:
         path, _, _ = page[0].partition("#")
         if path == "docs/configuration.md":
             return "scale-cpt describe-config"
@@ -543,7 +662,7 @@ def with_pages_found(text: str) -> str:
             return str(root / page[0])
         return f"{page[0]} in the source of scale-cpt"
 
-    return _PAGE.sub(found, text)
+    return _PAGE.sub(place_of, text)
 
 
 SHIPPED = ("configs", "ds_configs", "slurm", "examples")
@@ -551,7 +670,12 @@ SHIPPED = ("configs", "ds_configs", "slurm", "examples")
 
 
 def shipped() -> Path:
-    """The folder of these: inside an installed package, where setup.py copies them, or else the checkout."""
+    """The folder that holds `SHIPPED`: inside an installed package, or else the checkout.
+
+    setup.py copies them into the package.
+    """
     package = Path(__file__).resolve().parent
     inside = package / "shipped"
-    return inside if inside.is_dir() else package.parent
+    if inside.is_dir():
+        return inside
+    return package.parent

@@ -1,8 +1,8 @@
-"""Models named on the Hugging Face hub, `org/name` or `org/name@revision`: fetched into the hub's cache.
+"""Fetches models of the Hugging Face hub, `org/name` or `org/name@revision`, into its cache.
 
-Weights in safetensors, tokenizers, JSON, the card and the terms of use are fetched, never Python. The cache names a
-folder after the commit, so that every record of the path holds it. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN
-work as everywhere.
+Weights in safetensors, tokenizers, JSON, the card and the terms of use are fetched, never Python.
+The cache names a folder after the commit, so that every record of the path holds it. HF_HOME,
+HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN work as everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.errors import BaseModelError, faults_of_library
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*?)(?:@(?P<revision>[\w][\w./-]*))?")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt")
-# An export passes them on, and its own card quotes the base's (pipeline/hf/folder.py).
+# An export passes them on, and its own card quotes the base's (pipeline/hf/base_files.py).
 _TERMS = (
     "README.md",
     "LICEN[CS]E*",
@@ -26,40 +26,51 @@ _TERMS = (
     "*USE_POLICY*",
 )
 _WEIGHTS = "*.safetensors"
-# Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated files.
+# Subfolders hold the weights once more, in formats of other programs; so do Mistral's consolidated
+# files.
 _IGNORED = ("*/*", "consolidated*")
-ADVICE = "check its name and revision, `hf auth login` and, where there is no network or HF_HUB_OFFLINE is set, HF_HOME"
+ADVICE = (
+    "check its name and revision, `hf auth login` and, where there is no network or "
+    "HF_HUB_OFFLINE is set, HF_HOME"
+)
 _logger = log.get_logger(__name__)
 
 
 def model_folder(path: Path, *, weights: bool = True) -> Path:
-    """The folder of a model on this machine: `path` itself where it exists or is no name on the hub.
+    """The folder of a model on this machine; fetches the model if `path` is its name on the hub.
 
-    Nor is `models/mine` where there is a folder `models`: what is missing there must not become a stranger's model.
+    `path` is no name on the hub if it exists, or if its first part is a folder here: where there is
+    a folder `models`, a missing `models/mine` must not become a stranger's model.
 
-    `weights`: without them a few small files are fetched, which describe the architecture and the tokenizer.
+    Args:
+        weights: whether the weights are fetched too. The other files are few and small: they
+            describe the architecture and the tokenizer.
 
     Raises:
-        BaseModelError: the hub has no such model or revision, does not let this user read it, or cannot be reached
-            while the cache lacks it.
+        BaseModelError: the hub has no such model or revision, does not let this user read it, or
+            cannot be reached while the cache lacks it.
     """
     named = _NAME.fullmatch(str(path))
     if path.exists() or named is None or Path(named["repo"]).parent.is_dir():
         return path
-    from huggingface_hub import snapshot_download  # only who names a model on the hub waits for it
+    # Imported here: a user of a local folder does not wait for the import.
+    from huggingface_hub import snapshot_download
 
+    patterns = [*_DESCRIPTION, *_TERMS]
+    if weights:
+        patterns.append(_WEIGHTS)
     what = (
         f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub ({ADVICE})"
     )
     with faults_of_library(what, BaseModelError):
-        found = snapshot_download(
+        fetched = snapshot_download(
             named["repo"],
             revision=named["revision"],
-            allow_patterns=[*_DESCRIPTION, *_TERMS, *([_WEIGHTS] if weights else [])],
+            allow_patterns=patterns,
             ignore_patterns=list(_IGNORED),
         )
-    _logger.info("%s: %s on the hub, in %s", path, source_of(Path(found)), found)
-    return Path(found)
+    _logger.info("%s: %s on the hub, in %s", path, source_of(Path(fetched)), fetched)
+    return Path(fetched)
 
 
 def source_of(folder: Path) -> str | None:

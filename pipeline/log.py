@@ -1,4 +1,7 @@
-"""Rank-aware logging and progress. Library code asks for a logger; only the command lines call `configure`."""
+"""Rank-aware logging and progress.
+
+Library code asks for a logger; only the command lines call `configure`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ _FORMAT = "%(asctime)s %(where)s %(levelname).1s %(message)s"
 _BEFORE_THE_FIRST_S = 1.0
 _BETWEEN_DRAWINGS_S = 0.2
 _BETWEEN_LOG_LINES_S = 30.0
-_LOG_LINE = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}, {remaining} left"
+_LOG_LINE = (
+    "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %), {rate_noinv_fmt}{postfix}, "
+    "{remaining} left"
+)
 _BAR_COLUMNS = 10
-"""What a bar is given at least, before its figures."""
+"""The least width of a bar, before its figures."""
 _COLUMNS = 80
-"""Of a terminal that does not say."""
+"""The width of a terminal that does not say how wide it is."""
 _ERASED = "\r\x1b[K"
 _T = TypeVar("_T")
 
@@ -32,7 +38,9 @@ class _Where(logging.Filter):
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self.rank = rank
-        self.where = f"[{rank}@{node()}]" if world_size > 1 else "[main]"
+        self.where = "[main]"
+        if world_size > 1:
+            self.where = f"[{rank}@{node()}]"
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.where = self.where
@@ -50,7 +58,7 @@ def node() -> str:
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Sends the package's records to stderr. `RANK` and `WORLD_SIZE` are read from the environment."""
+    """Sends the package's records to stderr, with the rank that the environment names."""
     handler = _Lines(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
     handler.addFilter(
@@ -59,7 +67,7 @@ def configure(level: int = logging.INFO) -> None:
     root = logging.getLogger("pipeline")
     root.handlers[:] = [handler]
     root.setLevel(level)
-    root.propagate = False
+    root.propagate = False  # a library may have configured the root logger
 
 
 _logger = get_logger(__name__)
@@ -68,7 +76,8 @@ _logger = get_logger(__name__)
 def clear_terminal_line() -> None:
     """Erases the line in which the cursor stands, if stderr is a terminal.
 
-    It may hold the progress bar of this process, or of another one, to whose end the next line would be glued.
+    A progress bar may stand there, of this process or of another one, and would be glued to the
+    next line.
     """
     if sys.stderr.isatty():
         sys.stderr.write(_ERASED)
@@ -90,9 +99,12 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
     _figures: Sequence[str] = ()
 
     def move_to(self, done: float, figures: Sequence[str] = (), *, show: bool = False) -> None:
-        """Sets how much is done, which may be less than before, and the figures after it; draws if it is time to.
+        """Sets how much is done, which may be less than before, and draws if it is time to.
 
-        The most important figure comes first: a narrow terminal shows as many as fit. `show`: draws in any case.
+        Args:
+            figures: are shown after the bar, the most important one first: a narrow terminal shows
+                as many as fit.
+            show: draws in any case.
         """
         self._figures = figures
         drawn = self.update(done - self.n)
@@ -101,20 +113,20 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # not used as an iterator
 
     def __str__(self) -> str:
         values = self.format_dict
-        if values["bar_format"] is not None:  # a line of a log, as long as it is
-            return self._drawn(values, len(self._figures))
-        values["ncols"] = columns = (
-            values["ncols"] or _COLUMNS
-        ) - 1  # the last one would make the terminal wrap
         count = len(self._figures)
+        if values["bar_format"] is not None:
+            # A line of a log has all figures, however long it becomes.
+            return self._drawn(values, count)
+        # A character in the last column would make the terminal wrap.
+        columns = (values["ncols"] or _COLUMNS) - 1
+        values["ncols"] = columns
         while count > 0 and self._columns_beside_bar(values, count) + _BAR_COLUMNS > columns:
             count -= 1
         return self._drawn(values, count)
 
     def _columns_beside_bar(self, values: Mapping[str, Any], count: int) -> int:
-        return disp_len(
-            self._drawn({**values, "bar_format": "{l_bar}{r_bar}", "ncols": None}, count)
-        )
+        without_bar = {**values, "bar_format": "{l_bar}{r_bar}", "ncols": None}
+        return disp_len(self._drawn(without_bar, count))
 
     def _drawn(self, values: Mapping[str, Any], count: int) -> str:
         """The text with the first `count` of the figures."""
@@ -125,7 +137,8 @@ class _LogLines:
     """A file for tqdm that logs each drawing as a record."""
 
     def write(self, drawing: str) -> None:
-        if line := drawing.strip():
+        line = drawing.strip()
+        if line:
             _logger.info("%s", line)
 
     def flush(self) -> None:
@@ -143,11 +156,29 @@ def progress_bar(
 ) -> ProgressBar:
     """A progress bar, for a `with`: `update` it by an increment, or `move_to` a total.
 
-    On a terminal the bar appears after a second and disappears at the end. Otherwise a line is logged every `every_s`
-    seconds, by default 30. What was `done` earlier does not count for the speed; `scaled` numbers get SI prefixes.
+    On a terminal the bar appears after a second and disappears at the end. In a log it is a line
+    every `every_s` seconds, by default 30.
+
+    Args:
+        done: how much was done earlier, which does not count for the speed.
+        scaled: whether the numbers get SI prefixes.
     """
-    terminal = sys.stderr.isatty()
-    every_s = _BETWEEN_LOG_LINES_S if every_s is None else every_s
+    if sys.stderr.isatty():
+        return ProgressBar(
+            total=total,
+            initial=done,
+            desc=what,
+            unit=unit,
+            unit_scale=scaled,
+            miniters=0,
+            leave=False,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            delay=_BEFORE_THE_FIRST_S,
+            mininterval=_BETWEEN_DRAWINGS_S,
+        )
+    if every_s is None:
+        every_s = _BETWEEN_LOG_LINES_S
     return ProgressBar(
         total=total,
         initial=done,
@@ -156,11 +187,10 @@ def progress_bar(
         unit_scale=scaled,
         miniters=0,
         leave=False,
-        file=sys.stderr if terminal else cast("IO[str]", _LogLines()),
-        dynamic_ncols=terminal,
-        delay=_BEFORE_THE_FIRST_S if terminal else every_s,
-        mininterval=_BETWEEN_DRAWINGS_S if terminal else every_s,
-        bar_format=None if terminal else _LOG_LINE,
+        file=cast("IO[str]", _LogLines()),
+        delay=every_s,
+        mininterval=every_s,
+        bar_format=_LOG_LINE,
     )
 
 

@@ -17,7 +17,7 @@ import deepspeed.utils.nvtx
 import pytest
 
 import pipeline.observers
-import pipeline.training.run
+import pipeline.training.attempt
 import tests.training.runs
 
 # Reading this table makes DeepSpeed probe whether each operation can be built: 0.9 s. This one takes 33 s to build.

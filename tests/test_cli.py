@@ -1,47 +1,96 @@
-"""The front `scale-cpt`: its commands are the programs of tools/, and itself it loads none of them."""
+"""`scale-cpt`: its commands are modules of pipeline.commands, which the scripts of tools/ run."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
-from pipeline import cli
+from pipeline import commands
+from pipeline.commands import COMMANDS
 from pipeline.config.run import load_config, parse_config
 from pipeline.errors import CONFIG_ERROR
-from pipeline.files import shipped
+from tests.bases import STORIES
 from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
+PROJECT = Path(__file__).parents[1]
+FILE_NAMES = {command: command.replace("-", "_") + ".py" for command in COMMANDS}
+
+
+def run_script(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a file of tools/ with this checkout's package."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(PROJECT), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_list_of_commands_imports_none_of_them():
+    code = (
+        "import sys; from pipeline.commands import build_parser; build_parser([]).format_help();"
+        "print([name for name in sys.modules if name.startswith('pipeline.commands.')],"
+        " 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[] False\n"
+
 
 def test_the_help_of_the_stages_loads_no_torch():
-    commands = [*cli.PROGRAMS][: [*cli.PROGRAMS].index("inspect-data")]
-    code = f"import sys; from pipeline.cli import build_parser; build_parser({commands}); print('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-        == "False\n"
+    stages = [*COMMANDS][: [*COMMANDS].index("inspect-data")]
+    code = (
+        f"import sys; from pipeline.commands import build_parser; build_parser({stages});"
+        "print('torch' in sys.modules)"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n"
 
 
-def test_every_tool_is_a_command_with_a_help_of_its_own(capsys):
-    assert {path.stem for path in (shipped() / "tools").glob("*.py")} == {
-        *cli.PROGRAMS.values()
-    } - {"train"}
-    parser = cli.build_parser()
-    for command in cli.PROGRAMS:
+def test_every_module_of_commands_and_every_script_is_a_command():
+    names = set(FILE_NAMES.values())
+    assert {path.name for path in PROJECT.glob("pipeline/commands/*.py")} == {*names, "__init__.py"}
+    assert {path.name for path in PROJECT.glob("tools/*.py")} == names
+
+
+def test_every_command_has_a_help_of_its_own(capsys):
+    parser = commands.build_parser()
+    for command, summary in COMMANDS.items():
         with pytest.raises(SystemExit):
             parser.parse_args([command, "--help"])
-        assert capsys.readouterr().out.startswith(f"usage: scale-cpt {command} ")
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"usage: scale-cpt {command} ")
+        assert summary in printed
+        assert f"scale-cpt {command}" in commands.load(command).__doc__, "an example"
 
 
-def test_a_program_runs_as_a_file_too():
-    program = shipped() / "tools" / "status.py"
-    done = subprocess.run(
-        [sys.executable, str(program), "--help"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"usage: {program.name} ")
+@pytest.mark.parametrize("command", FILE_NAMES)
+def test_a_command_runs_as_a_file_too(command):
+    """Also tokenize.py and inspect.py, which would hide Python's own modules of these names."""
+    done = run_script(PROJECT / "tools" / FILE_NAMES[command], "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: scale-cpt {command} ")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P is of 3.11")
+def test_a_script_keeps_the_search_path_that_python_left_as_it_is():
+    done = run_script("-P", PROJECT / "tools" / "status.py", "--help")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_starts_workers(tmp_path):
+    """Spawned processes run the script's file again, and must find Python's own tokenize."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "Once upon a time"}\n' * 50)
+    arguments = ["--input", text, "--tokenizer", STORIES, "--output", tmp_path / "corpus"]
+    done = run_script(PROJECT / "tools" / "tokenize.py", *arguments, "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    assert "50 documents" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -52,6 +101,11 @@ def test_a_program_runs_as_a_file_too():
             "error: --set changes a run; name its YAML file or its folder\n",
         ),
         (("evalute",), "usage: scale-cpt"),
+        (
+            ("study", "a.yaml"),
+            "error: scale-cpt study is now a command of the project's checkout: "
+            "python -m studies run a.yaml\n",
+        ),
         (
             ("train", "--gpus", "2", "configs/demo.yaml"),
             "error: only --dry-run takes these options",

@@ -1,4 +1,5 @@
-"""The tables of docs/combinations.md are true: what they refuse is refused so, all else is not, and a test shows it."""
+"""The tables of docs/combinations.md are true: what they refuse is refused so, all else is not, and
+a test shows it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from pipeline.checks.inputs import Inputs, check_fits
+from pipeline.checks.inputs import RunInputs, check_fits
 from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import load_config
 from pipeline.conversion.formats import unsupported_reason
@@ -135,9 +136,9 @@ def fault(pair: tuple[str, str], folder: Path) -> str | None:
     (folder / "config.json").write_text(json.dumps(architecture))
     try:
         config = load_config(path)
-        assert Inputs(config, 2).deepspeed_config
+        assert RunInputs(config, 2).deepspeed_config
         spec = read_spec(folder / "config.json") if architecture else STORIES_SPEC
-        check_fits(config, replace(spec, new_rows=5 * ("vocabulary" in pair)))
+        check_fits(config, replace(spec, new_tokens=5 * ("vocabulary" in pair)))
     except UserError as error:
         return str(error)
     return None
@@ -184,10 +185,11 @@ def test_a_test_shows_every_pair_that_works():
 
 
 def model_of(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """The section `method`, changes of the base's architecture, and the base, of a row of the table of exports."""
+    """The section `method`, changes of the base's architecture, and the base, of a row of the table
+    of exports."""
     method, _, rest = row.partition(", ")
     settings = METHODS[method] | ({"norm": "base"} if "norm: base" in rest else {})
-    changes: dict[str, Any] = {"new_rows": 5} if "vocabulary" in rest else {}
+    changes: dict[str, Any] = {"new_tokens": 5} if "vocabulary" in rest else {}
     changes |= {"residual": WIDENED} if "widened base" in rest else {}
     bases = {"Gemma": "gemma2", "OLMo": "olmo2", "GPT-NeoX": "neox", "GLM-4-MoE": "glm4_moe"}
     bases |= {"dense layers": "qwen3_moe dense layer", "mixture": "qwen3_moe"}

@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.cli import PROGRAMS
+from pipeline.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("data/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("studies/*.md")])
 LINK = re.compile(r"\]\(([^)#\s]+)")
 PROJECT_FILE = re.compile(
-    r"\b((?:pipeline|tools|tests|slurm|configs|ds_configs|benchmarks|docs)/[\w./-]+\.(?:py|sh|yaml|json|md|env))\b"
+    r"\b((?:pipeline|tools|tests|slurm|configs|ds_configs|benchmarks|docs|studies)/[\w./-]+\.(?:py|sh|yaml|json|md|env))\b"
 )
 SYMBOL = re.compile(r"`(?:pipeline/)?([\w/]+\.py):(\w+)")
 TARGET = re.compile(r"(?m)(?:`|^ {4})make ([a-z][a-z-]+)\b")  # in code, not the English verb
 PROGRAM_CALL = re.compile(
-    r"(?:python -m (benchmarks\.\w+)|"
-    rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(PROGRAMS)})(?: init| show)?)(?![\w-]))"
+    r"(?:python -m (benchmarks\.\w+|studies\.\w+\.\w+|studies (?:run|report))|"
+    rf"(?:scale-cpt|python -m pipeline) ((?:{'|'.join(COMMANDS)})(?: init| show)?)(?![\w-]))"
     r"((?:\\\n|[^\n`])*)"
 )
 
@@ -45,9 +45,10 @@ def output_of(
         if script.startswith("scale-cpt "):
             cli.main()
         else:
-            for module in (script, f"{script}.__main__"):
+            package = script.split()[0]
+            for module in (package, f"{package}.__main__"):
                 monkeypatch.delitem(sys.modules, module, raising=False)
-            runpy.run_module(script, run_name="__main__")
+            runpy.run_module(package, run_name="__main__")
     assert not exit.value.code, script
     return capsys.readouterr().out
 

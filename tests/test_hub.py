@@ -1,4 +1,6 @@
-"""Models and datasets named on the hub, from a cache folder on this machine; no test needs a network."""
+"""Models and datasets named on the hub, from a cache folder on this machine; no test needs a
+network.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ import yaml
 from huggingface_hub.utils import filter_repo_objects
 
 from pipeline.checks.checklist import begin, faults_of
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.data.sources.hub_datasets import dataset_files, downloaded_files
 from pipeline.errors import BaseModelError, DataError
 from pipeline.hub import model_folder, source_of
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config import propose
+from pipeline.sizing.first_config import FirstRun, propose
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize, write_jsonl
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
@@ -29,7 +31,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A hub cache that holds a model as org/stories at COMMIT, its branch `main`; the hub itself is out of reach."""
+    """A hub cache that holds a model as org/stories at COMMIT, its branch `main`; the hub itself is
+    out of reach.
+    """
     folder = tmp_path / "hub"
     model = folder / "models--org--stories"
     (model / "refs").mkdir(parents=True)
@@ -116,15 +120,15 @@ def test_a_run_and_a_first_configuration_name_their_base_on_the_hub(cache, token
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "base": "org/other"}))
     with pytest.raises(BaseModelError, match="org/other: no such folder here"):
         begin(load_config(path), 1, "train")
-    texts = [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
-    config, text = propose(
-        "first", Path("org/stories@main"), *texts, Cluster(1, gpu_memory_gib=4.0, on_cpu=True)
+    wanted = FirstRun(
+        "first", Path("org/stories@main"), [str(REVIEWS_HELDOUT)], [str(STORIES_HELDOUT)]
     )
+    config, text = propose(wanted, Cluster(1, gpu_memory_gib=4.0, on_cpu=True))
     assert config.base == cache
     assert yaml.safe_load(text)["base"] == "org/stories@main"
 
 
-# --- Datasets --------------------------------------------------------------------------------------------------------
+# --- Datasets ---
 
 DATASET = "hf://org/reviews/default/train"
 
@@ -139,7 +143,9 @@ class HubOfOneSize:
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch) -> Path:
-    """The dataset org/reviews as a hub would hold it, and an empty HF_HOME. Each download of a file is its only one."""
+    """The dataset org/reviews as a hub would hold it, and an empty HF_HOME. Each download of a file
+    is its only one.
+    """
     folder = tmp_path / "hub" / "reviews"
     folder.mkdir(parents=True)
     for number in range(3):
@@ -219,5 +225,5 @@ def test_a_dry_run_downloads_nothing(dataset, tmp_path):
     path = make_run(
         tmp_path / "run", tmp_path / "none", data__corpora__korean__input=[f"{DATASET}?files=2"]
     )
-    assert faults_of(Inputs(load_config(path), 1)) == []
+    assert faults_of(RunInputs(load_config(path), 1)) == []
     assert not (tmp_path / "home").exists()

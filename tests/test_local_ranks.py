@@ -1,4 +1,6 @@
-"""The launcher of one machine's ranks says which rank failed first, and ends with that fault's exit code."""
+"""The launcher of one machine's ranks says which rank failed first, and ends with that fault's exit
+code.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pipeline.checkpoint.folder import publish
 from pipeline.checkpoint.manifest import CHECKPOINT
 from pipeline.conversion.convert import EXPORT, Conversion, convert
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.corpus.token_corpus import CORPUS
+from pipeline.data.corpus.manifest import CORPUS
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.extension.vocabulary import (
@@ -25,14 +25,14 @@ from pipeline.data.tokenizer.extension.vocabulary import (
 from pipeline.errors import OutputError, UserError
 from pipeline.expansion_folder import EXPANSION, write_expansion
 from pipeline.files import check_replaceable
+from pipeline.gating.folder import GATE, write_gate
+from pipeline.gating.gate import FittedGate
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
-from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import GATE, write_gate
 from pipeline.self_generated.corpus import plan_of, sample_corpus
-from pipeline.studies.random_base import make_random_base
-from pipeline.studies.study import RandomBase
 from studies.biographies.make_texts import write_corpora
+from studies.harness.random_base import make_random_base
+from studies.harness.study import RandomBase
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
 from tests.data.helpers import contents, documents, job, stories, write_jsonl
@@ -99,7 +99,7 @@ def writers(tmp_path_factory) -> Iterator[dict[str, Writer]]:
     checkpoint = checkpoint_in(room / "saved")
     texts = write_jsonl(room / "texts.jsonl", documents(40))
     extension = learn_extension(STORIES, stories(30)[30:], stories(30)[:30], add=5, min_uses=2)
-    gate = Gate(
+    gate = FittedGate(
         1, "token", torch.zeros(64), torch.ones(64), torch.ones(64), bias=0.0, threshold=0.0
     )
     architecture = room / "architecture.json"

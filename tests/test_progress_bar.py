@@ -61,10 +61,14 @@ def main():
             bar.move_to(step, figures, show=True)
         log.get_logger("here").info("a line of this process")
         bar.move_to(3, figures, show=True)
-        other = 'from pipeline import log; log.configure(); log.get_logger("x").warning("a line of another")'
+        other = (
+            "from pipeline import log; log.configure(); "
+            'log.get_logger("x").warning("a line of another")'
+        )
         subprocess.run([sys.executable, "-c", other], check=True)
         bar.move_to(4, figures, show=True)
-        subprocess.run(["bash", "-c", "source slurm/common.sh; say a line of the script | cat"], check=True)
+        script = "source slurm/common.sh; say a line of the script | cat"
+        subprocess.run(["bash", "-c", script], check=True)
         bar.move_to(5, figures, show=True)
         raise KeyboardInterrupt
 

@@ -13,12 +13,12 @@ from pipeline.model.from_hf import read_spec
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
-from pipeline.studies.runs import StudyRuns
-from pipeline.studies.study import load_study
+from studies.harness.runs import StudyRuns
+from studies.harness.study import load_study
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATIONS = sorted((ROOT / "configs").glob("*.yaml"))
-STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
+STUDIES = sorted((ROOT / "studies" / "configs").glob("*.yaml"))
 BASES = {
     "biography_rates": "neox-1m",
     "korean_llama3.2_1b": "llama-3.2-1b",

@@ -21,8 +21,8 @@ from pipeline.model.attention import Documents
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import is_base, load_base
+from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.initial_expansion import initial_expansion
-from pipeline.model.output import HiddenStates
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split

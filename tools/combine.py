@@ -1,51 +1,12 @@
-"""Puts expansions of one base into one folder.
-
-    scale-cpt combine served korean=runs/ko law=runs/law
-
-Each is a finished run of method `scale`, Preserve or Adapt, with a gate, exported in the format `scale`; or the folder
-of such an export. The folder that is made holds the base once, and is a model for transformers:
-
-    AutoModelForCausalLM.from_pretrained("served", trust_remote_code=True, active=["korean"])
-
-Where no gate has opened the text is the base's; docs/expansions.md says which expansion gives a token.
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from pipeline import command_line, log
-from pipeline.errors import ConfigError
-
-_logger = log.get_logger(__name__)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, help="the folder to make; an earlier combination is replaced"
-    )
-    parser.add_argument(
-        "runs",
-        metavar="NAME=RUN",
-        nargs="+",
-        help="an expansion's name, and its run's or export's folder",
-    )
-
-
-def main(arguments: argparse.Namespace) -> None:
-    runs = dict[str, Path]()
-    for pair in arguments.runs:
-        name, _, path = pair.partition("=")
-        if not path or name in runs:
-            raise ConfigError(f"{pair}: expected NAME=RUN, and each name once")
-        runs[name] = Path(path)
-    _logger.info("combining %s into %s: loading the libraries", ", ".join(runs), arguments.folder)
-    # Imported after the arguments are checked: a mistake in them is reported at once.
-    from pipeline.combination.combine import combine
-
-    combine(arguments.folder, runs)
-
+"""`scale-cpt combine` as a file. Its options: python tools/combine.py --help"""
 
 if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)
+    import sys
+
+    if not getattr(sys.flags, "safe_path", False):
+        # Python puts this folder first, where tokenize.py and inspect.py would hide Python's own.
+        del sys.path[0]
+    from pipeline.cli import main
+
+    sys.argv.insert(1, "combine")
+    main()

@@ -1,29 +1,12 @@
-"""Prints a script with which bash or zsh completes the commands of scale-cpt and their options.
-
-    scale-cpt completion bash > ~/.local/share/bash-completion/completions/scale-cpt
-    scale-cpt completion zsh > "${fpath[1]}/_scale-cpt"
-
-The shell reads the script when it starts.
-"""
-
-from __future__ import annotations
-
-import argparse
-
-from pipeline import command_line
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=["bash", "zsh"])
-
-
-def main(arguments: argparse.Namespace) -> None:
-    import shtab  # here, so that no other command needs it
-
-    from pipeline.cli import build_parser
-
-    print(shtab.complete(build_parser(), arguments.shell))
-
+"""`scale-cpt completion` as a file. Its options: python tools/completion.py --help"""
 
 if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)
+    import sys
+
+    if not getattr(sys.flags, "safe_path", False):
+        # Python puts this folder first, where tokenize.py and inspect.py would hide Python's own.
+        del sys.path[0]
+    from pipeline.cli import main
+
+    sys.argv.insert(1, "completion")
+    main()

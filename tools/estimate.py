@@ -1,49 +1,12 @@
-"""Estimates parameters, memory, traffic, FLOPs and time of a run, and recommends a layout.
-
-    scale-cpt estimate configs/demo.yaml --gpus 2
-
-Layouts that recompute more than they must are left out (--all lists them). A layout is recommended if at least 5 % of
-the usable memory is left, the error of the estimate. The base's weights are not needed: its config.json is enough
-(--base-config, if its folder is missing).
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-from pipeline import command_line
-from pipeline.config.run import load_config
-from pipeline.errors import ConfigError
-from pipeline.sizing.cluster import add_cluster_options, cluster_of
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    command_line.add_run(parser)
-    add_cluster_options(parser)
-    parser.add_argument("--all", action="store_true", help="list every layout")
-    parser.add_argument(
-        "--base-config", type=Path, help="the base's config.json, if its folder is missing"
-    )
-
-
-def main(arguments: argparse.Namespace) -> int:
-    if "gpus" not in arguments:
-        raise ConfigError("--gpus: give the number of GPUs")
-    from pipeline.sizing.estimate import (
-        open_estimator,
-        report,
-    )  # here, so that --help does not import torch
-
-    config, cluster = (
-        load_config(arguments.run, arguments.set, base="described"),
-        cluster_of(arguments),
-    )
-    estimator = open_estimator(config, cluster, base_config=arguments.base_config)
-    text, recommended = report(estimator, every=arguments.all)
-    print(text)
-    return 0 if recommended else 1
-
+"""`scale-cpt estimate` as a file. Its options: python tools/estimate.py --help"""
 
 if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)
+    import sys
+
+    if not getattr(sys.flags, "safe_path", False):
+        # Python puts this folder first, where tokenize.py and inspect.py would hide Python's own.
+        del sys.path[0]
+    from pipeline.cli import main
+
+    sys.argv.insert(1, "estimate")
+    main()

@@ -1,35 +1,12 @@
-"""Prints a run's state from its folder: running, waiting, done or failed; progress, speed and end.
-
-    scale-cpt status runs/demo
-    scale-cpt status runs/demo --json
-    scale-cpt status runs/korean
-
-A study's folder gives a line for each run that has started.
-"""
-
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-
-import orjson
-
-from pipeline import command_line
-from pipeline.run_folder.status import as_lines, as_text, read_status, runs_in
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="a run's folder, e.g. runs/demo, or a study's")
-    parser.add_argument("--json", action="store_true", help="for a program")
-
-
-def main(arguments: argparse.Namespace) -> None:
-    found = [read_status(folder) for folder in runs_in(arguments.run)] or read_status(arguments.run)
-    if arguments.json:
-        print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
-    else:
-        print(as_lines(found) if isinstance(found, list) else as_text(found))
-
+"""`scale-cpt status` as a file. Its options: python tools/status.py --help"""
 
 if __name__ == "__main__":
-    command_line.run_program(add_options, main, __doc__)
+    import sys
+
+    if not getattr(sys.flags, "safe_path", False):
+        # Python puts this folder first, where tokenize.py and inspect.py would hide Python's own.
+        del sys.path[0]
+    from pipeline.cli import main
+
+    sys.argv.insert(1, "status")
+    main()

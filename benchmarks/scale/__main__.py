@@ -1,8 +1,10 @@
-"""What grows with ranks, shards, files and steps, tried on one machine: sparse files, light processes, links.
+"""What grows with ranks, shards, files and steps, tried on one machine: sparse files, light
+processes, links.
 
     python -m benchmarks.scale --json benchmarks/out/scale.json --picture docs/scale.svg
 
-Slopes are the exponents by which costs grow. docs/scale.md says what is simulated. TMPDIR takes some GB and 10^6 files.
+Slopes are the exponents by which costs grow. docs/scale.md says what is simulated. TMPDIR takes
+some GB and 10^6 files.
 """
 
 from __future__ import annotations
@@ -15,35 +17,56 @@ from pathlib import Path
 
 from benchmarks.results import Row, make_parser
 from pipeline.errors import UserError
-from pipeline.files import read_object, write_json, write_text
-from pipeline.studies.report.drawing import Axis, Drawing
-from pipeline.studies.report.page import svg_file
-from pipeline.studies.report.plots import Chart
+from pipeline.files import read_object, write_json
+from studies.report.drawing import Drawing, set_ticks
+from studies.report.page import write_figure
+from studies.report.style import SOFT, TICK_SIZE
 
 SUBJECTS = ("corpora", "ranks", "watchdog", "run_folder")
-_WIDTH, _LINE, _LEFT = 820.0, 24.0, 470.0
-_WORDS = {0.0: "constant", 1.0: "linear", 2.0: "square"}
+_WIDTH = 820.0
+_LINE_HEIGHT = 24.0
+_LEFT = 470.0
+_RANGE = (-0.5, 2.5)
+_NAMES = {0.0: "constant", 1.0: "linear", 2.0: "square"}
+"""What the exponents of growth are called."""
 
 
-def draw(found: Mapping[str, Sequence[Row]]) -> Drawing:
-    """A line for each cost with a goal in the tables of all subjects, and a circle at its slope."""
-    tables = [table for of in found.values() for table in of]
-    costs = [
-        (table, name)
-        for table in tables
-        for name in table["goals"]
-        if table["slopes"][name] is not None
-    ]
+def slopes(found: Mapping[str, Sequence[Row]]) -> list[tuple[str, float]]:
+    """The name and the slope of each cost with a goal, in the tables of all subjects."""
+    costs: list[tuple[str, float]] = []
+    for tables in found.values():
+        for table in tables:
+            title = table["title"].partition(":")[0]
+            variable = next(iter(table["rows"][0]))
+            for name in table["goals"]:
+                slope = table["slopes"][name]
+                if slope is not None:
+                    costs.append((f"{title}: {name} by {variable}", slope))
+    return costs
+
+
+def draw(costs: Sequence[tuple[str, float]]) -> Drawing:
+    """A line for each cost, and a circle at its slope."""
+    area_height = _LINE_HEIGHT * len(costs)
     drawing = Drawing(
-        _WIDTH, _LINE * (len(costs) + 2), "slopes", "How costs grow", "The exponent of each cost"
+        _WIDTH,
+        area_height + 2 * _LINE_HEIGHT,
+        "slopes",
+        "How costs grow",
+        "The exponent of each cost",
     )
-    x = Axis(-0.5, 2.5, _LEFT, _WIDTH - 20, lambda tick: _WORDS[tick], tuple(_WORDS))
-    Chart(drawing, x, Axis(0, 1, _LINE * len(costs), 0, str))
-    for number, (table, name) in enumerate(costs):
-        y, slope = _LINE * (number + 0.5), table["slopes"][name]
-        label = f"{table['title'].partition(':')[0]}: {name} by {next(iter(table['rows'][0]))}"
-        drawing.text((_LEFT - 40, y + 4), label, "tick", "end")
-        drawing.mark((x(min(max(slope, -0.5), 2.5)), y), 0, tooltip=f"{slope:.2f}")
+    axes = drawing.add_axes(_LEFT, 0, _WIDTH - 20, area_height)
+    axes.set_xlim(*_RANGE)
+    axes.set_ylim(len(costs), 0)
+    set_ticks(axes.xaxis, list(_NAMES), list(_NAMES.values()))
+    set_ticks(axes.yaxis, [], [])
+    axes.axvline(0.0, color=SOFT, linewidth=1.0)
+    for number, (label, slope) in enumerate(costs):
+        y = _LINE_HEIGHT * (number + 0.5)
+        drawing.text((_LEFT - 40, y + 4), label, TICK_SIZE, color=SOFT, align="right")
+        shown = min(max(slope, _RANGE[0]), _RANGE[1])
+        at = drawing.position(axes, (shown, number + 0.5))
+        drawing.mark(at, 0, tooltip=f"{slope:.2f}")
     return drawing
 
 
@@ -72,7 +95,7 @@ def main() -> None:
             write_json(options.json, found)
         print(f"{subject}: {time.monotonic() - began:.0f} s", flush=True)
     if options.picture:
-        write_text(options.picture, svg_file(draw(found)))
+        write_figure(draw(slopes(found)), options.picture)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The watchdog: what rank 0 spends on the heartbeats of all ranks, and how soon it names one that is gone.
+"""The watchdog: what rank 0 spends on the heartbeats of all ranks, and how soon it names one that
+is gone.
 
-Rank 0 is the real one. The others are connections of one process, which send the heartbeats of real ranks.
+Rank 0 is the real one. The others are connections of one process, which send the heartbeats of real
+ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.results import Row
 from benchmarks.scale.growth import measured, report
-from pipeline.config.run import Watchdog as Limits
-from pipeline.health import watchdog
+from pipeline.config.run import WatchdogSettings as Limits
+from pipeline.health import channel, watchdog
 from pipeline.health.liveness import Phases, RankReport, Verdict
 
 GOALS: dict[str, float] = {
@@ -37,19 +39,20 @@ _REPORT = RankReport(
 
 
 def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
-    """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one is gone."""
+    """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one
+    is gone."""
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )  # a usual limit
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    listener, row = watchdog._listener(), Row()
+    listener, row = channel.listen(), Row()
 
     def named(verdict: Verdict) -> None:
         assert verdict.rank == ranks - 1, verdict.text
         own.send(verdict.text)
 
-    watchdog.connect = lambda: watchdog.Channel(listener, 0, _TOKEN)
-    hub = watchdog.Watchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
+    channel.connect = lambda: channel.Channel(listener, 0, _TOKEN)
+    hub = watchdog.RankWatchdog(limits, Phases(torch.device("cpu")), Path("/nonexistent"), named)
     with measured(row, "connecting_"):
         hub.__enter__()
         own.send(listener.getsockname()[1])
@@ -62,7 +65,8 @@ def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
 
 
 async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -> tuple[Row, float]:
-    """What rank 0 costs, and in how many seconds it names the last rank, which is killed, or only falls silent."""
+    """What rank 0 costs, and in how many seconds it names the last rank, which is killed, or only
+    falls silent."""
     beat_s = watchdog.heartbeat_interval_s(limits, ranks)
     results, own = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
@@ -73,9 +77,9 @@ async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -
     async def rank(number: int) -> None:
         await asyncio.sleep(random.Random(number).random() * beat_s)
         _, writers[number] = _, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(watchdog._line({"rank": number, "token": _TOKEN}))
+        writer.write(channel.encode({"rank": number, "token": _TOKEN}))
         while True:
-            writer.write(watchdog._line({"report": asdict(_REPORT)}))
+            writer.write(channel.encode({"report": asdict(_REPORT)}))
             await asyncio.sleep(beat_s)
 
     tasks = [asyncio.create_task(rank(number)) for number in range(1, ranks)]

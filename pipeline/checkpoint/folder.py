@@ -1,7 +1,8 @@
-"""The checkpoints of one run: choosing the one to resume from, publishing one, and removing old ones.
+"""The checkpoints of one run: choosing the one to resume from, publishing one, removing old ones.
 
-A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is complete; only then
-does the file `latest` name it. To go back further, a user writes an older one's name into `latest`.
+A checkpoint is a folder `step_00000500`. It is written under a hidden name and renamed when it is
+complete; only then does the file `latest` name it. To go back further, a user writes an older one's
+name into `latest`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import CHECKPOINT, MANIFEST_FILE
+from pipeline.config.run import RunConfig
 from pipeline.errors import CheckpointError, OutputError
 from pipeline.files import (
     check_replaceable,
@@ -28,35 +29,68 @@ from pipeline.files import (
 from pipeline.run_folder.checkpoint_names import LATEST, all_checkpoints, named_checkpoint, step_in
 
 DAMAGED = ".damaged"
+"""Ends the name of a checkpoint that was found damaged."""
 ROLLED_BACK = ".rolled_back"
-"""What a run saved after the checkpoint to which it then went back; removed when the next one is complete."""
+"""Ends the name of a checkpoint that is later than the one to which the run went back.
+
+It is removed when the next checkpoint is complete.
+"""
 
 
 def step_of(checkpoint: Path) -> int:
+    """The step at which a checkpoint was saved."""
     step = step_in(checkpoint.name)
     assert step is not None, checkpoint
     return step
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; None if nothing was saved yet. Raises CheckpointError if it is incomplete."""
+    """The checkpoint that `latest` names; None if nothing was saved yet.
+
+    Raises:
+        CheckpointError: it is missing or not complete.
+    """
     named = named_checkpoint(folder)
-    if named is not None and not (named / MANIFEST_FILE).exists():
-        others = ", ".join(path.name for path in all_checkpoints(folder) if path != named) or "none"
+    if named is None or (named / MANIFEST_FILE).exists():
+        return named
+    others = [path.name for path in all_checkpoints(folder) if path != named]
+    raise CheckpointError(
+        f"{folder / LATEST}: names {named.name}, which is missing or not complete; write another "
+        f"name: {', '.join(others) or 'none'}"
+    )
+
+
+def newest_checkpoint(config: RunConfig) -> Path:
+    """The checkpoint that a run's `checkpoints/latest` names.
+
+    Raises:
+        CheckpointError: the run has saved none, or `latest` names none.
+    """
+    checkpoint = latest_checkpoint(config.checkpoint_folder)
+    if checkpoint is None:
+        latest = config.checkpoint_folder / LATEST
         raise CheckpointError(
-            f"{folder / LATEST}: names {named.name}, which is missing or not complete; write another name: {others}"
+            f"{latest}: no such file; the run has no checkpoint yet: train it first"
         )
-    return named
+    return checkpoint
 
 
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints to resume from, best first: the one that `latest` names, then older ones."""
-    named, found = named_checkpoint(folder), all_checkpoints(folder)[::-1]
-    return found if named is None else [path for path in found if step_of(path) <= step_of(named)]
+    found = all_checkpoints(folder)
+    found.reverse()
+    named = named_checkpoint(folder)
+    if named is None:
+        return found
+    # Checkpoints after the one that `latest` names belong to steps that the run went back from.
+    return [path for path in found if step_of(path) <= step_of(named)]
 
 
-def set_aside(checkpoint: Path, suffix: str = DAMAGED) -> Path:
-    """Renames a checkpoint, so that it is no candidate and nothing of it is lost; returns its new path."""
+def quarantine(checkpoint: Path, suffix: str = DAMAGED) -> Path:
+    """Renames a checkpoint, so that no run resumes from it and nothing of it is lost.
+
+    Returns its new path.
+    """
     aside = checkpoint.with_name(checkpoint.name + suffix)
     for number in itertools.count(2):
         if not aside.exists():
@@ -75,61 +109,75 @@ def unfinished(final: Path) -> Path:
 def publish(partial: Path, final: Path) -> None:
     """Renames a complete checkpoint from `partial` to `final` and makes `latest` name it.
 
-    What is there and is no checkpoint, or a damaged one, is renamed: nothing of it is lost.
+    What is at `final` and is no checkpoint, or a damaged one, is renamed: nothing of it is lost.
     """
     try:
         check_replaceable(final, CHECKPOINT)
     except OutputError:
-        set_aside(final)
-    # An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is removed last.
+        quarantine(final)
+    # An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is
+    # removed only when the new one is in place.
     replaced = replace_directory(partial, final)
-    point_to(final)
+    set_latest(final)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def point_to(checkpoint: Path) -> None:
+def set_latest(checkpoint: Path) -> None:
     """Makes `latest` name `checkpoint`."""
     write_text(checkpoint.parent / LATEST, checkpoint.name + "\n")
 
 
-def go_back_to(checkpoint: Path) -> None:
-    """Makes `latest` name `checkpoint`, and renames the later ones: the run's steps after it are void.
+def rollback_to(checkpoint: Path) -> None:
+    """Makes `latest` name `checkpoint` and renames the later checkpoints, which are void.
 
-    So is one whose save was killed before `latest` named it: from the files alone it might be one of those.
+    A checkpoint whose save was killed before `latest` named it is renamed too: the files alone
+    cannot tell it from a void one.
     """
-    point_to(checkpoint)
+    set_latest(checkpoint)
     for path in all_checkpoints(checkpoint.parent):
         if step_of(path) > step_of(checkpoint):
-            set_aside(path, ROLLED_BACK)
+            quarantine(path, ROLLED_BACK)
 
 
 def superseded(
     steps: Sequence[int], keep_last: int, keep_every_steps: int | None, rollback_steps: int = 0
 ) -> list[int]:
-    """Which of the checkpoints after these `steps` (ascending) are to be removed.
+    """Which of the checkpoints at these `steps` (ascending) are to be removed.
 
-    One that lies `rollback_steps` behind the newest stays, with those after it: training may have to go back so far.
+    Kept are the last `keep_last`, every one at a multiple of `keep_every_steps`, and the newest one
+    that lies `rollback_steps` or more behind the last, with all after it: training may have to go
+    back so far. All are kept if none lies so far behind.
     """
     if not steps:
         return []
-    far_enough = [step for step in steps if step <= steps[-1] - rollback_steps]
-    oldest = min(steps[-keep_last:][0], far_enough[-1] if far_enough else steps[0])
-    return [
-        step
-        for step in steps
-        if step < oldest and (keep_every_steps is None or step % keep_every_steps != 0)
-    ]
+    oldest_kept = steps[-keep_last:][0]
+    rollback_step = steps[0]
+    for step in steps:
+        if step <= steps[-1] - rollback_steps:
+            rollback_step = step
+    oldest_kept = min(oldest_kept, rollback_step)
+
+    removed = []
+    for step in steps:
+        is_milestone = keep_every_steps is not None and step % keep_every_steps == 0
+        if step < oldest_kept and not is_milestone:
+            removed.append(step)
+    return removed
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint, and nothing else. It is renamed first: a kill cannot leave half of it under its name."""
-    if holds(CHECKPOINT, checkpoint):
-        aside = rename_aside(checkpoint)
-        with contextlib.suppress(
-            OSError
-        ):  # a file for each rank, on a file system that may be slow
-            deque(in_threads(os.unlink, aside.iterdir()), maxlen=0)
-        shutil.rmtree(aside, ignore_errors=True)
+    """Removes a checkpoint, and no other kind of folder.
+
+    It is renamed first, so that a kill cannot leave half of it under its own name.
+    """
+    if not holds(CHECKPOINT, checkpoint):
+        return
+    aside = rename_aside(checkpoint)
+    # There is a file for each rank, perhaps on a slow file system: several are removed at a time.
+    with contextlib.suppress(OSError):
+        for _ in in_threads(os.unlink, aside.iterdir()):
+            pass
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:

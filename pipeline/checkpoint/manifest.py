@@ -1,4 +1,4 @@
-"""A checkpoint's manifest.json: base, method, position in the run, parallel layout, and the hash of every file."""
+"""A checkpoint's manifest.json: the run, its position, the parallel layout, the files' hashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from pipeline.config.method import Method
 from pipeline.config.reading import flattened, with_defaults
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
-from pipeline.files import FolderKind, file_hash, first_fault, is_plain_name, read_bytes, write_json
+from pipeline.files import (
+    CHECKSUM,
+    FolderKind,
+    check_checksum,
+    file_hash,
+    first_fault,
+    is_plain_name,
+    parse_object,
+    read_bytes,
+    write_record,
+)
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
@@ -26,11 +36,14 @@ from pipeline.model.decoder import Decoder
 from pipeline.parallel.topology import Layout
 
 MANIFEST_FILE = "manifest.json"
+# A new entry with a default keeps the version: older checkpoints still load.
 FORMAT: Literal["scale-cpt checkpoint 3"] = "scale-cpt checkpoint 3"
 CHECKPOINT = FolderKind("a checkpoint", MANIFEST_FILE, FORMAT)
 _USE_ANOTHER = (
     "use another checkpoint: for a run, write its name into the file `latest` in the same folder"
 )
+# Settings that a checkpoint and the run that uses it must have in common: SAME_MODEL to build its
+# model, SAME_OVER_A_RUN to continue the run.
 SAME_MODEL = ("method", "base_precision")
 SAME_OVER_A_RUN = (
     *SAME_MODEL,
@@ -41,36 +54,42 @@ SAME_OVER_A_RUN = (
     "tokenizer_fingerprint",
     "data",
 )
+# Where files are may change during a run: the record of a run leaves paths out.
 _CORPUS = {"input": True, "clean": True, "heldout_input": True, "sample": {"prompts"}}
 PATHS: Any = {"folder": True, "corpora": {"__all__": _CORPUS}}
 
 
-class _Record(BaseModel):
+class _ManifestSection(BaseModel):
+    # An unknown entry is refused: it is damage, or of a version that this one cannot resume.
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class StepRecord(NamedTuple):
-    """What the detection of loss spikes needs of a step: its number, loss, and gradient norm before clipping."""
+    """What the detection of loss spikes needs of a step; the gradient norm is before clipping."""
 
     step: int
     loss: float
     gradient_norm: float
 
 
-class Position(_Record):
-    """The progress of a run, and everything needed to resume it exactly. Immutable: `changed` returns a copy.
+class Position(_ManifestSection):
+    """The progress of a run, and everything needed to resume it exactly.
 
-    A step's samples depend on its number alone, so the position needs no record of the data read.
+    It is immutable: `changed` returns a copy. A step's samples depend on its number alone, so the
+    position needs no record of the data read.
 
     Attributes:
-        step, tokens_seen: the steps completed so far, including those that were skipped.
+        step: the steps completed so far, including those that were skipped.
+        tokens_seen: the tokens of these steps.
         seconds: the time spent in training steps, over all attempts.
-        skipped_steps: the numbers, from 1, of the steps that must not change the weights: their loss or gradient was
-            not finite, or a rollback excluded them.
-        recomputed_steps: how many were computed twice, and were finite the second time.
+        skipped_steps: the numbers, from 1, of the steps that must not change the weights: their
+            loss or gradient was not finite, or a rollback excluded them.
+        recomputed_steps: how many steps were computed twice, and were finite the second time.
         rollbacks: how often the run went back to a checkpoint because of a spike.
-        learning_rate_factor: what the schedule's rate is multiplied by; a forgetting budget lowers it.
-        initial_nll_per_token: of each held-out corpus before the first step: forgetting is measured from there.
+        learning_rate_factor: the factor by which the schedule's rate is multiplied. An observer may
+            lower it.
+        initial_nll_per_token: the score of each held-out corpus before the first step, from which
+            forgetting is measured.
         recent: the last steps that changed the weights, oldest first.
     """
 
@@ -92,11 +111,13 @@ class Position(_Record):
         return self.changed(skipped_steps=tuple(sorted({*self.skipped_steps, *steps})))
 
 
-class BaseRecord(_Record):
-    """The base, which the checkpoint does not hold: its path, the SHA-256 of each weight file, and its architecture.
+class BaseRecord(_ManifestSection):
+    """The base, which the checkpoint refers to and does not hold.
 
-    `hub` is where a base from the Hugging Face hub came from, `org/name@commit`. `architecture` is None in a checkpoint
-    of an earlier version.
+    Attributes:
+        hashes: the SHA-256 of each weight file.
+        hub: `org/name@commit` of a base from the Hugging Face hub.
+        architecture: None in a checkpoint of an earlier version.
     """
 
     path: str
@@ -105,7 +126,7 @@ class BaseRecord(_Record):
     architecture: dict[str, Any] | None = None
 
 
-class LayoutRecord(_Record):
+class LayoutRecord(_ManifestSection):
     """The parallel layout that wrote the files."""
 
     world_size: int
@@ -115,13 +136,17 @@ class LayoutRecord(_Record):
     dtype: str
 
 
-class RunRecord(_Record):
+class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
-    `method` and `data` are those sections of the run configuration, without paths; `expansion` holds the added widths,
-    or is None if nothing is added. `new_rows` is how many rows the extended vocabulary of the folder `vocabulary` has.
-    `corpora` holds a hash of the tokens of each corpus that is read, by the name of its folder; None in a checkpoint of
-    an earlier version.
+    Attributes:
+        method: the section of the run configuration.
+        expansion: the added widths; None if nothing is added.
+        data: the section of the run configuration, without paths.
+        corpora: a hash of the tokens of each corpus that is read, by the name of its folder; None
+            in a checkpoint of an earlier version.
+        vocabulary: the folder of the extended vocabulary.
+        new_rows: how many tokens that vocabulary adds.
     """
 
     name: str
@@ -139,7 +164,7 @@ class RunRecord(_Record):
     new_rows: int = 0
 
 
-class FileRecord(_Record):
+class CheckpointFile(_ManifestSection):
     """One file of the checkpoint."""
 
     bytes: int
@@ -154,18 +179,20 @@ def _versions() -> dict[str, str]:
     }
 
 
-class Manifest(_Record):
+class CheckpointManifest(_ManifestSection):
     """The contents of a checkpoint's manifest.json, which is written last."""
 
     format: Literal["scale-cpt checkpoint 3"] = FORMAT
     run: RunRecord
     position: Position
     layout: LayoutRecord
+    # For those who look into a checkpoint; nothing compares them.
     versions: dict[str, str] = Field(default_factory=_versions)
-    files: dict[str, FileRecord]
+    files: dict[str, CheckpointFile]
 
     def save(self, folder: Path) -> None:
-        write_json(folder / MANIFEST_FILE, self.model_dump(mode="json"))
+        """Writes manifest.json into `folder`, with a checksum of its content."""
+        write_record(folder / MANIFEST_FILE, self)
 
 
 def describe_run(
@@ -175,7 +202,16 @@ def describe_run(
     tokenizer_fingerprint: str,
     corpora: Mapping[str, str] | None = None,
 ) -> RunRecord:
-    """The record of the run `config`; `corpora` are the hashes of what it reads, None where nothing is read."""
+    """The record of the run `config`.
+
+    `corpora` are the hashes of the corpora that it reads; None where nothing is read.
+    """
+    expansion = None
+    if model.plan is not None:
+        expansion = asdict(model.plan.expansion)
+    vocabulary = None
+    if config.vocabulary is not None:
+        vocabulary = str(config.vocabulary.folder)
     return RunRecord(
         name=config.name,
         base=BaseRecord(
@@ -186,15 +222,15 @@ def describe_run(
         ),
         base_precision=config.base_precision,
         method=config.method.model_dump(mode="json"),
-        expansion=None if model.plan is None else asdict(model.plan.expansion),
+        expansion=expansion,
         data=config.data.model_dump(mode="json", exclude=PATHS),
         corpora=None if corpora is None else dict(corpora),
         global_batch_size=config.schedule.global_batch_size,
         optimizer=config.schedule.optimizer,
         seed=config.seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
-        vocabulary=None if config.vocabulary is None else str(config.vocabulary.folder),
-        new_rows=base.spec.new_rows,
+        vocabulary=vocabulary,
+        new_rows=base.spec.new_tokens,
     )
 
 
@@ -208,111 +244,162 @@ def describe_layout(layout: Layout, zero_stage: int, dtype: torch.dtype) -> Layo
     )
 
 
-def load_manifest(folder: Path) -> Manifest:
+def load_manifest(folder: Path) -> CheckpointManifest:
     """Reads the manifest of the checkpoint in `folder`.
 
-    Raises DamagedCheckpointError if it is missing or damaged, CheckpointError if it is of another version or malicious.
+    Manifests of earlier versions have no checksum, and are read without one.
+
+    Raises:
+        DamagedCheckpointError: it is missing, damaged, or was changed after it was written.
+        CheckpointError: it cannot be read, is of another version, or names files elsewhere.
     """
     path = folder / MANIFEST_FILE
     try:
-        manifest = Manifest.model_validate_json(read_bytes(path, CheckpointError, _USE_ANOTHER))
+        data = read_bytes(path, CheckpointError, _USE_ANOTHER)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{path}: no such file; expected a run's folder or one of its checkpoints, such as "
             "checkpoints/step_00000500"
         ) from None
+    content = parse_object(data, path, DamagedCheckpointError, _USE_ANOTHER)
+    checksum = content.pop(CHECKSUM, None)
+    try:
+        manifest = CheckpointManifest.model_validate(content)
     except ValidationError as error:
-        of_another_version = error.errors()[0]["loc"] == ("format",)
-        kind = CheckpointError if of_another_version else DamagedCheckpointError
-        raise kind(f"{path}: not a checkpoint's manifest: {first_fault(error)}") from None
+        is_of_another_version = error.errors()[0]["loc"] == ("format",)
+        kind = CheckpointError if is_of_another_version else DamagedCheckpointError
+        raise kind(
+            f"{path}: not a checkpoint's manifest: {first_fault(error)}; {_USE_ANOTHER}"
+        ) from None
+    # A manifest may come from a stranger: no name in it may lead out of the folder.
     if not all(map(is_plain_name, manifest.files)):
         raise CheckpointError(f"{path}: names files outside its folder; do not use this checkpoint")
+    check_checksum(content, checksum, path, DamagedCheckpointError, _USE_ANOTHER)
     return manifest
 
 
-def check_file(manifest: Manifest, folder: Path, name: str) -> None:
+def check_file(manifest: CheckpointManifest, folder: Path, name: str) -> None:
     """Checks that the file `name` of a checkpoint is, byte for byte, what was written.
 
-    Raises DamagedCheckpointError if it is not, CheckpointStorageError if this node does not see the whole checkpoint.
+    Raises:
+        DamagedCheckpointError: it is missing, or differs.
+        CheckpointStorageError: this node does not see the checkpoint at all.
     """
-    path, record = folder / name, manifest.files[name]
+    path = folder / name
+    record = manifest.files[name]
     try:
+        # The size first: it finds a file that was cut short without reading it.
         if path.stat().st_size == record.bytes and file_hash(path) == record.sha256:
             return
     except FileNotFoundError:
         if not (folder / MANIFEST_FILE).exists():
             raise CheckpointStorageError(
-                f"{folder}: not visible on {socket.gethostname()}; check the file system there, then start again"
+                f"{folder}: not visible on {socket.gethostname()}; check the file system there, "
+                "then start again"
             ) from None
     raise DamagedCheckpointError(f"{path}: missing, or not what was written; {_USE_ANOTHER}")
 
 
 def check_same_run(
-    manifest: Manifest, folder: Path, run: RunRecord, names: tuple[str, ...] = SAME_OVER_A_RUN
+    manifest: CheckpointManifest,
+    folder: Path,
+    run: RunRecord,
+    names: tuple[str, ...] = SAME_OVER_A_RUN,
 ) -> None:
-    """Checks that a run can resume from a checkpoint: that `names` of it and the base are the same.
+    """Checks that a run can resume from a checkpoint.
 
-    With its `data` go the corpora. Otherwise raises CheckpointError. The layout may differ. Settings that did not exist
-    when the checkpoint was saved have their defaults; what it does not record (`not_recorded`) is not compared.
+    Compared are the base, the settings `names`, and with `data` the content of the corpora. The
+    parallel layout may differ. Settings that did not exist when the checkpoint was saved have their
+    defaults; what the checkpoint does not record (`not_recorded`) is not compared.
+
+    Raises:
+        CheckpointError: one of them differs.
     """
-    if manifest.run.base.hashes != run.base.hashes:
+    saved_base = manifest.run.base
+    if saved_base.hashes != run.base.hashes:
         raise CheckpointError(
-            f"{folder}: its base {manifest.run.base.path} had other weights than the configuration's base has; "
-            "point `base` at that model, or start a run in another folder"
+            f"{folder}: its base {saved_base.path} had other weights than the configuration's base "
+            "has; point `base` at that model, or start a run in another folder"
         )
-    if changed := changed_entry(manifest.run.base.architecture, run.base.architecture):
+    changed = changed_entry(saved_base.architecture, run.base.architecture)
+    if changed:
         raise CheckpointError(
-            f"{folder}: the config.json of its base {manifest.run.base.path} had another {changed}; put it back as it "
-            "was, or start a run in another folder"
+            f"{folder}: the config.json of its base {saved_base.path} had another {changed}; put "
+            "it back as it was, or start a run in another folder"
         )
-    saved, wanted = (_compared(record, names) for record in (manifest.run, run))
-    if others := [name for name in saved | wanted if saved.get(name) != wanted.get(name)]:
-        name, more = others[0], f" and {len(others) - 1} other settings" if len(others) > 1 else ""
+
+    saved = _compared(manifest.run, names)
+    wanted = _compared(run, names)
+    # Names of either: a setting may exist in one of them only, as those of another method.
+    different = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
+    if different:
+        name = different[0]
+        more = ""
+        if len(different) > 1:
+            more = f" and {len(different) - 1} other settings"
         raise CheckpointError(
-            f"{folder}: was trained with another {name} (expected {saved.get(name)!r}, found {wanted.get(name)!r})"
-            f"{more}; set it back, or name another `folder` in the configuration, where a new run begins"
+            f"{folder}: was trained with another {name} (expected {saved.get(name)!r}, found "
+            f"{wanted.get(name)!r}){more}; set it back, or name another `folder` in the "
+            "configuration, where a new run begins"
         )
     if "data" in names:
         _check_same_corpora(manifest, folder, run)
 
 
-def _check_same_corpora(manifest: Manifest, folder: Path, run: RunRecord) -> None:
-    """Raises CheckpointError where a corpus holds other tokens than the one that the checkpoint was trained on.
+def _check_same_corpora(manifest: CheckpointManifest, folder: Path, run: RunRecord) -> None:
+    """Compares the content of the corpora that the checkpoint and the run both read.
 
-    Which corpora there are is a setting, and compared with the settings.
+    Which corpora there are is a setting, and is compared with the settings.
+
+    Raises:
+        CheckpointError: a corpus holds other tokens than when the checkpoint was trained.
     """
-    before, now = manifest.run.corpora or {}, run.corpora or {}
-    others = [name for name in before if name in now and before[name] != now[name]]
-    if others:
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    before = manifest.run.corpora or {}
+    now = run.corpora or {}
+    changed = [name for name in before if name in now and before[name] != now[name]]
+    if changed:
+        more = ""
+        if len(changed) > 1:
+            more = f" and {len(changed) - 1} more"
         raise CheckpointError(
-            f"{folder}: was trained when the corpus {others[0]}{more} held other tokens than it holds now; put that "
-            "corpus back (make it again of the same files), or name another `folder` in the configuration, where a "
-            "new run begins"
+            f"{folder}: was trained when the corpus {changed[0]}{more} held other tokens than it "
+            "holds now; put that corpus back (make it again of the same files), or name another "
+            "`folder` in the configuration, where a new run begins"
         )
 
 
-def not_recorded(manifest: Manifest) -> list[str]:
-    """What a checkpoint of an earlier version does not record, so that nobody can tell whether it changed."""
-    run = manifest.run
-    lacks = {
-        "the config.json of its base": run.base.architecture is None,
-        "the tokens of its corpora": run.corpora is None,
-    }
-    return [what for what, is_lacking in lacks.items() if is_lacking]
+def not_recorded(manifest: CheckpointManifest) -> list[str]:
+    """The inputs that a checkpoint of an earlier version does not record.
+
+    Nobody can tell whether they changed.
+    """
+    missing = []
+    if manifest.run.base.architecture is None:
+        missing.append("the config.json of its base")
+    if manifest.run.corpora is None:
+        missing.append("the tokens of its corpora")
+    return missing
 
 
 def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
-    """The settings `names` of a run by their dotted names, without where its corpora come from."""
+    """The settings `names` of a run by their dotted names, without the sources of its corpora."""
+    # The schemas fill in the defaults of settings that are not recorded.
     corpora = {name: _with_files(corpus) for name, corpus in run.data["corpora"].items()}
-    data = with_defaults(Data, run.data | {"folder": "-", "corpora": corpora})
-    record = run.model_dump() | {"data": data, "method": with_defaults(Method, run.method)}
+    record = run.model_dump()
+    record["data"] = with_defaults(Data, run.data | {"folder": "-", "corpora": corpora})
+    record["method"] = with_defaults(Method, run.method)
     return dict(flattened({name: record[name] for name in names}))
 
 
 def _with_files(corpus: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a corpus without its source, and with names for its files: without these it is not valid."""
-    files: dict[str, Any] = {"input": ["-"]}
-    if sample := corpus.get("sample"):
-        files = {"sample": {**sample, "prompts": ["-"]}}
-    return {name: value for name, value in corpus.items() if name != "source"} | files
+    """The record of a corpus without its source, and with placeholders for its files.
+
+    The record has no paths, and without any the schema would refuse it.
+    """
+    settings = {name: value for name, value in corpus.items() if name != "source"}
+    sample = corpus.get("sample")
+    if sample:
+        settings["sample"] = {**sample, "prompts": ["-"]}
+    else:
+        settings["input"] = ["-"]
+    return settings

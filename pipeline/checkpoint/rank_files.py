@@ -1,8 +1,10 @@
 """The file of each rank in a checkpoint, and a reader of all of them for any parallel layout.
 
-A rank writes what its optimizer holds: of each trained parameter a run of its flattened shard, in fp32, with its
-moments: Adam's two, or Muon's one under the name of Adam's first. All ZeRO stages, data- and tensor-parallel sizes give
-the same kind of file. It is a safetensors file: nothing in it is executed, and only what is needed is read.
+A rank writes what its optimizer holds: for each trained parameter a contiguous part of the
+parameter's flattened shard, in fp32, and the moments of that part: Adam's two, or Muon's one under
+the name of Adam's first. The kind of file is the same for all ZeRO stages and for all data- and
+tensor-parallel sizes. It is a safetensors file: nothing in it is executed, and only what is needed
+is read.
 """
 
 from __future__ import annotations
@@ -35,16 +37,18 @@ _LAYOUT = "layout"
 _RANDOM = "random_state/"
 _STEP = "adam_step"
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+_FLOAT_BYTES = 4
 
 
 class RankState(NamedTuple):
     """What a rank saves.
 
     Attributes:
-        first: of each parameter that it holds a part of, the first element of that part in the flattened shard.
+        first: for each parameter that the rank holds a part of, the first element of that part in
+            the flattened shard.
         values: the parts [n], by `<parameter>/<kind>`.
-        adam_step: how many steps Adam has counted, of the type that it counts in.
-        random_state: of the device `cpu` and, with a GPU, `cuda`.
+        adam_step: how many steps Adam has counted, in the dtype that it counts in.
+        random_state: the random state of the device `cpu` and, with a GPU, of `cuda`.
     """
 
     tp_rank: int
@@ -62,26 +66,33 @@ def rank_file(folder: Path, rank: int) -> Path:
 def write_rank_file(path: Path, state: RankState) -> None:
     """Writes a rank's state, and syncs the file to disk.
 
-    Tensor by tensor: `safetensors.torch.save_file` would copy all of them from the GPU first.
+    The file is written tensor by tensor: `safetensors.torch.save_file` would first copy all of them
+    from the GPU to the host.
     """
-    tensors = state.values | {_STEP: state.adam_step}
-    tensors |= {_RANDOM + device: value for device, value in state.random_state.items()}
-    layout = json.dumps({"tp_rank": state.tp_rank, "tp_size": state.tp_size, "first": state.first})
-    header: dict[str, Any] = {"__metadata__": {_LAYOUT: layout}}
-    end = 0
+    tensors = dict(state.values)
+    tensors[_STEP] = state.adam_step
+    for device, random_state in state.random_state.items():
+        tensors[_RANDOM + device] = random_state
+
+    # The safetensors format: the header's length, the header as JSON, then all values in order.
+    layout = {"tp_rank": state.tp_rank, "tp_size": state.tp_size, "first": state.first}
+    header: dict[str, Any] = {"__metadata__": {_LAYOUT: json.dumps(layout)}}
+    begin = 0
     for name, tensor in tensors.items():
-        offsets = [end, end := end + tensor.nbytes]
+        end = begin + tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": [*tensor.shape],
-            "data_offsets": offsets,
+            "data_offsets": [begin, end],
         }
+        begin = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             file.write(tensor.cpu().numpy().data)
+        # On the disk before a manifest says that it is.
         file.flush()
         os.fsync(file.fileno())
 
@@ -89,18 +100,22 @@ def write_rank_file(path: Path, state: RankState) -> None:
 def read_random_state(folder: Path, rank: int) -> dict[str, Tensor]:
     """The random state of each device that `rank` saved."""
     path = rank_file(folder, rank)
+    states: dict[str, Tensor] = {}
     with _faults_of(path), safe_open(path, "pt") as file:
-        names = [name for name in file.keys() if name.startswith(_RANDOM)]  # noqa: SIM118  # no mapping
-        return {name.removeprefix(_RANDOM): file.get_tensor(name) for name in names}
+        for name in file.keys():  # noqa: SIM118  # safe_open gives no mapping
+            if name.startswith(_RANDOM):
+                states[name.removeprefix(_RANDOM)] = file.get_tensor(name)
+    return states
 
 
 class Index(NamedTuple):
     """Where everything is in the files of a checkpoint; read once, for all ranks.
 
     Attributes:
-        parts: by parameter and tensor-parallel rank, the parts of the flattened shard in their order. Of each: its
-            first element, its length, the number of its file, and where its values begin there: int64 [parts, 4].
-        tp_size: the tensor-parallel size at which it was saved.
+        parts: by parameter and tensor-parallel rank, the parts of the flattened shard in ascending
+            order: int64 [parts, 4]. The columns are the part's first element, its length, the
+            number of its file in `files`, and the byte of that file at which its weights begin.
+        tp_size: the tensor-parallel size of the run that saved it.
     """
 
     folder: Path
@@ -111,81 +126,124 @@ class Index(NamedTuple):
 
 
 def read_index(folder: Path) -> Index:
-    """Reads the headers of all files of a checkpoint. Raises CheckpointError if one is damaged, or there is none."""
+    """Reads the headers of all files of a checkpoint.
+
+    Raises:
+        CheckpointError: a file is damaged, or there is none.
+    """
     files = sorted(folder.glob("rank_*.safetensors"))
     if not files:
         raise CheckpointError(
             f"{folder}: holds no rank_*.safetensors; name the folder of a checkpoint"
         )
-    found: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
+    # All ranks have counted the same steps.
     with _faults_of(files[0]), safe_open(files[0], "pt") as first_file:
         adam_step = first_file.get_tensor(_STEP)
+
+    # Flat arrays of numbers: a checkpoint of a thousand ranks has millions of parts.
+    found: dict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
+    tp_size = 1
     for number, path in enumerate(files):
         with _faults_of(path), path.open("rb") as file:
-            data = 8 + int.from_bytes(file.read(8), "little")
-            header = orjson.loads(file.read(min(data, path.stat().st_size) - 8))
+            header_bytes = int.from_bytes(file.read(8), "little")
+            # A damaged length must not ask for more memory than the file has bytes.
+            header = orjson.loads(file.read(min(header_bytes, path.stat().st_size - 8)))
             layout = orjson.loads(header["__metadata__"][_LAYOUT])
-            tp_rank, tp_size = int(layout["tp_rank"]), int(layout["tp_size"])
+            tp_rank = int(layout["tp_rank"])
+            tp_size = int(layout["tp_size"])
             for name, first in layout["first"].items():
-                written = header[f"{name}/fp32"]
-                [length], [begin, _] = written["shape"], written["data_offsets"]
-                found[name, tp_rank].extend((first, length, number, data + begin))
-    tables = {key: np.frombuffer(own, dtype=np.int64).reshape(-1, 4) for key, own in found.items()}
-    parts = {key: table[table[:, 0].argsort()] for key, table in tables.items()}
+                weights = header[f"{name}/fp32"]
+                [length] = weights["shape"]
+                [begin, _] = weights["data_offsets"]
+                place = 8 + header_bytes + begin
+                found[name, tp_rank].extend((first, length, number, place))
+
+    parts: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+    for key, numbers in found.items():
+        table = np.frombuffer(numbers, dtype=np.int64).reshape(-1, 4)
+        parts[key] = table[table[:, 0].argsort()]
     return Index(folder, files, parts, tp_size, adam_step)
 
 
 class CheckpointReader:
-    """The trained parameters and their Adam moments in a checkpoint, merged over all ranks.
+    """The trained parameters and their moments in a checkpoint, merged over all ranks.
 
-    `model` gives each parameter's whole shape and how it is split (it may be on the meta device, and of any
-    tensor-parallel size). A file is opened when a part of it is read. `names` are the parameters that trained. Raises
-    CheckpointError where the checkpoint is damaged, lacks something, or does not fit `model`.
+    A file is opened when a part of it is first read.
+
+    Attributes:
+        names: the parameters that were trained, in the order of the model.
+        tp_size: the tensor-parallel size of the run that saved the checkpoint.
+        adam_step: how many steps Adam has counted.
     """
 
     def __init__(self, index: Index, model: nn.Module) -> None:
-        self.folder, self.tp_size, self.adam_step = index.folder, index.tp_size, index.adam_step
+        """`model` gives each parameter's whole shape and how it is split.
+
+        It may be on the meta device, and of any tensor-parallel size.
+
+        Raises:
+            CheckpointError: the checkpoint holds parameters that `model` does not have, or more of
+                one than there is.
+        """
+        self.folder = index.folder
+        self.tp_size = index.tp_size
+        self.adam_step = index.adam_step
         self._index = index
-        # Mapped, so that a thousand of them are no open files.
+        # Memory-mapped: a thousand of them would be too many open files.
         self._file = lru_cache(None)(lambda number: np.memmap(index.files[number], np.uint8, "r"))
         self._parameters = dict(model.named_parameters())
         found = {name for name, _ in index.parts}
-        if unknown := sorted(found - set(self._parameters)):
+        unknown = sorted(found - set(self._parameters))
+        if unknown:
             raise CheckpointError(
-                f"{self.folder}: holds {unknown[0]} and {len(unknown) - 1} more, unknown to the model of its manifest; "
-                "use the checkpoint with the method and base it was trained with"
+                f"{self.folder}: holds {unknown[0]} and {len(unknown) - 1} more, unknown to the "
+                "model of its manifest; use the checkpoint with the method and base it was trained "
+                "with"
             )
         self.names = [name for name in self._parameters if name in found]
         for (name, tp_rank), parts in index.parts.items():
             parameter = self._parameters[name]
             shard = local_shape(full_shape_of(parameter), partition_of(parameter), self.tp_size)
+            # Files of two saves, mixed in one folder, would overlap.
             if parts[:, 1].sum() > prod(shard):
                 raise CheckpointError(
-                    f"{self.folder}: the files of tensor-parallel rank {tp_rank} hold more of {name} than there is; "
-                    "use another checkpoint"
+                    f"{self.folder}: the files of tensor-parallel rank {tp_rank} hold more of "
+                    f"{name} than there is; use another checkpoint"
                 )
 
     def read(self, name: str, kind: Kind = "fp32") -> Tensor:
-        """The whole trained parameter `name`, or a moment of it, in fp32."""
+        """The whole trained parameter `name`, or a moment of it, in fp32.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or does not hold all of it.
+        """
         parameter = self._trained(name)
-        partition, shape = partition_of(parameter), full_shape_of(parameter)
-        shard = local_shape(shape, partition, self.tp_size)
-        # A parameter that is not split is whole on every rank: rank 0's is read.
-        ranks = range(self.tp_size if partition.dim is not None else 1)
-        shards = [
-            self._read(name, kind, tp_rank, (0, prod(shard))).view(shard) for tp_rank in ranks
-        ]
+        partition = partition_of(parameter)
+        shape = full_shape_of(parameter)
+        shard_shape = local_shape(shape, partition, self.tp_size)
+        # A parameter that is not split is whole on every rank: rank 0's copy is read.
+        shard_count = 1 if partition.dim is None else self.tp_size
+        shards = []
+        for tp_rank in range(shard_count):
+            shard = self._read(name, kind, tp_rank, (0, prod(shard_shape)))
+            shards.append(shard.view(shard_shape))
         return merge(shards, partition, shape[partition.dim or 0])
 
     def read_span(self, name: str, kind: Kind, tp_rank: int, tp_size: int, span: Span) -> Tensor:
-        """Elements `span` of the flattened shard that `tp_rank` of `tp_size` holds of a parameter, or of its moment.
+        """Elements `span` of the flattened shard of a parameter, or of its moment.
 
-        Reads nothing else if the checkpoint has the same tensor-parallel size.
+        The shard is the one that `tp_rank` of `tp_size` holds. If the checkpoint has the same
+        tensor-parallel size, nothing else is read.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or does not hold all of it.
         """
         partition = partition_of(self._trained(name))
         if tp_size == self.tp_size:
             return self._read(name, kind, tp_rank, span)
-        return split(self.read(name, kind), partition, tp_rank, tp_size).flatten()[slice(*span)]
+        # At another size the shard's elements lie in several of the saved shards.
+        shard = split(self.read(name, kind), partition, tp_rank, tp_size)
+        return shard.flatten()[slice(*span)]
 
     def _trained(self, name: str) -> nn.Parameter:
         if (name, 0) not in self._index.parts:
@@ -195,24 +253,29 @@ class CheckpointReader:
         return self._parameters[name]
 
     def _read(self, name: str, kind: Kind, tp_rank: int, span: Span) -> Tensor:
-        values = np.empty(span[1] - span[0], np.float32)
-        parts, at = self._index.parts.get((name, tp_rank), np.zeros((0, 4), np.int64)), span[0]
+        first_wanted, end_wanted = span
+        values = np.empty(end_wanted - first_wanted, np.float32)
+        no_parts = np.zeros((0, 4), np.int64)
+        parts = self._index.parts.get((name, tp_rank), no_parts)
+        # The last part that begins at or before the first wanted element.
+        number_of_first = np.searchsorted(parts[:, 0], first_wanted, "right") - 1
+        # A moment follows the weights of the same part, and the second moment the first.
+        kinds_before = get_args(Kind).index(kind)
+        at = first_wanted
         with _faults_of(self.folder):
-            for first, length, number, place in parts[
-                np.searchsorted(parts[:, 0], at, "right") - 1 :
-            ].tolist():
-                end = min(span[1], first + length)
+            for first, length, file_number, place in parts[number_of_first:].tolist():
+                end = min(end_wanted, first + length)
                 if not first <= at < end:
                     break
-                # A moment follows the weights, and the second one the first.
-                start = place + 4 * (get_args(Kind).index(kind) * length + at - first)
-                stored = self._file(number)[start : start + 4 * (end - at)]
-                values[at - span[0] : end - span[0]] = stored.view(np.float32)
+                start = place + _FLOAT_BYTES * (kinds_before * length + at - first)
+                stored = self._file(file_number)[start : start + _FLOAT_BYTES * (end - at)]
+                values[at - first_wanted : end - first_wanted] = stored.view(np.float32)
                 at = end
-        if at < span[1]:
+        if at < end_wanted:
             raise CheckpointError(
-                f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up {name}; copy the whole "
-                "folder, from every node, and use it with the method and base it was trained with"
+                f"{self.folder}: the files of tensor-parallel rank {tp_rank} do not make up "
+                f"{name}; copy the whole folder, from every node, and use it with the method and "
+                "base it was trained with"
             )
         return torch.from_numpy(values)
 

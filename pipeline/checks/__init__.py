@@ -1,1 +1,1 @@
-"""The door: what a user brings to a run, checked once. Dry run, stages and preflight share the checks."""
+"""What a user brings to a run, checked once: by a dry run, by the stages, and by the preflight."""

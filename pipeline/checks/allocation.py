@@ -1,4 +1,8 @@
-"""Memory, disk and files of an allocation before the first step. Every rank calls these checks together."""
+"""The preflight's checks of an allocation: links, processors, memory, disk and files.
+
+Every rank calls each check, at the same time as the others. A check returns the same finding on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipeline.checks.devices import Fault, Finding
-from pipeline.checks.inputs import Inputs
+from pipeline.checks.devices import (
+    Fault,
+    Finding,
+    judge_all_reduce,
+    judge_products,
+    measure_all_reduce,
+    measure_product,
+)
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.method import ScaleMethod
-from pipeline.data.corpus.token_corpus import MANIFEST, SAMPLED_BYTES
+from pipeline.data.corpus.manifest import MANIFEST
+from pipeline.data.corpus.token_corpus import SAMPLED_BYTES
 from pipeline.data.tokenize.corpora import heldout_folder, train_folder
 from pipeline.data.tokenizer.load import tokenizer_file
 from pipeline.errors import DataError
@@ -33,9 +45,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The ranks that are to train a run; `nodes` holds the node of every rank, by rank, under its Slurm name."""
+    """The ranks that are to train a run.
 
-    inputs: Inputs
+    Args:
+        inputs: What the run reads.
+        groups: The process groups of the ranks.
+        device: This rank's device.
+        nodes: The Slurm name of every rank's node, by rank.
+    """
+
+    inputs: RunInputs
     groups: ProcessGroups
     device: torch.device
     nodes: list[str]
@@ -47,98 +66,163 @@ class Allocation:
 
     @property
     def is_first_on_node(self) -> bool:
+        """Whether this rank is the lowest of its node."""
         return dist.get_rank() in self.first_ranks
 
     @property
-    def ranks_here(self) -> int:
+    def ranks_on_node(self) -> int:
+        """The number of ranks on this rank's node."""
         return self.nodes.count(self.nodes[dist.get_rank()])
 
     def estimator(self) -> Estimator:
         """The estimate of the run's own layout."""
-        from pipeline.sizing.estimate import (
-            Estimator,
-        )  # its imports take seconds, and every stage reads this module
+        # Its imports take seconds, and every stage imports this module.
+        from pipeline.sizing.estimate import Estimator
 
-        cluster = Cluster(len(self.nodes), gpus_per_node=self.ranks_here)
+        cluster = Cluster(len(self.nodes), gpus_per_node=self.ranks_on_node)
         return Estimator(
             self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster
         )
 
 
-# --- Memory: what the estimate needs, and what devices and hosts have ------------------------------------------------
+# --- Links and processors -------------------------------------------------------------------------
+
+_MIN_GB_PER_S = {"cuda": 0.5, "cpu": 0.001}
+"""The default of preflight.min_gb_per_s, by the type of device."""
 
 
-class Room(NamedTuple):
-    """Bytes available to a rank: free on its GPU, usable there at most, and its share of the node's free memory."""
+def check_tensor_parallel_all_reduce(allocation: Allocation) -> Finding:
+    """Sums over each tensor-parallel group are right, and as fast as preflight.min_gb_per_s."""
+    group = allocation.groups.get_model_parallel_group()
+    groups = allocation.groups.layout.tp_groups()
+    return _check_all_reduce(allocation, "tensor-parallel", group, groups)
+
+
+def check_data_parallel_all_reduce(allocation: Allocation) -> Finding:
+    """Sums over each data-parallel group are right, and as fast as preflight.min_gb_per_s."""
+    group = allocation.groups.get_data_parallel_group()
+    groups = allocation.groups.layout.dp_groups()
+    return _check_all_reduce(allocation, "data-parallel", group, groups)
+
+
+def _check_all_reduce(
+    allocation: Allocation, kind: str, group: dist.ProcessGroup, groups: Sequence[Sequence[int]]
+) -> Finding:
+    """Measures this rank's `group`, one of the `groups` of a kind, while the others do theirs."""
+    if len(groups[0]) == 1:
+        return Finding(f"no {kind} all-reduce: a group is one rank")
+    min_gb_per_s = allocation.inputs.config.preflight.min_gb_per_s
+    if min_gb_per_s is None:
+        min_gb_per_s = _MIN_GB_PER_S[allocation.device.type]
+    links = all_gathered(measure_all_reduce(group, allocation.device))
+    return judge_all_reduce(kind, links, groups, allocation.nodes, min_gb_per_s)
+
+
+def check_matrix_products(allocation: Allocation) -> Finding:
+    """A matrix product is exact on every rank, and none is slower than preflight.slow_factor."""
+    dtype = allocation.inputs.deepspeed_config.dtype
+    products = all_gathered(measure_product(dtype, allocation.device))
+    slow_factor = allocation.inputs.config.preflight.slow_factor
+    return judge_products(products, allocation.nodes, allocation.device.type, slow_factor)
+
+
+# --- Memory: what the estimate needs, and what devices and hosts have -----------------------------
+
+
+class AvailableMemory(NamedTuple):
+    """The bytes available to a rank."""
 
     free: int
+    """Free on its GPU."""
     usable: int
+    """Usable on its GPU at most."""
     host: int
+    """The rank's share of the free memory of its node."""
 
 
-def check_memory(run: Allocation) -> Finding:
-    """Compares the estimate with every rank's room; without GPUs all is in host memory."""
-    on_gpu = run.device.type == "cuda"
+def check_memory(allocation: Allocation) -> Finding:
+    """The estimate fits into every rank's memory; without GPUs all of it is host memory."""
+    on_gpu = allocation.device.type == "cuda"
 
     def needed() -> tuple[int, int]:
-        estimator = run.estimator()
+        """The bytes on a GPU, and in host memory."""
+        estimator = allocation.estimator()
         memory, host_bytes = estimator.memory(estimator.own_choice)
-        return (memory.total, host_bytes) if on_gpu else (0, memory.total + host_bytes)
+        if on_gpu:
+            return memory.total, host_bytes
+        return 0, memory.total + host_bytes
 
-    def available() -> Room:
-        free, total = torch.cuda.mem_get_info(run.device) if on_gpu else (0, 0)
-        host = int(host_memory() * USABLE_FRACTION) // run.ranks_here
-        return Room(int(free), int(total * USABLE_FRACTION), host)
+    def available() -> AvailableMemory:
+        free, total = 0, 0
+        if on_gpu:
+            free, total = torch.cuda.mem_get_info(allocation.device)
+        host = int(host_memory() * USABLE_FRACTION) // allocation.ranks_on_node
+        return AvailableMemory(int(free), int(total * USABLE_FRACTION), host)
 
     device_bytes, host_bytes = broadcast_from_rank0(needed)
-    return judge_memory(
-        device_bytes, host_bytes, all_gathered(run_on_all_ranks(available)), run.nodes
-    )
+    by_rank = all_gathered(run_on_all_ranks(available))
+    return judge_memory(device_bytes, host_bytes, by_rank, allocation.nodes)
 
 
 def judge_memory(
-    device_bytes: int, host_bytes: int, rooms: Sequence[Room], nodes: Sequence[str]
+    device_bytes: int, host_bytes: int, available: Sequence[AvailableMemory], nodes: Sequence[str]
 ) -> Finding:
-    """Judges `rooms`, by rank, for a rank that needs so much on its GPU and of its host."""
-    faults, on_gpu, on_host = [], _gib(device_bytes), _gib(host_bytes)
-    usable, small = min((room.usable, node) for room, node in zip(rooms, nodes, strict=True))
-    host, tight = min((room.host, node) for room, node in zip(rooms, nodes, strict=True))
+    """Judges a rank's needs, on its GPU and in host memory, by what each rank has available."""
+    faults: list[Fault] = []
+    needed = _gib(device_bytes)
+    smallest = min(range(len(nodes)), key=lambda rank: available[rank].usable)
+    usable = available[smallest].usable
     if device_bytes > usable:
-        found = (
-            f"a rank needs {on_gpu} of the {_gib(usable)} GiB that are usable on a GPU of {small}"
-        )
-        faults.append(Fault(f"{found}; scale-cpt estimate recommends a layout that fits"))
-    else:
-        faults += [
+        faults.append(
             Fault(
-                f"rank {rank} on {nodes[rank]}: {_gib(room.free)} GiB of its GPU are free, expected {on_gpu}: another "
-                "process holds the rest",
-                nodes[rank],
-                passing=True,
+                f"a rank needs {needed} of the {_gib(usable)} GiB that are usable on a GPU of "
+                f"{nodes[smallest]}; scale-cpt estimate recommends a layout that fits"
             )
-            for rank, room in enumerate(rooms)
-            if device_bytes > room.free
-        ]
+        )
+    else:
+        for rank, memory in enumerate(available):
+            if device_bytes > memory.free:
+                text = (
+                    f"rank {rank} on {nodes[rank]}: {_gib(memory.free)} GiB of its GPU are free, "
+                    f"expected {needed}: another process holds the rest"
+                )
+                faults.append(Fault(text, nodes[rank], passing=True))
+    fullest = min(range(len(nodes)), key=lambda rank: available[rank].host)
+    host = available[fullest].host
     if host_bytes > host:
-        found = f"a rank needs {on_host} GiB of host memory, found {_gib(host)} for each rank on {tight}"
-        faults.append(Fault(f"{found}; start fewer ranks a node, or ask Slurm for more (--mem)"))
-    measured = [f"{on_gpu} of {_gib(usable)} usable GiB on a GPU"] if device_bytes else []
-    measured += [f"{on_host} of {_gib(host)} GiB of host memory"] if host_bytes else []
+        faults.append(
+            Fault(
+                f"a rank needs {_gib(host_bytes)} GiB of host memory, found {_gib(host)} for each "
+                f"rank on {nodes[fullest]}; start fewer ranks a node, or ask Slurm for more (--mem)"
+            )
+        )
+    measured: list[str] = []
+    if device_bytes:
+        measured.append(f"{needed} of {_gib(usable)} usable GiB on a GPU")
+    if host_bytes:
+        measured.append(f"{_gib(host_bytes)} of {_gib(host)} GiB of host memory")
     return Finding(f"a rank needs {' and '.join(measured)}", faults)
 
 
 def host_memory() -> int:
-    """Bytes that this node's processes may still take: Linux's MemAvailable, within the job's control groups (v2)."""
-    lines = (
-        line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    )
-    bounds = [next(int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")]
+    """The bytes that this node's processes may still take.
+
+    Linux's MemAvailable, or less where a limit of the job's control groups (v2) is lower.
+    """
+    bounds: list[int] = []
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        fields = line.split()
+        if fields[0] == "MemAvailable:":
+            bounds.append(int(fields[1]) * 1024)
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        if line.startswith("0::"):
-            group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
-            files = (folder / "memory.max" for folder in (group, *group.parents))
-            limits = (file.read_text(encoding="ascii").strip() for file in files if file.is_file())
-            bounds += [int(limit) for limit in limits if limit != "max"]
+        if not line.startswith("0::"):
+            continue  # A hierarchy of version 1.
+        group = Path("/sys/fs/cgroup") / line[3:].lstrip("/")
+        for folder in (group, *group.parents):
+            file = folder / "memory.max"
+            limit = file.read_text(encoding="ascii").strip() if file.is_file() else "max"
+            if limit != "max":
+                bounds.append(int(limit))
     return min(bounds)
 
 
@@ -146,57 +230,66 @@ def _gib(count: int) -> str:
     return f"{count / GIB:.2f}"
 
 
-# --- Disk: room for the checkpoints, in a folder that all nodes share ------------------------------------------------
+# --- Disk: space for the checkpoints, in a folder that all nodes share ----------------------------
 
 PATIENCE_S = 10.0
 """How long a network file system may take to show a node the files of another."""
 
 
-def check_disk(run: Allocation) -> Finding:
-    """Writes a small file from every node, and waits until every node sees the files of the others.
+def check_disk(allocation: Allocation) -> Finding:
+    """Every node can write the checkpoints' folder, sees what the others write, and it has space.
 
-    Free space is statvfs's, which respects quotas on some file systems only. If the run has already saved, a full disk
-    is a passing fault: other users filled it and may make room.
+    Each node writes a small file, and waits until it sees the files of all others. Free space is
+    statvfs's, which respects quotas on some file systems only. If the run has already saved, a full
+    disk is a passing fault: other users filled it, and may make space.
     """
-    folder, nodes = run.inputs.config.checkpoint_folder, run.nodes
+    folder = allocation.inputs.config.checkpoint_folder
+    nodes = allocation.nodes
     probe = folder / f".preflight.{uuid.uuid4().hex}"
-    refusals = all_gathered(_why_not_written(probe) if run.is_first_on_node else None)
-    names = all_gathered(probe.name)
-    writer_of = {names[rank]: nodes[rank] for rank in run.first_ranks if refusals[rank] is None}
-    unseen = all_gathered(
-        run_on_all_ranks(lambda: _unseen(folder, [*writer_of]) if run.is_first_on_node else [])
-    )
-    with contextlib.suppress(OSError):  # it was not written
+    refusals = all_gathered(_write_probe(probe) if allocation.is_first_on_node else None)
+    probes = all_gathered(probe.name)
+    writers: dict[str, str] = {}
+    for rank in allocation.first_ranks:
+        if refusals[rank] is None:
+            writers[probes[rank]] = nodes[rank]
+
+    def unseen_here() -> list[str]:
+        return _unseen(folder, list(writers)) if allocation.is_first_on_node else []
+
+    unseen = all_gathered(run_on_all_ranks(unseen_here))
+    with contextlib.suppress(OSError):  # It was not written.
         probe.unlink()
 
     def measure() -> tuple[int, int, int]:
-        return (
-            checkpoints_bytes(run.inputs.config, run.estimator().parameters),
-            held_bytes(folder),
-            free_bytes(folder),
-        )
+        parameters = allocation.estimator().parameters
+        needed = checkpoints_bytes(allocation.inputs.config, parameters)
+        return needed, held_bytes(folder), free_bytes(folder)
 
     needed, held, free = broadcast_from_rank0(measure)
     more = max(0, needed - held)
-    faults = []
+    has_saved = held > 0
+    faults: list[Fault] = []
     for node, refusal, missing in zip(nodes, refusals, unseen, strict=True):
         if refusal is not None:
             faults.append(
-                Fault(f"{folder}: {node} cannot write there: {refusal}", passing=held > 0)
+                Fault(f"{folder}: {node} cannot write there: {refusal}", passing=has_saved)
             )
         if missing:
-            found = f"{node} does not see what {', '.join(writer_of[name] for name in missing)} wrote there"
+            others = ", ".join(writers[name] for name in missing)
             faults.append(
-                Fault(f"{folder}: {found}; set folder to a file system that all nodes share")
+                Fault(
+                    f"{folder}: {node} does not see what {others} wrote there; "
+                    "set folder to a file system that all nodes share"
+                )
             )
     if free < more and not faults:
-        faults.append(Fault(str(no_room(folder, more, free)), passing=held > 0))
-    return Finding(
-        f"{folder}: {free / 1e9:.3g} GB free, checkpoints need {more / 1e9:.3g} GB more", faults
-    )
+        faults.append(Fault(str(no_room(folder, more, free)), passing=has_saved))
+    measured = f"{free / 1e9:.3g} GB free, checkpoints need {more / 1e9:.3g} GB more"
+    return Finding(f"{folder}: {measured}", faults)
 
 
-def _why_not_written(probe: Path) -> str | None:
+def _write_probe(probe: Path) -> str | None:
+    """Writes a small file; returns why that fails, if it does."""
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         write_text(probe, "preflight\n")
@@ -206,74 +299,93 @@ def _why_not_written(probe: Path) -> str | None:
 
 
 def _unseen(folder: Path, names: Sequence[str]) -> list[str]:
-    """Those of `names` that are still missing after PATIENCE_S."""
+    """The files that are still missing after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
-    while (
-        missing := [name for name in names if not (folder / name).exists()]
-    ) and time.monotonic() < deadline:
+    while True:
+        missing = [name for name in names if not (folder / name).exists()]
+        if not missing or time.monotonic() >= deadline:
+            return missing
         time.sleep(0.2)
-    return missing
 
 
-# --- Identical files on all nodes: base, tokenizer, initial expansion, corpora --------------------------------------
-# Small files are hashed whole. Of the base's weights, which may be hundreds of GB, each node hashes blocks spread
-# evenly over every file, including its header and its end. That detects another model, another version, and a file that
-# was cut short or half copied; not a flipped byte between the blocks. Every byte is hashed later, on one node's files.
+# --- The same files on all nodes: base, tokenizer, initial expansion, corpora ---------------------
+# Small files are hashed whole. Of the base's weights, which may be hundreds of GB, each node hashes
+# blocks spread evenly over every file, including its header and its end. That detects another
+# model, another version, and a file that was cut short or half copied; it does not detect a flipped
+# byte between the blocks. Training hashes every byte later, of one node's files.
 
 BLOCKS = 512
-"""Over all weight files; at least two in each."""
+"""The number of hashed blocks over all weight files; each file has at least two."""
 
 
-def check_same_files(run: Allocation) -> Finding:
-    """Compares the hashes of every node's files with the first node's."""
-    seen = all_gathered(
-        run_on_all_ranks(lambda: _hashes(run.inputs) if run.is_first_on_node else {})
-    )
-    advice = "every node must read the same file: copy it there again, or use a file system that all nodes share"
-    faults = [
-        Fault(f"{name}: differs between {run.nodes[rank]} and {run.nodes[0]}; {advice}")
-        for rank in run.first_ranks
-        for name in sorted({*seen[0], *seen[rank]})
-        if seen[rank].get(name) != seen[0].get(name)
-    ]
-    result = "differ between nodes" if faults else f"are the same on {len(run.first_ranks)} node(s)"
-    return Finding(
-        f"base (sizes, headers and sampled blocks), tokenizer, expansion and corpora {result}",
-        faults,
-    )
+def check_same_files(allocation: Allocation) -> Finding:
+    """The files that every node reads have the same hashes on all nodes as on the first."""
+
+    def hashes_here() -> dict[str, str]:
+        return _hashes(allocation.inputs) if allocation.is_first_on_node else {}
+
+    nodes = allocation.nodes
+    hashes = all_gathered(run_on_all_ranks(hashes_here))
+    faults: list[Fault] = []
+    for rank in allocation.first_ranks:
+        for name in sorted({*hashes[0], *hashes[rank]}):
+            if hashes[rank].get(name) != hashes[0].get(name):
+                faults.append(
+                    Fault(
+                        f"{name}: differs between {nodes[rank]} and {nodes[0]}; every node must "
+                        "read the same file: copy it there again, or use a file system that all "
+                        "nodes share"
+                    )
+                )
+    result = f"are the same on {len(allocation.first_ranks)} node(s)"
+    if faults:
+        result = "differ between nodes"
+    files = "base (sizes, headers and sampled blocks), tokenizer, expansion and corpora"
+    return Finding(f"{files} {result}", faults)
 
 
-def _hashes(inputs: Inputs) -> dict[str, str]:
+def _hashes(inputs: RunInputs) -> dict[str, str]:
     """The hashes of the files on this node, by name."""
-    config, weights = inputs.config, inputs.base.files
-    small = [config.base / "config.json", tokenizer_file(config.tokenizer)]
+    config = inputs.config
+    small_files = [config.base / "config.json", tokenizer_file(config.tokenizer)]
     if isinstance(config.method, ScaleMethod):
-        small.append(config.initial_expansion_folder / EXPANSION_MANIFEST)
+        small_files.append(config.initial_expansion_folder / EXPANSION_MANIFEST)
     for name in config.data.corpora:
-        small += [folder(config.data, name) / MANIFEST for folder in (train_folder, heldout_folder)]
-    seen = {str(file): sampled_hash(file, max(2, BLOCKS // len(weights))) for file in weights}
-    return seen | {str(file): file_hash(file) if file.exists() else "missing" for file in small}
+        small_files.append(train_folder(config.data, name) / MANIFEST)
+        small_files.append(heldout_folder(config.data, name) / MANIFEST)
+    hashes: dict[str, str] = {}
+    weight_files = inputs.base.files
+    for file in weight_files:
+        hashes[str(file)] = sampled_hash(file, max(2, BLOCKS // len(weight_files)))
+    for file in small_files:
+        hashes[str(file)] = file_hash(file) if file.exists() else "missing"
+    return hashes
 
 
-def check_corpora(run: Allocation) -> Finding:
-    """Compares the corpora's sizes, indexes and some of their tokens with their manifests; each rank does its share."""
-    corpora, nodes = run.inputs.samples.corpora, run.nodes
-    sampled = SAMPLED_BYTES // len(nodes) // max(1, len(corpora))
+def check_corpora(allocation: Allocation) -> Finding:
+    """The corpora's sizes, indexes and some of their tokens are those of their manifests.
+
+    Each rank reads its share of the tokens.
+    """
+    corpora = allocation.inputs.samples.corpora
+    nodes = allocation.nodes
+    sampled_bytes = SAMPLED_BYTES // len(nodes) // max(1, len(corpora))
+    share = (dist.get_rank(), len(nodes))
 
     def damaged() -> list[str]:
-        found = []
+        found: list[str] = []
         for corpus in corpora:
             try:
-                corpus.check(sampled=sampled, share=(dist.get_rank(), len(nodes)))
+                corpus.check(sampled=sampled_bytes, share=share)
             except DataError as error:
                 found.append(str(error))
         return found
 
-    seen = all_gathered(run_on_all_ranks(damaged))
-    faults = [
-        Fault(f"{fault} (seen on {nodes[rank]})") for rank, own in enumerate(seen) for fault in own
-    ]
+    by_rank = all_gathered(run_on_all_ranks(damaged))
+    faults: list[Fault] = []
+    for rank, texts in enumerate(by_rank):
+        for text in texts:
+            faults.append(Fault(f"{text} (seen on {nodes[rank]})"))
     result = "are damaged" if faults else "are those that were written"
-    return Finding(
-        f"corpora: sizes, indexes and {SAMPLED_BYTES // 2**20} MiB of tokens {result}", faults
-    )
+    sampled = f"{SAMPLED_BYTES // 2**20} MiB of tokens"
+    return Finding(f"corpora: sizes, indexes and {sampled} {result}", faults)

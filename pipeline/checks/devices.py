@@ -1,7 +1,7 @@
 """Processors and links before the first step: exact matrix products and sums, and their speed.
 
-`measure_...` measures this rank's; `judge_...` is a pure function of what all ranks measured. `nodes` holds the node of
-every rank, by rank, under its Slurm name.
+The functions `measure_...` measure this rank. The functions `judge_...` are pure, of what all ranks
+measured; their `nodes` holds the Slurm name of every rank's node, by rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 
 class Fault(NamedTuple):
-    """A fault; `node` is the node to exclude, if that would repair it; `passing`: another attempt may not meet it."""
+    """A fault of an allocation."""
 
     text: str
     node: str | None = None
+    """The node to exclude from the job, if that would repair it."""
     passing: bool = False
+    """Whether another attempt may not meet it."""
 
 
 class Finding(NamedTuple):
@@ -38,10 +40,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# --- Matrix products: correct on every rank, and about equally fast -------------------------------------------------
-# The matrix is Sylvester's: H of ±1, H·H = n·I. Its rows and columns are scaled by small integers and by 1/n. So the
-# result is known in advance, and bf16 and fp16 represent every partial sum over an aligned run of products: the result
-# must be exact in any dtype, however a kernel splits the sum.
+# --- Matrix products: correct on every rank, and about equally fast -------------------------------
+# The matrix is Sylvester's: H of +1 and -1, with H H = n I. Its rows and columns are scaled by
+# small integers and by 1/n. So the result is known in advance, and bf16 and fp16 represent every
+# partial sum over an aligned run of products: the result must be exact in any dtype, however a
+# kernel splits the sum.
 
 SIZE = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
@@ -49,10 +52,12 @@ _SCALES = 16
 
 
 class Product(NamedTuple):
-    """The matrix products of a rank: the fault, if any, and the median time in seconds."""
+    """What a rank measured of its matrix products."""
 
     wrong: str | None
+    """What is wrong with the result, if anything is."""
     seconds: float
+    """The median time of a product."""
 
 
 def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
@@ -61,12 +66,11 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
     pair = torch.tensor([[1, 1], [1, -1]], dtype=dtype, device=device)
     hadamard = reduce(torch.kron, [pair] * (size.bit_length() - 1))
     scales = (1 + torch.arange(size, device=device) % _SCALES).to(dtype)
-    left, right, expected = (
-        scales[:, None] * hadamard,
-        hadamard * (scales / size),
-        torch.diag(scales * scales),
-    )
-    seconds, differing = [], 0
+    left = scales[:, None] * hadamard
+    right = hadamard * (scales / size)
+    expected = torch.diag(scales * scales)
+    seconds: list[float] = []
+    differing = 0
     try:
         for _ in range(1 + REPEATS):
             started = _now(device)
@@ -74,84 +78,112 @@ def measure_product(dtype: torch.dtype, device: torch.device) -> Product:
             seconds.append(_now(device) - started)
             differing = max(differing, int((product != expected).sum()))
         if device.type == "cuda":
+            # What torch's cache kept would look like another process's memory.
             del left, right, hadamard, product, expected
-            torch.cuda.empty_cache()  # torch's cache would look like another process's memory
-    except RuntimeError as error:  # CUDA errors are RuntimeErrors
+            torch.cuda.empty_cache()
+    except RuntimeError as error:  # CUDA errors are RuntimeErrors.
         return Product(f"failed: {str(error).splitlines()[0]}", 0.0)
-    wrong = f"has {differing} wrong elements of {size * size}" if differing else None
+    wrong = None
+    if differing:
+        wrong = f"has {differing} wrong elements of {size * size}"
+    # The first product also loads the kernel.
     return Product(wrong, statistics.median(seconds[1:]))
 
 
 def judge_products(
     products: Sequence[Product], nodes: Sequence[str], device_type: str, slow_factor: float | None
 ) -> Finding:
-    """Judges the products of all ranks; one that takes longer than the others by `slow_factor` is a fault."""
-    faults, slowness = [], []
+    """Judges the products of all ranks.
+
+    A wrong product is a fault. So is one that takes more than `slow_factor` times the median time
+    of the other ranks; None allows any time.
+    """
+    faults: list[Fault] = []
     for rank, product in enumerate(products):
-        others = [
-            one.seconds for other, one in enumerate(products) if one.wrong is None and other != rank
-        ]
-        slowness.append(
-            product.seconds / statistics.median(others) if others and product.wrong is None else 1.0
-        )
         if product.wrong is not None:
-            text = f"rank {rank} on {nodes[rank]}: a matrix product {product.wrong}; its processor is broken"
+            text = (
+                f"rank {rank} on {nodes[rank]}: a matrix product {product.wrong}; "
+                "its processor is broken"
+            )
             faults.append(Fault(text, nodes[rank], passing=True))
-    by_speed = sorted(range(len(products)), key=slowness.__getitem__)
-    for node, rank in {nodes[rank]: rank for rank in by_speed}.items():  # the slowest of each node
+    verdict = "not right on every rank" if faults else "right on every rank"
+    slowness = [_slowness(products, rank) for rank in range(len(products))]
+    by_slowness = sorted(range(len(products)), key=slowness.__getitem__)
+    slowest_of_node: dict[str, int] = {}
+    for rank in by_slowness:
+        slowest_of_node[nodes[rank]] = rank  # The last one stays, which is the slowest.
+    for node, rank in slowest_of_node.items():
         if slow_factor is not None and slowness[rank] > slow_factor:
-            found = f"a matrix product takes {slowness[rank]:.1f} times as long as elsewhere"
-            limit = f"expected at most {slow_factor:g} (preflight.slow_factor)"
-            faults.append(Fault(f"rank {rank} on {node}: {found}, {limit}", node, passing=True))
-    worst = by_speed[-1]
-    speed = 2 * SIZE[device_type] ** 3 / max(products[worst].seconds, 1e-9) / 1e12
-    verdict = (
-        "not right on every rank"
-        if any(product.wrong for product in products)
-        else "right on every rank"
+            text = (
+                f"rank {rank} on {node}: a matrix product takes {slowness[rank]:.1f} times as long "
+                f"as elsewhere, expected at most {slow_factor:g} (preflight.slow_factor)"
+            )
+            faults.append(Fault(text, node, passing=True))
+    slowest = by_slowness[-1]
+    operations = 2 * SIZE[device_type] ** 3
+    tflops = operations / max(products[slowest].seconds, 1e-9) / 1e12
+    return Finding(
+        f"matrix products {verdict}; the slowest, rank {slowest} on {nodes[slowest]}: "
+        f"{tflops:.3g} TFLOP/s, {slowness[slowest]:.2f} times the others' time",
+        faults,
     )
-    where = f"rank {worst} on {nodes[worst]}: {speed:.3g} TFLOP/s, {slowness[worst]:.2f} times the others' time"
-    return Finding(f"matrix products {verdict}; the slowest, {where}", faults)
 
 
-# --- All-reduce: correct and fast enough, within tensor-parallel and within data-parallel groups ---------------------
+def _slowness(products: Sequence[Product], rank: int) -> float:
+    """A rank's time, in times the median of the other ranks whose product is right."""
+    others: list[float] = []
+    for other, product in enumerate(products):
+        if other != rank and product.wrong is None:
+            others.append(product.seconds)
+    if not others or products[rank].wrong is not None:
+        return 1.0
+    return products[rank].seconds / statistics.median(others)
+
+
+# --- All-reduce: correct and fast enough, within tensor- and within data-parallel groups ----------
 
 MESSAGE_BYTES = {"cuda": 64 * 2**20, "cpu": 2 * 2**20}
 MESSAGE_REPEATS = 5
 _DISTINCT = 13
-"""The summands are below this, so that int32 holds their sum over any realistic number of ranks."""
+"""Summands are below this, so that int32 holds their sum over any realistic number of ranks."""
 
 
 class Link(NamedTuple):
-    """The all-reduce of a rank's group: the fault, if any, and what each rank of a ring sends per second."""
+    """What a rank measured of its group's all-reduce."""
 
     wrong: str | None
+    """What is wrong with the sum, if anything is."""
     gb_per_s: float
+    """What each rank of a ring sends, in GB/s."""
 
 
 def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Sums a known tensor over `group` several times; each of its ranks must call it."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    pattern = (
-        torch.arange(MESSAGE_BYTES[device.type] // 4, dtype=torch.int32, device=device) % _DISTINCT
-    )
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    elements = MESSAGE_BYTES[device.type] // 4
+    pattern = torch.arange(elements, dtype=torch.int32, device=device) % _DISTINCT
+    # Rank r sends (r + 1) times the pattern; 1 + 2 + ... + size = size (size + 1) / 2.
     expected = pattern * (size * (size + 1) // 2)
-    wrong, seconds = None, []
+    # NCCL would guess the device of a group's first collective, which is this barrier.
+    device_ids = None if device.index is None else [device.index]
+    wrong = None
+    seconds: list[float] = []
     try:
         for _ in range(1 + MESSAGE_REPEATS):
             message = pattern * (rank + 1)
-            # The first call of a group: NCCL would guess its device.
-            dist.barrier(group, device_ids=None if device.index is None else [device.index])
+            dist.barrier(group, device_ids=device_ids)
             started = _now(device)
             dist.all_reduce(message, group=group)
             seconds.append(_now(device) - started)
-            wrong = wrong if torch.equal(message, expected) else "a wrong sum"
-    except RuntimeError as error:  # raised by gloo and NCCL where a connection fails
+            if not torch.equal(message, expected):
+                wrong = "a wrong sum"
+    except RuntimeError as error:  # Gloo and NCCL raise it where a connection fails.
         return Link(f"failed ({str(error).splitlines()[0]})", 0.0)
+    # In a ring each rank sends 2 (n - 1) / n of the message.
     sent_bytes = 2 * (size - 1) / size * MESSAGE_BYTES[device.type]
-    return Link(
-        wrong, sent_bytes / statistics.median(seconds[1:]) / 1e9
-    )  # the first opens the connections
+    # The first all-reduce also opens the connections.
+    return Link(wrong, sent_bytes / statistics.median(seconds[1:]) / 1e9)
 
 
 def judge_all_reduce(
@@ -161,7 +193,15 @@ def judge_all_reduce(
     nodes: Sequence[str],
     min_gb_per_s: float,
 ) -> Finding:
-    """Judges the links of all ranks, whose `groups` of a `kind` were measured at the same time, as training does."""
+    """Judges the links of all ranks.
+
+    Args:
+        kind: What the groups are, such as "data-parallel".
+        links: By rank. All groups were measured at the same time, as training uses them.
+        groups: The ranks of each group.
+        nodes: By rank.
+        min_gb_per_s: A slower group is a fault.
+    """
 
     def speed_of(group: Sequence[int]) -> float:
         return min(links[rank].gb_per_s for rank in group)
@@ -169,27 +209,32 @@ def judge_all_reduce(
     def nodes_of(group: Sequence[int]) -> list[str]:
         return list(dict.fromkeys(nodes[rank] for rank in group))
 
-    faults = []
+    faults: list[Fault] = []
     for group in groups:
-        where = (
-            f"all-reduce over the {kind} group of ranks {_join(group)} ({_join(nodes_of(group))})"
-        )
-        if wrong := [rank for rank in group if links[rank].wrong is not None]:
-            on = _join([f"{rank} ({nodes[rank]})" for rank in wrong])
-            text = f"{links[wrong[0]].wrong} on rank(s) {on}; exclude the nodes of the group one after the other"
-            faults.append(Fault(f"{where}: {text}", passing=True))
+        where = f"the {kind} group of ranks {_join(group)} ({_join(nodes_of(group))})"
+        wrong = [rank for rank in group if links[rank].wrong is not None]
+        if wrong:
+            ranks = _join([f"{rank} ({nodes[rank]})" for rank in wrong])
+            found = f"{links[wrong[0]].wrong} on rank(s) {ranks}"
+            advice = "exclude the nodes of the group one after the other"
         elif speed_of(group) < min_gb_per_s:
-            text = f"{speed_of(group):.3g} GB/s, expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
+            limit = f"expected at least {min_gb_per_s:g} (preflight.min_gb_per_s)"
+            found = f"{speed_of(group):.3g} GB/s, {limit}"
             advice = (
                 "check the network between these nodes, and NETWORK_INTERFACE in slurm/site.env"
             )
-            faults.append(Fault(f"{where}: {text}; {advice}", passing=True))
-    slow = min(groups, key=speed_of)
-    reach = (
-        "within a node" if all(len(nodes_of(group)) == 1 for group in groups) else "across nodes"
+        else:
+            continue
+        faults.append(Fault(f"all-reduce over {where}: {found}; {advice}", passing=True))
+    slowest = min(groups, key=speed_of)
+    reach = "across nodes"
+    if all(len(nodes_of(group)) == 1 for group in groups):
+        reach = "within a node"
+    return Finding(
+        f"{kind} all-reduce over {len(slowest)} ranks {reach}: {speed_of(slowest):.3g} GB/s "
+        f"(the slowest group: ranks {_join(slowest)})",
+        faults,
     )
-    measured = f"{kind} all-reduce over {len(slow)} ranks {reach}: {speed_of(slow):.3g} GB/s"
-    return Finding(f"{measured} (the slowest group: ranks {_join(slow)})", faults)
 
 
 def _join(items: Sequence[object], most: int = 8) -> str:

@@ -1,11 +1,11 @@
-"""What the configuration of a run names, opened and checked before any rank allocates memory, without communication."""
+"""What a run's configuration names: opened before ranks allocate memory, without collectives."""
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import (
     SAME_MODEL,
     SAME_OVER_A_RUN,
+    CheckpointManifest,
     check_same_run,
     describe_run,
     load_manifest,
@@ -34,7 +35,7 @@ from pipeline.errors import (
 )
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
-from pipeline.methods.vocabulary import extended_spec, with_new_rows
+from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
@@ -46,7 +47,6 @@ from pipeline.run_folder.metrics import METRICS
 from pipeline.run_folder.status import TRAINING, is_trained
 from pipeline.sizing.micro_batch import imagined_ranks
 
-Stage = Literal["tokenize", "train"]
 _logger = log.get_logger(__name__)
 
 
@@ -58,38 +58,44 @@ class Samples(NamedTuple):
 
     @property
     def corpora(self) -> list[TokenCorpus]:
-        """The corpora that they are read from."""
-        packed = (*self.training.corpora.values(), *(part.packed for part in self.heldout.values()))
-        return [each.source for each in packed]
+        """The corpora that the samples are read from."""
+        corpora: list[TokenCorpus] = []
+        for packed in self.training.corpora.values():
+            corpora.append(packed.source)
+        for part in self.heldout.values():
+            corpora.append(part.packed.source)
+        return corpora
 
     @property
     def contents(self) -> dict[str, str]:
-        """The hash of what each of them holds, by the name of its folder."""
+        """The hash of each corpus's content, by the name of its folder."""
         return {corpus.folder.name: corpus.content for corpus in self.corpora}
 
 
-class Inputs:
-    """What a run reads; each property is opened, and raises a UserError, when it is first asked for.
+class RunInputs:
+    """What a run reads. Each property is opened when it is first read, and raises a UserError then.
 
-    Rank 0 broadcasts it with all that it has opened except the tokenizer. `base_config` is a config.json to use where
-    the base's folder is missing. `stage` is the stage that begins; None in a dry run.
+    Rank 0 opens the inputs and broadcasts them to the other ranks, all but the tokenizer.
+
+    Args:
+        config: The run.
+        world_size: The number of ranks that train it.
+        base_config: A config.json to use where the base's folder is missing.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world_size: int,
-        base_config: Path | None = None,
-        stage: Stage | None = None,
-    ) -> None:
-        self.config, self.stage = config, stage
-        self._world_size, self._base_config = world_size, base_config
+    def __init__(self, config: RunConfig, world_size: int, base_config: Path | None = None) -> None:
+        self.config = config
+        self._world_size = world_size
+        self._base_config = base_config
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
+        """What is pickled, and so broadcast: everything that is open but the tokenizer."""
+        state = dict(self.__dict__)
+        state.pop("tokenizer", None)
+        return state
 
-    def get(self, name: str) -> Any:
-        """One of the properties; None where it cannot be opened."""
+    def get_or_none(self, name: str) -> Any:
+        """The property of this name, or None where it cannot be opened."""
         try:
             return getattr(self, name)
         except UserError:
@@ -104,35 +110,38 @@ class Inputs:
 
     @cached_property
     def deepspeed_config(self) -> DeepSpeedConfig:
+        """DeepSpeed's JSON, checked, and completed for this run."""
         return deepspeed_config_of(self.config, self.layout)
 
     @cached_property
     def base(self) -> BaseFolder:
-        """The base, with the rows of the run's own pieces."""
-        return with_new_rows(self.config, open_base(self.config.base))
+        """The base model's folder; the rows of the run's new tokens count as part of it."""
+        return with_new_tokens(self.config, open_base(self.config.base))
 
     @cached_property
     def spec(self) -> DecoderSpec:
         """The base's architecture."""
-        if self._base_config is None or self.get("base") is not None:
+        if self._base_config is None or self.get_or_none("base") is not None:
             return self.base.spec
         return extended_spec(self.config, read_spec(self._base_config))
 
     @cached_property
     def fitting_spec(self) -> DecoderSpec:
-        """The architecture of a base on which the run's model can be built."""
+        """The base's architecture, once the run's model has been built on it."""
         check_fits(self.config, self.spec)
         return self.spec
 
     @cached_property
     def method(self) -> TrainingMethod:
-        """What trains."""
+        """The training method: which parameters train."""
         return training_method(self.config)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, by default the base's."""
         if not self.config.tokenizer.exists():
-            self.base  # noqa: B018  # its fault is that of the tokenizer, which is missing with it
+            # A missing base lacks its tokenizer too: the error must name the base.
+            _ = self.base
         return load_tokenizer(self.config.tokenizer)
 
     @cached_property
@@ -142,82 +151,101 @@ class Inputs:
 
     @cached_property
     def compared_texts(self) -> list[str]:
-        """The beginnings of the corpora that are text and on this machine, on which tokenizers are compared."""
+        """Beginnings of the run's texts on this machine, on which tokenizers are compared."""
         return list(run_texts(self.config))
 
     @cached_property
     def samples(self) -> Samples:
-        """The token corpora, which last to the end of the run; with a tokenizer that cannot be opened, of any."""
-        config, fingerprint = self.config, self.get("tokenizer_fingerprint")
-        sampled = (
-            None
-            if config.vocabulary is None
-            else read_vocabulary(config.vocabulary.folder).base_tokenizer
-        )
+        """The samples of the token corpora, which must last to the end of the run.
+
+        The corpora must be made with the run's tokenizer. Where it cannot be opened, which is a
+        fault of its own, corpora of any tokenizer are taken.
+        """
+        config = self.config
+        fingerprint = self.get_or_none("tokenizer_fingerprint")
+        sampled_fingerprint = None
+        if config.vocabulary is not None:
+            # The base writes its text with its own tokenizer, before the new tokens are added.
+            sampled_fingerprint = read_vocabulary(config.vocabulary.folder).base_tokenizer
         training = TrainingSamples(
             config.data,
             seed=config.seed,
             tokenizer_fingerprint=fingerprint,
-            sampled_fingerprint=sampled,
+            sampled_fingerprint=sampled_fingerprint,
         )
-        needed = config.schedule.steps * config.schedule.global_batch_size
+        batch = config.schedule.global_batch_size
+        needed = config.schedule.steps * batch
         if training.total is not None and training.total < needed:
             raise DataError(
-                f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the corpora's epochs and "
-                f"token budgets end after {training.total}; "
-                f"use at most {training.total // config.schedule.global_batch_size} steps"
+                f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the "
+                f"corpora's epochs and token budgets end after {training.total}; "
+                f"use at most {training.total // batch} steps"
             )
         return Samples(training, load_heldout(config.data, tokenizer_fingerprint=fingerprint))
 
     @cached_property
     def finished(self) -> bool:
-        """Whether an earlier attempt finished the run, which is logged. The checkpoints' files are not read.
+        """Whether an earlier attempt finished the run, which is logged.
 
-        A newest checkpoint of another base, base_precision or method, or, unless the run is finished, of other data, is
-        a CheckpointError; so is a run whose records say that it had checkpoints, where there is none.
+        Only the newest checkpoint's manifest is read, not its tensors.
+
+        Raises:
+            CheckpointError: The newest checkpoint is of another base, base_precision or method; or
+                of other data, unless the run is finished. Also where the run's records say that it
+                had checkpoints, and there is none.
         """
         config = self.config
         for checkpoint in candidates(config.checkpoint_folder):
             try:
                 manifest = load_manifest(checkpoint)
             except DamagedCheckpointError:
-                continue  # resuming reports it, and takes the one before
-            with torch.device("meta"):
-                model = build_model(config, self.base.spec, SINGLE)
-            finished = (
-                is_trained(config.folder) and manifest.position.step >= config.schedule.steps
-            )  # none were added
-            samples = (
-                None if finished else self.get("samples")
-            )  # a finished run needs its corpora no more
-            contents = None if samples is None else samples.contents
-            run = describe_run(config, self.base, model, self.tokenizer_fingerprint, contents)
-            check_same_run(manifest, checkpoint, run, SAME_MODEL if finished else SAME_OVER_A_RUN)
+                continue  # Resuming reports it, and takes the one before.
+            # A run whose schedule.steps was raised goes on.
+            step = manifest.position.step
+            finished = is_trained(config.folder) and step >= config.schedule.steps
+            self._check_continues(checkpoint, manifest, finished=finished)
             if finished:
-                _logger.info(
-                    "%s is trained to step %d: nothing to train",
-                    config.folder,
-                    manifest.position.step,
-                )
+                _logger.info("%s is trained to step %d: nothing to train", config.folder, step)
             return finished
         check_no_checkpoint_is_lost(config)
         return False
 
+    def _check_continues(
+        self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool
+    ) -> None:
+        """Raises CheckpointError where this run cannot be the one that wrote the checkpoint."""
+        with torch.device("meta"):
+            model = build_model(self.config, self.base.spec, SINGLE)
+        contents = None
+        if not finished:
+            # A finished run needs its corpora no more.
+            samples = self.get_or_none("samples")
+            contents = None if samples is None else samples.contents
+        run = describe_run(self.config, self.base, model, self.tokenizer_fingerprint, contents)
+        compared = SAME_MODEL if finished else SAME_OVER_A_RUN
+        check_same_run(manifest, checkpoint, run, compared)
+
     @cached_property
     def starts_at_base(self) -> bool:
-        """Whether the model's logits must equal the base's before the first step."""
-        return (
-            self.finished or self.method.expansion is None or not self.method.expansion.is_trained
-        )
+        """Whether the model's logits must equal the base's before the first step.
+
+        They need not where training starts from an expansion that was trained before.
+        """
+        if self.finished:
+            return True
+        return self.method.expansion is None or not self.method.expansion.is_trained
 
 
 def check_no_checkpoint_is_lost(config: RunConfig) -> None:
-    """Raises CheckpointError where a run had checkpoints, and nothing of them is left.
+    """Checks that a run that was saved still has a checkpoint; otherwise it would begin at step 0.
 
-    It would begin again at step 0, and its figures so far would be lost. Damaged checkpoints are reported where a run
-    resumes.
+    Damaged checkpoints are reported where a run resumes.
+
+    Raises:
+        CheckpointError: The run's records say that it was saved, and no checkpoint is left.
     """
-    folder, checkpoints = config.folder, config.checkpoint_folder
+    folder = config.folder
+    checkpoints = config.checkpoint_folder
     if any(checkpoints.glob("step_*")) or named_checkpoint(checkpoints) is not None:
         return
     kept = [name for name in (TRAINING, METRICS) if (folder / name).exists()]
@@ -229,27 +257,26 @@ def check_no_checkpoint_is_lost(config: RunConfig) -> None:
     else:
         return
     raise CheckpointError(
-        f"{checkpoints}: holds no checkpoint, but {found}; put the checkpoints back, or, to train from step 0, move "
-        f"{' and '.join(kept)} away or name another `folder` in the configuration"
+        f"{checkpoints}: holds no checkpoint, but {found}; put the checkpoints back, or, to train "
+        f"from step 0, move {' and '.join(kept)} away or name another `folder` in the configuration"
     )
 
 
 def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
-    """Raises ConfigError where the run's method, layout or sequence length does not fit a base of that architecture.
+    """Builds the run's model on a base of this architecture, without memory or collectives.
 
-    It builds the model without memory or communication.
+    Raises:
+        ConfigError: The method, the layout or the sequence length does not fit the base.
     """
-    longest, parallel = spec.max_position_embeddings, config.parallel
+    longest = spec.max_position_embeddings
     if config.data.sequence_length > longest:
         raise ConfigError(
-            f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of {longest} tokens; "
-            f"use at most {longest}"
+            f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of "
+            f"{longest} tokens; use at most {longest}"
         )
+    parallel = config.parallel
+    ranks = imagined_ranks(
+        parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
+    )
     with torch.device("meta"):
-        build_model(
-            config,
-            spec,
-            imagined_ranks(
-                parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
-            ),
-        )
+        build_model(config, spec, ranks)

@@ -1,4 +1,4 @@
-"""What datatrove lacks: this project's readers, patterns of Korean text, and words without a model of a language."""
+"""What datatrove lacks: our readers, formatters for Korean text, words without a model."""
 
 from __future__ import annotations
 
@@ -49,15 +49,20 @@ class Words(WordTokenizer):
         return self._WORD.findall(text)
 
     def sent_tokenize(self, text: str) -> list[str]:
-        raise NotImplementedError  # no block here asks for sentences
+        # No block of the cleaning asks for sentences.
+        raise NotImplementedError
 
     span_tokenize = sent_tokenize
 
 
 class Records(PipelineStep):
-    """Reads what tokenization reads: the k-th of n tasks every n-th unit. Rejected records count as dropped."""
+    """Reads what tokenization reads: the k-th of n tasks every n-th unit.
 
-    type, name = "📖 - READER", "records"
+    Rejected records count as dropped.
+    """
+
+    type = "📖 - READER"
+    name = "records"
 
     def __init__(self, units: Sequence[tuple[Unit, Keys]]) -> None:
         super().__init__()
@@ -74,7 +79,10 @@ class Records(PipelineStep):
 
 
 class Shard(JsonlReader):
-    """Reads the shard that the same task of an earlier stage wrote; it wrote none where it had nothing to write."""
+    """Reads the shard that the same task of an earlier stage wrote.
+
+    It wrote none where it had nothing to write.
+    """
 
     def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         name = f"{rank:05d}.jsonl.zst"
@@ -120,7 +128,7 @@ def without_boilerplate() -> Formatter:
 
 
 def without_personal_data() -> Formatter:
-    """Replaces mail addresses, public IP addresses, and Korea's phone and resident registration numbers."""
+    """Replaces mail and public IP addresses, Korea's phone and resident registration numbers."""
     return Formatter(without_personal)
 
 
@@ -134,53 +142,59 @@ class PlainFolder(DataFolder):
         glob_pattern: str | None = None,
         include_directories: bool = False,
     ) -> list[str]:
-        found = super().list_files(subdirectory, recursive, None, include_directories)
+        # datatrove joins the folder's name and the pattern, and would read both as a pattern.
+        found = list(super().list_files(subdirectory, recursive, None, include_directories))
         if glob_pattern is None:
-            return list(found)
-        return [
-            file
-            for file in found
-            if fnmatch(file.rpartition("/")[2], glob_pattern.rpartition("/")[2])
-        ]
+            return found
+        pattern = glob_pattern.rpartition("/")[2]
+        return [file for file in found if fnmatch(file.rpartition("/")[2], pattern)]
 
 
 class Signatures(MinhashDedupSignature):
-    """Signatures for MinHash, also of texts with fewer words than a shingle: of these, exact copies are alike."""
+    """Signatures for MinHash, also of texts with fewer words than a shingle.
+
+    Of these, exact copies are alike.
+    """
 
     def get_shingles(self, text: str) -> npt.NDArray[np.uint64]:
         found = super().get_shingles(text)
         if not found.size:
+            # Without a shingle datatrove would make the same signature of all short texts.
             found = np.array([[self._hash_func(whole_text(text))]], dtype=np.uint64)
         return found
 
 
 class Contamination(NGramsDecontFilter):
-    """Drops documents that share words in a row with a benchmark, or hold a whole question that has fewer words."""
+    """Drops documents that share words in a row with a benchmark.
+
+    A question with fewer words than that is looked for as a whole.
+    """
+
+    _short_lengths: Sequence[int] = ()
+    """How many words the short questions of the index have."""
+
+    def load_index_hashes(self) -> None:
+        super().load_index_hashes()
+        # The names of indexes are `short7-benchmarks` and alike. Looked for here, once: an index
+        # has millions of hashes.
+        lengths: set[int] = set()
+        for name in set(self._index_hashes.values()):
+            if name.startswith(_SHORT):
+                lengths.add(int(name.partition("-")[0].removeprefix(_SHORT)))
+        self._short_lengths = sorted(lengths)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
         found = super().filter(doc)
-        words: list[str] | None = None
-        for length in self._short_lengths if found is True else ():
-            words = words or self.tokenizer.word_tokenize(
-                simplify_text(doc.text, self.config.norm_config)
-            )
+        if found is not True or not self._short_lengths:
+            return found
+        words = self.tokenizer.word_tokenize(simplify_text(doc.text, self.config.norm_config))
+        for length in self._short_lengths:
             for words_in_a_row in map(" ".join, ngrams(words, length)):
-                if self._index_hashes.get(self.hash_func(words_in_a_row), "").startswith(
-                    f"{_SHORT}{length}-"
-                ):
+                name = self._index_hashes.get(self.hash_func(words_in_a_row), "")
+                if name.startswith(f"{_SHORT}{length}-"):
                     doc.metadata["contaminated_ngram"] = words_in_a_row
                     return False, "contaminated"
         return found
-
-    @property
-    def _short_lengths(self) -> list[int]:
-        """How many words the short questions have."""
-        names = {
-            name.partition("-")[0]
-            for name in self._index_hashes.values()
-            if name.startswith(_SHORT)
-        }
-        return sorted(int(name.removeprefix(_SHORT)) for name in names)
 
 
 def benchmark_lines(files: Sequence[InputPath], *_: object) -> Iterator[Document]:
@@ -189,47 +203,55 @@ def benchmark_lines(files: Sequence[InputPath], *_: object) -> Iterator[Document
     `whole`, in the metadata: the questions of a line, and all that it says without its keys.
     """
     for file in files:
-        for line in text_records(open_stream(file), "text", 0, text_length(file)[0], Keys()):
-            if not isinstance(line, Rejected):
-                with faults_of_library(
-                    f"{file}: a benchmark is JSONL, found {line.text[:60]!r}", DataError
-                ):
-                    value = orjson.loads(line.text)
-                strings = list(_strings_in(value))
-                whole = [one for one in strings if one.rstrip().endswith("?")]
-                text = orjson.dumps(value).decode().replace("\\n", " ")
-                yield Document(text, str(file), metadata={"whole": [*whole, " ".join(strings)]})
+        lines = text_records(open_stream(file), "text", 0, text_length(file)[0], Keys())
+        for line in lines:
+            if isinstance(line, Rejected):
+                continue
+            fault = f"{file}: a benchmark is JSONL, found {line.text[:60]!r}"
+            with faults_of_library(fault, DataError):
+                value = orjson.loads(line.text)
+            strings = list(_strings_in(value))
+            # Questions, and the whole line: these may have fewer words than are looked for.
+            whole = [string for string in strings if string.rstrip().endswith("?")]
+            whole.append(" ".join(strings))
+            text = orjson.dumps(value).decode().replace("\\n", " ")
+            yield Document(text, str(file), metadata={"whole": whole})
 
 
 def _strings_in(value: object) -> Iterator[str]:
     """The strings in a value of JSON, without keys."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _strings_in(one)
+    elif isinstance(value, list):
+        for one in value:
             yield from _strings_in(one)
 
 
 def index_words(
     within: NGramsDecontFilter, source: str, data: Iterable[Document], rank: int, _: int
 ) -> None:
-    """Adds documents to the index of a filter; datatrove's own block for this reads tasks of lighteval alone."""
-    config, split, found = within.config, within.tokenizer.word_tokenize, set[int]()
-    short: dict[int, set[int]] = {}
+    """Adds documents to the index of a filter.
+
+    The block that datatrove has for this reads tasks of lighteval alone.
+    """
+    config = within.config
+    split = within.tokenizer.word_tokenize
+    # Hashes by the name of the index that gets them.
+    hashes: dict[str, set[int]] = {source: set()}
     for doc in data:
         words = split(simplify_text(doc.text, config.norm_config))
-        found.update(
-            within.hash_func(" ".join(words_in_a_row))
-            for words_in_a_row in ngrams(words, config.n_grams)
-        )
+        for words_in_a_row in ngrams(words, config.n_grams):
+            hashes[source].add(within.hash_func(" ".join(words_in_a_row)))
         for whole in doc.metadata.get("whole", ()):
             words = split(simplify_text(whole, config.norm_config))
+            # A question of fewer words than half would be found in many texts by chance.
             if config.n_grams // 2 <= len(words) < config.n_grams:
-                short.setdefault(len(words), set()).add(within.hash_func(" ".join(words)))
-    named = {
-        source: found,
-        **{f"{_SHORT}{length}-{source}": hashes for length, hashes in short.items()},
-    }
-    for name, hashes in named.items():
+                of_length = hashes.setdefault(f"{_SHORT}{len(words)}-{source}", set())
+                of_length.add(within.hash_func(" ".join(words)))
+    for name, found in hashes.items():
+        array = np.array(sorted(found), dtype=config.hash_config.np_descr)
         with within.index_folder.open(f"{name}-{rank:05d}.index.hashes", "wb") as file:
-            file.write(np.array(sorted(hashes), dtype=config.hash_config.np_descr).tobytes())
+            file.write(array.tobytes())

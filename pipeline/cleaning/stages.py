@@ -1,6 +1,7 @@
-"""The cleaning of a corpus as stages of datatrove's blocks, each of as many tasks as the input needs.
+"""The cleaning of a corpus as stages of datatrove's blocks, each of many tasks.
 
-Tasks follow from the input and the settings alone, never from the workers: so does every byte that is written.
+Tasks follow from the input and the settings alone, never from the workers: so does every byte that
+is written.
 
     filter              fixes encodings, filters and replaces; MinHash signatures
     reference, index    signatures of corpora cleaned before and of held-out files
@@ -12,7 +13,7 @@ Tasks follow from the input and the settings alone, never from the workers: so d
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,7 @@ from pipeline.cleaning.blocks import (
     without_personal_data,
 )
 from pipeline.config.data import Corpus, Data
+from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import likely_encoding
 from pipeline.data.tokenize.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
@@ -62,26 +64,30 @@ from pipeline.data.tokenize.units import (
 
 DROPPED = "dropped"
 """What each step dropped, in a folder of cleaned text."""
-_OF_EACH, _OF_ALL = (
-    ("language", "language_model", "repetition", "quality", "lines"),
-    ("duplicates", "contamination"),
-)
-"""Steps that drop documents: by what is in each, and by what is in all."""
+# Steps that drop documents by what is in each, and by what is in all.
+_OF_EACH = ("language", "language_model", "repetition", "quality", "lines")
+_OF_ALL = ("duplicates", "contamination")
+# A task has its own files in several stages: more of them would be many small files.
 _MOST_TASKS = 512
+# Characters of a dropped document that are kept.
 _EXCERPT = 600
 _LETTER = re.compile(r"[^\W\d_]")
-_PLAIN = TextNormConfig(norm_unicode_diacritics=False)  # which halves the speed
-_SHA1 = HashConfig(hash_fc="sha1")  # its xxhash needs another package
+# Diacritics as they are: to normalize them halves the speed.
+_PLAIN = TextNormConfig(norm_unicode_diacritics=False)
+# datatrove's default, xxhash, needs another package.
+_SHA1 = HashConfig(hash_fc="sha1")
 _MINHASH = MinhashConfig(norm_config=_PLAIN, hash_config=_SHA1)
 _WORDS = Words()
 _logger = log.get_logger(__name__)
-Block = Any  # a PipelineStep or a function; datatrove has no types
+# A PipelineStep or a function; datatrove has no types.
+Block = Any
 
 
 class Stage(NamedTuple):
     """Blocks that run as `tasks` tasks.
 
-    `files`: patterns of what a task writes, in the folder of unfinished work, with the task's `{rank}`.
+    `files`: patterns of what a task writes, in the folder of unfinished work, with the task's
+    `{rank}`.
     """
 
     name: str
@@ -92,7 +98,10 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class CleaningJob:
-    """The cleaning of one corpus of a run, into `output`; `others` are corpora whose near-copies are left out."""
+    """The cleaning of one corpus of a run, into `output`.
+
+    `others` are corpora whose near-copies are left out.
+    """
 
     corpus: Corpus
     output: Path
@@ -107,39 +116,44 @@ class CleaningJob:
 
 def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
     """The cleaning of the corpora of a run, of each when those before it are done."""
-    heldout = [
-        heldout_source(data, name) for name, corpus in data.corpora.items() if corpus.heldout_input
-    ]
+    heldout: list[Corpus] = []
+    for name, corpus in data.corpora.items():
+        if corpus.heldout_input:
+            heldout.append(heldout_source(data, name))
     before: list[str] = []
     for name, corpus in data.corpora.items():
         if corpus.clean is not None:
-            yield CleaningJob(
-                corpus,
-                cleaned_folder(data, name),
-                heldout,
-                [source_of(data, one) for one in before],
-            )
+            # Their cleaned text, if the caller has cleaned them by now.
+            others = [source_of(data, other) for other in before]
+            yield CleaningJob(corpus, cleaned_folder(data, name), heldout, others)
             before.append(name)
 
 
 def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
-    """The units of the inputs of `corpora`. A file that is not UTF-8 is read in the encoding that it likely has."""
+    """The units of the inputs of `corpora`.
+
+    A file that is not UTF-8 is read in the encoding that it likely has.
+    """
     units: list[tuple[Unit, Keys]] = []
     for corpus in corpora:
         files = input_files(corpus.input)
+        # As tokenization cuts them, so that both read the same records.
         size = default_unit_bytes(sum(files.values()))
         for path in files:
             encoding = corpus.encoding or likely_encoding(path)
             if encoding != corpus.encoding:
                 _logger.info("%s: read as %s", path, encoding)
             keys = text_keys_of(corpus)._replace(encoding=encoding)
-            units += [(unit, keys) for unit in split_file(path, len(units), keys, size)]
+            for unit in split_file(path, len(units), keys, size):
+                units.append((unit, keys))
     return units
 
 
 def is_written_in(script: re.Pattern[str], least: float, doc: Document) -> bool:
     """Whether at least that share of the letters of a document is of one script."""
-    return len(script.findall(doc.text)) / max(1, len(_LETTER.findall(doc.text))) >= least
+    letters = len(_LETTER.findall(doc.text))
+    of_script = len(script.findall(doc.text))
+    return of_script / max(1, letters) >= least
 
 
 def _document(_: JsonlWriter, doc: Document) -> dict[str, object]:
@@ -157,108 +171,146 @@ def _writer(
     return JsonlWriter(str(folder), "${rank}.jsonl.zst", compression="zstd", adapter=adapter)
 
 
-def stages_of(job: CleaningJob) -> list[Stage]:
-    """The stages of a job; the counts of a block are kept under the name of its step."""
-    settings, work = job.corpus.clean, job.work
-    assert settings is not None  # it is to be cleaned
-    rules: dict[str, Any] = yaml.safe_load(
-        Path(__file__).with_name(f"{settings.language}.yaml").read_text()
-    )
-    rules["quality"]["min_doc_words"] = settings.min_words or rules["quality"]["min_doc_words"]
-    least = (
-        rules["min_script_share"]
-        if settings.min_script_share is None
-        else settings.min_script_share
-    )
-    units, benchmarks = units_of([job.corpus]), named_files(settings.benchmarks)
-    tasks, heldout = min(len(units), _MOST_TASKS), units_of(job.heldout)
-    folders = ("signatures", "references", "index", "pairs", "copies")
-    signatures, references, index, pairs, copies = (str(work / name) for name in folders)
+class _Steps:
+    """Makes the blocks of a job's steps, of which the user may skip some by their names."""
 
-    model = {
-        "model": settings.language_model,
-        "labels": rules["labels"],
-        "least": settings.min_language_score,
-    }
+    def __init__(self, job: CleaningJob, skipped: Collection[str]) -> None:
+        self._dropped = job.work / "output" / DROPPED
+        self._skipped = skipped
 
-    def step(name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
-        if name in settings.skip:
+    def step(self, name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
+        """A block whose counts are kept under `name`; none if the step is skipped."""
+        if name in self._skipped:
             return []
         made = block(**arguments)
         made.stats.name = name
         return [made]
 
-    def dropping(name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
-        return step(
-            name,
-            block,
-            exclusion_writer=_writer(work / "output" / DROPPED / name, _excerpt),
-            **arguments,
-        )
+    def dropping(self, name: str, block: Callable[..., Block], **arguments: object) -> list[Block]:
+        """A step that drops documents, of which it keeps the beginnings."""
+        writer = _writer(self._dropped / name, _excerpt)
+        return self.step(name, block, exclusion_writer=writer, **arguments)
 
-    def others(name: str, of: list[tuple[Unit, Keys]], block: object, file: str) -> Stage:
-        return Stage(name, min(len(of), _MOST_TASKS), [Records(of), fix_encoding(), block], [file])
 
-    def dropped(steps: Sequence[str]) -> list[str]:
-        return [f"output/{DROPPED}/{name}/{{rank:05d}}.*" for name in steps]
+def stages_of(job: CleaningJob) -> list[Stage]:
+    """The stages of a job; the counts of a block are kept under the name of its step."""
+    settings = job.corpus.clean
+    assert settings is not None, "the corpus is to be cleaned"
+    file = Path(__file__).with_name(f"{settings.language}.yaml")
+    rules: dict[str, Any] = yaml.safe_load(file.read_text())
+    steps = _Steps(job, settings.skip)
+    units = units_of([job.corpus])
+    heldout = units_of(job.heldout)
+    tasks = min(len(units), _MOST_TASKS)
 
-    first = [
-        *step("records", Records, units=units),
-        *step("fix_encoding", fix_encoding),
-        *dropping(
-            "language",
-            LambdaFilter,
-            filter_function=partial(is_written_in, re.compile(rules["script"]), least),
-        ),
-        *(dropping("language_model", in_language, **model) if settings.language_model else []),
-        *step("boilerplate", without_boilerplate),
-        *dropping("repetition", GopherRepetitionFilter, language=_WORDS, **rules["repetition"]),
-        *dropping("quality", GopherQualityFilter, language=_WORDS, **rules["quality"]),
-        *dropping("lines", FineWebQualityFilter, language=_WORDS, **rules["lines"]),
-        *step("personal_data", without_personal_data),
-        _writer(work / "filtered"),
-    ]
-    last: list[Block] = [Shard(str(work / "filtered"))]
-    filtered = [*dropped(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
+    finds_copies = "duplicates" not in settings.skip
+    first = _steps_of_each(job, steps, rules, units)
+    if finds_copies:
+        first.append(Signatures(str(job.work / "signatures"), _MINHASH, _WORDS))
+    filtered = [*_patterns_of(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
     stages = [Stage("filter", tasks, first, filtered)]
-    if "duplicates" not in settings.skip:
-        first.append(Signatures(signatures, _MINHASH, _WORDS))
-        buckets, known = _MINHASH.num_buckets, [*heldout, *units_of(job.others)]
-        if known:
-            signing = Signatures(references, _MINHASH, _WORDS)
-            stages.append(others("reference", known, signing, "references/*/{rank:05d}.*"))
-            indexing = MinhashBuildIndex(references, index, "known", _MINHASH)
-            stages.append(Stage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
-        found = MinhashDedupBuckets(
-            signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False
-        )
-        stages.append(Stage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
-        stages.append(
-            Stage(
-                "cluster",
-                1,
-                [MinhashDedupCluster(PlainFolder(pairs), copies, _MINHASH)],
-                ["copies/*"],
-            )
-        )
-        last += dropping("duplicates", MinhashDedupFilter, input_folder=copies)
+    last: list[Block] = [Shard(str(job.work / "filtered"))]
+    if finds_copies:
+        known = [*heldout, *units_of(job.others)]
+        stages += _stages_of_copies(job, known)
+        copies = str(job.work / "copies")
+        last += steps.dropping("duplicates", MinhashDedupFilter, input_folder=copies)
+    benchmarks = named_files(settings.benchmarks)
     if "contamination" not in settings.skip and (benchmarks or heldout):
         in_a_row = settings.shared_words or rules["shared_words"]
-        config = NGramsDecontConfig(in_a_row, norm_config=_PLAIN, hash_config=_SHA1)
         words = {
-            "index_folder": PlainFolder(str(work / "words")),
-            "config": config,
+            "index_folder": PlainFolder(str(job.work / "words")),
+            "config": NGramsDecontConfig(in_a_row, norm_config=_PLAIN, hash_config=_SHA1),
             "language": _WORDS,
         }
-        add = partial(index_words, Contamination(**words))
-        lines = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
-        stages.append(Stage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"]))
-        if heldout:
-            stages.append(
-                others(
-                    "words_heldout", heldout, partial(add, "heldout"), "words/heldout-{rank:05d}.*"
-                )
-            )
-        last += dropping("contamination", Contamination, **words)
-    last += step("written", _writer, folder=work / "output")
-    return [*stages, Stage("write", tasks, last, [*dropped(_OF_ALL), "output/{rank:05d}.*"])]
+        stages += _stages_of_words(benchmarks, heldout, Contamination(**words))
+        last += steps.dropping("contamination", Contamination, **words)
+    last += steps.step("written", _writer, folder=job.work / "output")
+    written = [*_patterns_of(_OF_ALL), "output/{rank:05d}.*"]
+    return [*stages, Stage("write", tasks, last, written)]
+
+
+def _steps_of_each(
+    job: CleaningJob, steps: _Steps, rules: dict[str, Any], units: list[tuple[Unit, Keys]]
+) -> list[Block]:
+    """The blocks that decide on a document by what is in it alone."""
+    settings = job.corpus.clean
+    assert settings is not None, "the corpus is to be cleaned"
+    least = settings.min_script_share
+    if least is None:
+        least = rules["min_script_share"]
+    # A partial, not a lambda: blocks are pickled for workers and for Slurm.
+    in_script = partial(is_written_in, re.compile(rules["script"]), least)
+    language_model: list[Block] = []
+    if settings.language_model:
+        language_model = steps.dropping(
+            "language_model",
+            in_language,
+            model=settings.language_model,
+            labels=rules["labels"],
+            least=settings.min_language_score,
+        )
+    repetition = {"language": _WORDS, **rules["repetition"]}
+    quality = {"language": _WORDS, **rules["quality"]}
+    if settings.min_words:
+        quality["min_doc_words"] = settings.min_words
+    lines = {"language": _WORDS, **rules["lines"]}
+    return [
+        *steps.step("records", Records, units=units),
+        *steps.step("fix_encoding", fix_encoding),
+        *steps.dropping("language", LambdaFilter, filter_function=in_script),
+        *language_model,
+        *steps.step("boilerplate", without_boilerplate),
+        *steps.dropping("repetition", GopherRepetitionFilter, **repetition),
+        *steps.dropping("quality", GopherQualityFilter, **quality),
+        *steps.dropping("lines", FineWebQualityFilter, **lines),
+        *steps.step("personal_data", without_personal_data),
+        _writer(job.work / "filtered"),
+    ]
+
+
+def _stages_of_copies(job: CleaningJob, known: list[tuple[Unit, Keys]]) -> list[Stage]:
+    """The stages that find copies and near-copies, of each other and of the `known` documents."""
+    folders = ("signatures", "references", "index", "pairs", "copies")
+    signatures, references, index, pairs, copies = (str(job.work / name) for name in folders)
+    buckets = _MINHASH.num_buckets
+    stages: list[Stage] = []
+    if known:
+        signing = Signatures(references, _MINHASH, _WORDS)
+        stages.append(_reading("reference", known, signing, "references/*/{rank:05d}.*"))
+        indexing = MinhashBuildIndex(references, index, "known", _MINHASH)
+        stages.append(Stage("index", buckets, [indexing], ["index/bucket_{rank:03d}/*"]))
+    # Also within the corpus, and not only against the index of the others.
+    found = MinhashDedupBuckets(
+        signatures, pairs, index if known else None, _MINHASH, only_dedup_in_index=False
+    )
+    stages.append(Stage("buckets", buckets, [found], ["pairs/{rank:05d}_*"]))
+    # One task: a cluster of copies may span all buckets.
+    clusters = MinhashDedupCluster(PlainFolder(pairs), copies, _MINHASH)
+    stages.append(Stage("cluster", 1, [clusters], ["copies/*"]))
+    return stages
+
+
+def _stages_of_words(
+    benchmarks: Sequence[InputPath], heldout: list[tuple[Unit, Keys]], within: Contamination
+) -> list[Stage]:
+    """The stages that index words in a row of benchmarks and held-out files, for `within`."""
+    add = partial(index_words, within)
+    lines: list[Block] = [partial(benchmark_lines, benchmarks), partial(add, "benchmarks")]
+    stages = [Stage("words", 1, lines, ["words/benchmarks-{rank:05d}.*"])]
+    if heldout:
+        adding = partial(add, "heldout")
+        stages.append(_reading("words_heldout", heldout, adding, "words/heldout-{rank:05d}.*"))
+    return stages
+
+
+def _reading(name: str, units: list[tuple[Unit, Keys]], block: Block, file: str) -> Stage:
+    """A stage that reads other documents than those of the corpus, and gives them to `block`."""
+    return Stage(
+        name, min(len(units), _MOST_TASKS), [Records(units), fix_encoding(), block], [file]
+    )
+
+
+def _patterns_of(steps: Sequence[str]) -> list[str]:
+    """Patterns of the files of documents that the steps drop."""
+    return [f"output/{DROPPED}/{name}/{{rank:05d}}.*" for name in steps]

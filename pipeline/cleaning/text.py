@@ -1,4 +1,4 @@
-"""What cleaning does to a text: fixes wrong decoding, removes boilerplate, and replaces personal data."""
+"""What cleaning does to a text: encoding, boilerplate, and personal data."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ _fixed_by_ftfy: Callable[[str], str] = FTFYFormatter(normalization="NFC").format
 
 
 def with_fixed_encoding(text: str) -> str:
-    """A text that was decoded as Latin-1 as it was meant, UTF-8 or CP949; without control characters, in NFC."""
+    """A text that was decoded as Latin-1 as it was meant, UTF-8 or CP949.
+
+    It has no control characters, and is in NFC.
+    """
     found = _from_cp949(text)
-    return _fixed_by_ftfy(text if found is None else found)
+    if found is None:
+        found = text
+    return _fixed_by_ftfy(found)
 
 
 def _from_cp949(text: str) -> str | None:
     """What a text becomes as CP949, where that is likelier than UTF-8 and than what it is."""
+    # Korean in CP949, read as Latin-1, is mostly letters beyond ASCII.
     if len(_LATIN_1.findall(text)) * 5 < len(text):
         return None
     try:
@@ -34,34 +40,49 @@ def _from_cp949(text: str) -> str | None:
         found = stored.decode("cp949")
     except UnicodeError:
         return None
+    if _is_utf8(stored):
+        # Text in CP949 hardly ever is.
+        return None
+    pairs = 0
+    in_wansung = 0
+    for run in _LATIN_1_RUN.findall(text):
+        # Two bytes each, if this is CP949.
+        pairs += len(run)
+        in_wansung += len(_WANSUNG_PAIR.findall(run))
+    pairs //= 2
+    syllables = len(_HANGUL.findall(found))
+    is_likely = syllables >= _LEAST_SYLLABLES and in_wansung >= _LEAST_WANSUNG * pairs
+    is_korean = syllables * 5 > len(found)
+    return found if is_likely and is_korean else None
+
+
+def _is_utf8(stored: bytes) -> bool:
     try:
         stored.decode()
     except UnicodeDecodeError:
-        pass
-    else:
-        return None  # UTF-8, which texts in CP949 are next to never
-    runs = _LATIN_1_RUN.findall(text)
-    pairs = sum(len(run) for run in runs) // 2
-    in_wansung = sum(len(_WANSUNG_PAIR.findall(run)) for run in runs)
-    syllables = len(_HANGUL.findall(found))
-    is_likely = syllables >= _LEAST_SYLLABLES and in_wansung >= _LEAST_WANSUNG * pairs
-    return found if is_likely and syllables * 5 > len(found) else None
+        return False
+    return True
 
 
-# --- Boilerplate -----------------------------------------------------------------------------------------------------
+# --- Boilerplate ---
 
 _MARK = re.compile(
-    r"(?i)무단\s?(?:전재|복제|배포)(?:\s?(?:및|[-,·/])?\s?(?:재배포|배포|복제))?(?:\s?금지)?|재배포\s?금지|저작권자\s?[ⓒ©(]|기사\s?제보|"
+    r"(?i)무단\s?(?:전재|복제|배포)(?:\s?(?:및|[-,·/])?\s?(?:재배포|배포|복제))?(?:\s?금지)?|재배포\s?금지|"
+    r"저작권자\s?[ⓒ©(]|기사\s?제보|"
     r"구독\s?신청|댓글\s?\d+개?$|all rights reserved|(?:cookie|privacy) policy|terms of (?:use|service)|"
     r"subscribe to our|share (?:this )?on"
 )
 """What pages are marked, signed or framed with."""
-_MOST_BEFORE, _MOST_AFTER = 60, 80
+# A line with more characters before its first mark, or behind its last one, is a text that mentions
+# it.
+_MOST_BEFORE = 60
+_MOST_AFTER = 80
 _WORD = re.compile(r"[^\W\d_]+")
 _FILLER = re.compile(
     r"(?i)(?:본|이|및|또는|기사|콘텐츠|컨텐츠|저작|사이트|게시물|글|자료|뉴스|신문|법|보호|받|금지|금합|합니다|됩니다|있습니다|처벌|"
     r"상업|이용|사용|허가|없이|무단|복제|전재|배포|재배포|학습|활용|문의|안내).*|by|using|this|site|website|you|your|our|we|us|"
-    r"agree|to|and|the|a|an|for|of|in|on|or|is|are|with|latest|news|newsletter|email|please|see|read|view|click|here|use|"
+    r"agree|to|and|the|a|an|for|of|in|on|or|is|are|with|latest|news|newsletter|email|"
+    r"please|see|read|view|click|here|use|"
     r"cookies|facebook|twitter|copyright|accept|continue|more"
 )
 """Words that stand beside such marks, and say nothing of their own."""
@@ -70,26 +91,34 @@ _LEAST_OWN_WORDS = 2
 
 
 def without_boilerplate_lines(text: str) -> str:
-    """A text without the lines that only mark, sign or frame a page; a sentence that mentions such a mark stays."""
+    """A text without the lines that only mark, sign or frame a page.
+
+    A sentence that mentions such a mark stays.
+    """
     lines = text.split("\n")
     kept = [line for line in lines if not _is_boilerplate(line)]
-    return text if len(kept) == len(lines) else "\n".join(kept)
+    return "\n".join(kept)
 
 
 def _is_boilerplate(line: str) -> bool:
+    """Whether a line only marks, signs or frames a page."""
     marks = list(_MARK.finditer(line))
-    if not marks or marks[0].start() > _MOST_BEFORE or len(line) - marks[-1].end() > _MOST_AFTER:
+    if not marks:
+        return False
+    if marks[0].start() > _MOST_BEFORE or len(line) - marks[-1].end() > _MOST_AFTER:
         return False
     ends_with_mark = not _WORD.search(line, marks[-1].end())
     if ends_with_mark or not _SENTENCE_END.search(line):
         return True
-    own = [word for word in _WORD.findall(_MARK.sub(" ", line)) if not _FILLER.fullmatch(word)]
+    words = _WORD.findall(_MARK.sub(" ", line))
+    own = [word for word in words if not _FILLER.fullmatch(word)]
     return len(own) < _LEAST_OWN_WORDS
 
 
-# --- Personal data ---------------------------------------------------------------------------------------------------
+# --- Personal data ---
 
-# Personal data is looked for in a text of the same length, with one spelling of digits, dashes, full stops and signs.
+# Personal data is looked for in a text of the same length, with one spelling of digits, dashes,
+# full stops and signs.
 _SPELLINGS = {
     **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
     **dict.fromkeys("‐‑‒–—―−－﹣", "-"),
@@ -104,7 +133,8 @@ _ONE_SPELLING = str.maketrans(_SPELLINGS)
 _BIRTH = r"\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
 _MOBILE = r"(?:\+82[-. ]?|0)1[016789][-. ]?\d{3,4}[-. ]?\d{4}"
 _LANDLINE = r"(?:\+82[-. ]?|0)(?:2|[3-6]\d|70)[-.) ]{1,2}\d{3,4}[-. ]\d{4}"
-# A number is no part of a longer one, of a decimal fraction, of a version or of the number of a clause.
+# A number is no part of a longer one, of a decimal fraction, of a version or of the number of a
+# clause.
 _NOT_BEHIND = r"(?<![\d-])(?<!\d\.)"
 _NOT_BEFORE = r"(?![\d-]|\.\d)"
 _REGISTRATION = re.compile(rf"{_NOT_BEHIND}{_BIRTH}(?:\s?-\s?)?[1-8]\d{{6}}{_NOT_BEFORE}")
@@ -124,7 +154,8 @@ _MAIL = re.compile(
 
 
 def without_personal(text: str) -> str:
-    """A text with mail addresses, public IP addresses, Korea's phone and registration numbers replaced."""
+    """A text with mail and public IP addresses, Korea's phone and registration numbers replaced."""
+    # Addresses before numbers: a mail address may hold what looks like a phone number.
     text = _replaced(text, _MAIL, "email@example.com")
     text = _replaced(text, _ADDRESS, "192.0.2.1", _is_public_address)
     text = _replaced(text, _REGISTRATION, "000000-0000000")
@@ -137,22 +168,25 @@ def _replaced(
     replacement: str,
     is_meant: Callable[[re.Match[str]], bool] | None = None,
 ) -> str:
-    """The text with the replacement for what the pattern finds, however its digits and signs are spelled."""
-    pieces = []
+    """The text with what the pattern finds replaced, however its digits and signs are spelled."""
+    parts: list[str] = []
     position = 0
+    # The table replaces a character by one character, so that positions are the same in both texts.
     for found in pattern.finditer(text.translate(_ONE_SPELLING)):
         if is_meant is None or is_meant(found):
-            pieces += [text[position : found.start()], replacement]
+            parts += [text[position : found.start()], replacement]
             position = found.end()
-    return "".join([*pieces, text[position:]])
+    parts.append(text[position:])
+    return "".join(parts)
 
 
 def _is_public_address(found: re.Match[str]) -> bool:
-    """Whether four numbers are the public address of a machine, and not a version or the number of a clause."""
-    before, behind = found.string[: found.start()][-12:], found.string[found.end() :][:8]
-    parts = found.group().split(".")
-    digits = sorted(map(len, parts))
-    is_long = digits[-1] == 3 or digits[-2] == 2  # clauses and versions count from one
+    """Whether four numbers are a public address, and not a version or the number of a clause."""
+    before = found.string[: found.start()][-12:]
+    behind = found.string[found.end() :][:8]
+    digits = sorted(map(len, found.group().split(".")))
+    # Clauses and versions count from one, and so have few digits.
+    is_long = digits[-1] == 3 or digits[-2] == 2
     is_numbered = _NUMBERED.search(before) or _NUMBERED_BEHIND.match(behind)
     return bool(is_long and not is_numbered and public_ip_validator(found.group()))
 

@@ -1,4 +1,4 @@
-"""The section `data` of a run configuration: the corpora, their proportions, and how they are packed."""
+"""The section `data` of a run configuration: the corpora, their proportions, and their packing."""
 
 from __future__ import annotations
 
@@ -25,32 +25,35 @@ CleaningStep = Literal[
 
 
 CHAT_DATE = date(2025, 1, 1)
-"""What chat templates are told is today, where nothing else is said."""
+"""The date that chat templates are told is today, where nothing else is said."""
 
 
 class Sampling(Section):
     """Text that the base writes itself, for a corpus of role self_generated (scale-cpt sample)."""
 
     tokens: PositiveInt
-    """how many are written, at least"""
+    """how many tokens the base writes, at least"""
     temperature: PositiveFloat = 1.0
-    """1: the base's own distribution, without top-k or top-p"""
+    """sampling temperature, without top-k or top-p; 1 samples from the base's own distribution"""
     max_tokens: PositiveInt | None = None
-    """of a document, its opening included; default: sequence_length"""
+    """longest document in tokens, its prompt included; default: data.sequence_length"""
     prompts: Texts = []
-    """files of documents whose beginnings the base continues, in the formats of input; default: only the token before a
-    document"""
+    """files of documents whose beginnings the base continues, in the formats of `input`; default:
+    no prompts, and the base starts after the token that begins a document"""
     prompt_tokens: PositiveInt | None = None
-    """the beginning of an opening that is used; default: all of it, as for questions"""
+    """how many tokens of each prompt are used, from its start; default: the whole prompt, as for
+    questions"""
     chat_template: bool = False
-    """the prompts are a user's messages, framed by the tokenizer's chat template"""
+    """whether each prompt is a user's message, framed by the tokenizer's chat template"""
     thinking: bool | None = None
-    """of prompts that are chats: whether the base thinks before it answers, the template's `enable_thinking`; default:
-    as the template has it"""
+    """for prompts that are chats: whether the base thinks before it answers (the chat template's
+    `enable_thinking`); default: what the template does by itself"""
     system_prompts: Texts = []
-    """a system's message is drawn of these for each chat that has none; default: none is added"""
+    """system messages, of which each chat without a system message gets one at random; default:
+    none is added"""
     seed: int = 0
-    """of the text; not the run's, because runs with other seeds read the same corpus"""
+    """random seed of the sampled text, apart from the run's `seed`: runs with different seeds can
+    then share the corpus"""
 
     @model_validator(mode="after")
     def _a_chat_has_messages(self) -> Sampling:
@@ -64,110 +67,114 @@ class Sampling(Section):
 
 
 class Cleaning(Section):
-    """A crawl becomes a corpus before it is tokenized (scale-cpt clean, docs/data.md)."""
+    """Filters that make a corpus of a web crawl before tokenization (scale-cpt clean,
+    docs/data.md)."""
 
     language: Literal["ko", "en"]
-    """chooses the thresholds: FineWeb-2's for Korean, FineWeb's for English"""
+    """language of the crawl, which chooses the thresholds: FineWeb-2's for Korean, FineWeb's for
+    English"""
     skip: list[CleaningStep] = []
-    """steps to leave out"""
+    """cleaning steps that are left out"""
     min_words: PositiveInt | None = None
-    """of a document; default: 25 words of Korean, 50 of English"""
+    """fewest words of a document that is kept; default: 25 for Korean, 50 for English"""
     min_script_share: Fraction | None = None
-    """of the letters that are Hangul, or Latin; default: 0.5 for Korean, 0.8 for English"""
+    """smallest share of a document's letters that are Hangul (ko) or Latin (en); default: 0.5 for
+    Korean, 0.8 for English"""
     language_model: Literal["ft176", "glotlid"] | None = None
-    """a model of fastText, lid.176 or GlotLID, which datatrove downloads: drops documents of whose language it is not
-    sure"""
+    """fastText language identifier (lid.176 or GlotLID, which datatrove downloads) that drops
+    documents in other languages; default: none"""
     min_language_score: Fraction = 0.65
-    """how sure, from 0 to 1"""
+    """lowest confidence of `language_model`, from 0 to 1, with which a document is kept"""
     benchmarks: Texts = []
-    """JSONL files, or patterns, of benchmarks; documents that share words in a row with them are dropped, as are those
-    that share words with heldout_input of any corpus"""
+    """JSONL files, or patterns, of benchmarks: documents that share a run of `shared_words` words
+    with them are dropped; `heldout_input` of every corpus is always compared too"""
     shared_words: PositiveInt | None = None
-    """how many words in a row; default: 8 of Korean, 13 of English"""
+    """how many words in a row count as copied from a benchmark or a held-out text; default: 8 for
+    Korean, 13 for English"""
 
 
 class Source(Section):
     """Where a corpus comes from, for the model card of an export; nothing else reads it."""
 
     dataset: str | None = None
-    """its name on the Hugging Face Hub, such as HuggingFaceFW/fineweb-2"""
+    """name of the dataset on the Hugging Face Hub, such as HuggingFaceFW/fineweb-2"""
     license: str | None = None
-    """an identifier of the hub's, such as odc-by"""
+    """license of the dataset by its identifier on the hub, such as odc-by"""
     language: str | None = None
-    """a code such as ko"""
+    """code of the dataset's language, such as ko"""
 
 
 class Corpus(Section):
-    """One source of documents. Its token shards lie in `<data.folder>/<name>` and `<data.folder>/<name>.heldout`."""
+    """One source of documents, tokenized into `<data.folder>/<name>` and `<name>.heldout`."""
 
     input: Texts = []
-    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that `datasets` saved;
-    URLs of object stores, s3://bucket/*.parquet; or datasets on the hub,
+    """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that
+    `datasets` saved; URLs of object stores, s3://bucket/*.parquet; or datasets on the hub,
     hf://org/name[/config][@revision][/split][?files=N]"""
     clean: Cleaning | None = None
-    """what scale-cpt clean does with input before it is tokenized; default: nothing"""
+    """how scale-cpt clean filters the documents of `input` before they are tokenized; default: not
+    at all"""
     sample: Sampling | None = None
-    """instead of input, for role self_generated: what the base is to write"""
+    """for role self_generated, in place of `input`: what the base is asked to write"""
     heldout_input: Texts = []
-    """separate files for the held-out part; at least one corpus of a run has such a part"""
+    """files of the held-out part, which no training sample comes from; at least one corpus of a run
+    has a held-out part"""
     heldout_fraction: Fraction = 0.0
-    """or this share of the documents, such as 0.005, chosen by their hash"""
+    """in place of heldout_input: share of the documents of `input` that are held out, such as
+    0.005, chosen by their hash"""
     text_key: str = "text"
-    """the field or column that holds the text"""
+    """field or column that holds the text"""
     prompt_key: str | None = None
-    """that of a prompt before the text, which is read but never predicted: loss on answers only"""
+    """field or column that holds a prompt before the text; the model reads the prompt, and the loss
+    is on the text only; default: no prompts"""
     messages_key: str | None = None
-    """or that of a chat in JSON, a list of {role, content} or {from, value}: framed by the tokenizer's chat template,
-    with the loss on the assistant's messages only. With role self_generated the prompts are such chats: the base writes
-    each answer itself"""
+    """field or column that holds a chat in JSON, a list of {role, content} or {from, value}, framed
+    by the tokenizer's chat template with the loss on the assistant's messages only; with role
+    self_generated the prompts are such chats, and the base writes each answer; default: documents
+    are no chats"""
     document: Literal["line", "file"] = "line"
-    """of .txt files: what is one document, up to 32 MiB"""
+    """what one document of a .txt file is: a line, or the whole file of up to 32 MiB"""
     encoding: str | None = None
-    """of text files that are not UTF-8, as Python names it, such as cp949 or utf-16"""
+    """Python's name of the encoding of text files that are not UTF-8, such as cp949 or utf-16;
+    default: UTF-8"""
     quoting: Literal["standard", "none"] | None = None
-    """of CSV and TSV; none: a row is a line, and quotation marks are ordinary characters; default: standard for CSV,
-    none for TSV"""
+    """quotation marks in CSV and TSV: standard lets quoted cells span lines, none takes every line
+    as a row and quotation marks as ordinary characters; default: standard for CSV, none for TSV"""
     normalize: Literal["nfc"] | None = None
-    """nfc: brings texts to Unicode's composed form before they are tokenized; default: texts stay as they are"""
+    """nfc: texts are brought to Unicode's composed form before they are tokenized; default: texts
+    stay as they are"""
     special_tokens: Literal["text", "control"] | None = None
-    """what a text that spells a special token, such as </s>, becomes: ordinary text, or that token; default: text where
-    the tokenizer can, and a chat with such a message is rejected"""
+    """what the spelling of a special token in a text, such as </s>, becomes: ordinary text, or that
+    special token; default: ordinary text where the tokenizer can, and a chat with such a message is
+    rejected"""
     max_unknown_fraction: Fraction = 0.01
-    """tokenization stops where the tokenizer cannot spell more of the text"""
+    """largest share of the text that the tokenizer may be unable to spell; tokenization stops
+    beyond it"""
     allow_damaged: bool = False
-    """read what precedes the damage of a truncated or damaged file; default: such a file ends the job"""
+    """whether a truncated or damaged file is read up to its damage; default: it ends the job"""
     role: Role = "new"
-    """replay: the base model's own domain; rehearsal: text that the base wrote itself"""
+    """what the corpus is for: new (text to learn), replay (the base's own domain), or
+    self_generated (text that the base wrote itself)"""
     source: Source = Source()
-    """for the model card"""
+    """origin of the corpus, named on the export's model card"""
     weight: PositiveFloat = 1.0
-    """share among the corpora of the same role"""
+    """weight of the corpus among all corpora of its role when samples are drawn"""
     epochs: PositiveFloat | None = None
-    """stop drawing from it after this many passes"""
+    """number of passes over the corpus after which nothing more is drawn from it; default: no
+    limit"""
     token_budget: PositiveInt | None = None
-    """or after this many tokens"""
+    """number of tokens drawn from the corpus after which nothing more is drawn from it; default: no
+    limit"""
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Corpus:
-        if self.role != "self_generated":
-            if self.sample is not None:
-                raise ValueError(f"sample belongs to role self_generated, not to role {self.role}")
-            if not self.input:
-                raise ValueError("input: name at least one file")
-        elif self.sample is None or self.input or self.heldout_input or self.heldout_fraction:
-            raise ValueError(
-                "role self_generated: give sample, and neither input nor a held-out part; the base writes it"
-            )
-        elif self.prompt_key is not None:
-            raise ValueError(
-                "prompt_key does not apply to role self_generated; name the field of the prompts as text_key"
-            )
-        elif self.messages_key is not None and (
-            not self.sample.prompts or self.sample.prompt_tokens is not None
-        ):
-            raise ValueError(
-                "messages_key: chats are used whole; name files of them as prompts, without prompt_tokens"
-            )
+        if self.role == "self_generated":
+            self._check_self_generated()
+        elif self.sample is not None:
+            raise ValueError(f"sample belongs to role self_generated, not to role {self.role}")
+        elif not self.input:
+            raise ValueError("input: name at least one file")
+
         if self.clean is not None and (self.prompt_key or self.messages_key or self.sample):
             raise ValueError("clean is for documents, without prompt_key, messages_key and sample")
         if self.messages_key is not None and self.prompt_key is not None:
@@ -180,6 +187,27 @@ class Corpus(Section):
             raise ValueError("give heldout_input or heldout_fraction, not both")
         return self
 
+    def _check_self_generated(self) -> None:
+        """Refuses what does not apply to text that the base writes. Raises ValueError."""
+        is_read = self.input or self.heldout_input or self.heldout_fraction
+        if self.sample is None or is_read:
+            raise ValueError(
+                "role self_generated: give sample, and neither input nor a held-out part; "
+                "the base writes it"
+            )
+        if self.prompt_key is not None:
+            raise ValueError(
+                "prompt_key does not apply to role self_generated; "
+                "name the field of the prompts as text_key"
+            )
+        if self.messages_key is not None:
+            has_chats = self.sample.prompts and self.sample.prompt_tokens is None
+            if not has_chats:
+                raise ValueError(
+                    "messages_key: chats are used whole; "
+                    "name files of them as prompts, without prompt_tokens"
+                )
+
 
 # A name is a folder of `data.folder`, where `<name>.heldout` is the held-out part of `<name>`.
 CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
@@ -189,30 +217,33 @@ class Data(Section):
     """What is read, in which proportion, and how it is packed."""
 
     folder: Path
-    """where the token corpora lie"""
+    """folder of the tokenized corpora"""
     sequence_length: PositiveInt
-    """tokens per sample; at most the base's context"""
+    """tokens per sample, at most the base's context"""
     corpora: Annotated[dict[CorpusName, Corpus], Field(min_length=1)]
-    """by name"""
+    """corpora of the run, each under its name"""
     replay_fraction: Fraction = 0.0
     """share of the samples drawn from the corpora of role replay"""
     replay_loss: Literal["nll", "kl"] = "nll"
-    """on these samples: the next token's negative log likelihood, or KL(base || model) as in rehearsal"""
+    """loss on samples of role replay: nll, the next token's negative log likelihood, or kl,
+    KL(base || model), as on samples of role self_generated"""
     self_generated_fraction: Fraction = 0.0625
     """share of the samples drawn from the corpora of role self_generated, if there are any"""
     self_generated_coefficient: PositiveFloat = 1.0
-    """factor of KL(base || model) in the loss"""
+    """coefficient of KL(base || model) in the loss"""
     temperature: Annotated[float, Field(ge=1)] | None = None
-    """among the corpora of a role, also weigh each by tokens^(1 / temperature): 1 in proportion to their sizes, 3.3
-    (mT5) more evenly; default: by weight alone"""
+    """how corpora of one role are balanced by size: each is also weighted by tokens^(1 /
+    temperature); 1 draws in proportion to the sizes, 3.3 (mT5) more evenly; default: only `weight`
+    counts"""
     chat_date: date = CHAT_DATE
-    """what a chat template that asks for today's date (`strftime_now`) is told: tokens must not depend on the day"""
+    """date that a chat template is told when it asks for today's (`strftime_now`), so that tokens
+    do not depend on the day"""
     document_mask: bool = True
-    """attention and positions stay within a document"""
+    """whether attention and positions stay within a document"""
 
     @model_validator(mode="after")
     def _replay_has_a_source(self) -> Data:
-        roles = {corpus.role for corpus in self.corpora.values()}
+        roles = self._roles()
         if "new" not in roles:
             raise ValueError("no corpus has the role new: there is nothing to learn")
         if self.replay_fraction > 0 and "replay" not in roles:
@@ -223,22 +254,26 @@ class Data(Section):
             )
         return self
 
+    def _roles(self) -> set[Role]:
+        return {corpus.role for corpus in self.corpora.values()}
+
     @property
     def fractions(self) -> dict[Role, float]:
         """The share of the samples of each role except new."""
-        roles = {corpus.role for corpus in self.corpora.values()}
-        wanted: dict[Role, float] = {
-            "replay": self.replay_fraction,
-            "self_generated": self.self_generated_fraction,
-        }
-        return {role: fraction for role, fraction in wanted.items() if role in roles}
+        roles = self._roles()
+        fractions: dict[Role, float] = {}
+        if "replay" in roles:
+            fractions["replay"] = self.replay_fraction
+        if "self_generated" in roles:
+            fractions["self_generated"] = self.self_generated_fraction
+        return fractions
 
     @property
     def kl_roles(self) -> frozenset[Role]:
         """The roles whose samples train by KL(base || model)."""
-        return frozenset(
-            {"self_generated", "replay"} if self.replay_loss == "kl" else {"self_generated"}
-        )
+        if self.replay_loss == "kl":
+            return frozenset({"self_generated", "replay"})
+        return frozenset({"self_generated"})
 
     @property
     def kl_fraction(self) -> float:

@@ -14,23 +14,26 @@ LinearMap = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
 class ExpansionWidths(Section):
-    """How much each width of the base grows. `num_key_value_heads` follows from the base's grouped-query ratio."""
+    """How much each width of the base grows.
+
+    `num_key_value_heads` follows from the base's grouped-query ratio.
+    """
 
     hidden_size: PositiveInt
-    """added to the residual stream"""
+    """channels added to the residual stream"""
     intermediate_size: PositiveInt
-    """added to the FFN"""
+    """channels added to the FFN"""
     num_attention_heads: PositiveInt
-    """added query heads; a multiple of the query heads per key/value head"""
+    """query heads added to attention, a multiple of the query heads per key/value head"""
 
 
 class Initialisers(Section):
     """How W21 and W22 start (the paper's Fig. 5); W12 always starts at zero."""
 
     base_to_expansion: Initialiser = "svd"
-    """W21"""
+    """initial values of W21, the blocks from the base's channels to the added ones"""
     expansion_to_expansion: Initialiser = "zero"
-    """W22"""
+    """initial values of W22, the blocks among the added channels"""
 
 
 class ScaleMethod(Section):
@@ -38,23 +41,26 @@ class ScaleMethod(Section):
 
     name: Literal["scale"]
     variant: Literal["preserve", "adapt", "route"] = "adapt"
-    """stability (preserve) or plasticity (adapt), or the choice per token (route)"""
+    """what trains: preserve keeps the base's output exactly, adapt lets upper layers change it,
+    route chooses between both for each token"""
     expansion: ExpansionWidths
     l_fp: NonNegativeInt | None = None
-    """lower layers without W12; needed by adapt and route"""
+    """number of lower layers without W12, which adapt and route need; not for preserve"""
     collaborative_modules: CollaborativeModules = "attention"
-    """where W12 trains, above l_fp"""
+    """modules of the layers above l_fp in which W12 trains"""
     router_threshold: Annotated[float, Field(ge=-1, le=1)] = 0.5
-    """τ: above this cosine of the two paths a token is preserved"""
+    """τ of variant route: a token is preserved if the cosine of its two paths is above this"""
     norm: Literal["separate", "base"] = "separate"
-    """which statistics normalise the expansion stream: its own, or the base stream's, as a model to serve needs"""
+    """statistics that normalise the expansion stream: its own (separate), or the base stream's,
+    which a merged export needs"""
     initialisers: Initialisers = Initialisers()
 
     @model_validator(mode="after")
     def _l_fp_belongs_to_the_variant(self) -> ScaleMethod:
         if self.variant == "preserve" and self.l_fp is not None:
             raise ValueError(
-                "l_fp does not apply to variant preserve, where every layer is a preservation layer; remove it"
+                "l_fp does not apply to variant preserve, where every layer is a preservation "
+                "layer; remove it"
             )
         if self.variant != "preserve" and self.l_fp is None:
             raise ValueError(
@@ -64,7 +70,7 @@ class ScaleMethod(Section):
 
     @property
     def of_initial_expansion(self) -> dict[str, Any]:
-        """The settings that the initial expansion depends on: where W12 exists, the widths, the initialisers."""
+        """The settings that the initial expansion depends on: variant, widths, initialisers."""
         return self.model_dump(mode="json", exclude={"router_threshold", "norm"})
 
 
@@ -79,19 +85,19 @@ class Freeze(Section):
 
     name: Literal["freeze"]
     frozen_layers: PositiveInt
-    """how many of the bottom layers do not train"""
+    """number of bottom layers that do not train"""
 
 
 class Lora(Section):
-    """Low-rank adapters (LoRA) of frozen linear maps: Y = W X + (alpha / rank) · B A X, where B starts at zero."""
+    """LoRA adapters of frozen linear maps: Y = W X + (alpha / rank) · B A X; B starts at zero."""
 
     name: Literal["lora"]
     rank: PositiveInt
-    """rows of A, columns of B"""
+    """rank of the adapters: the rows of A and the columns of B"""
     alpha: PositiveFloat | None = None
-    """default: the rank, so that B A X is not scaled"""
+    """numerator of the factor alpha / rank on B A X; default: the rank, which makes the factor 1"""
     target_modules: Annotated[tuple[LinearMap, ...], Field(min_length=1)] | None = None
-    """the linear maps with an adapter, in every layer; default: all of the base's"""
+    """linear maps that get an adapter, in every layer; default: all of them"""
 
     @property
     def scale(self) -> float:
@@ -100,11 +106,11 @@ class Lora(Section):
 
 
 class LlamaPro(Section):
-    """Depth expansion (LLaMA Pro): copies of blocks, whose output maps start at zero, train between frozen ones."""
+    """LLaMA Pro: copies of blocks, whose output maps start at zero, train between frozen blocks."""
 
     name: Literal["llama_pro"]
     added_layers: PositiveInt
-    """how many blocks are copied; divides the base's layers"""
+    """number of copied blocks, a divisor of the base's number of layers"""
 
 
 Method = Annotated[
@@ -116,5 +122,5 @@ _TITLES = {"fft": "full fine-tuning", "freeze": "Freeze", "lora": "LoRA", "llama
 
 
 def title_of(name: str) -> str:
-    """A method, or a variant of SCALE, as tables and pictures name it."""
+    """The name of a method, or of a variant of SCALE, in tables and figures."""
     return _TITLES.get(name) or f"SCALE-{name.capitalize()}"

@@ -1,4 +1,4 @@
-"""Reads YAML into checked settings: the base class and types of all sections, and errors in one line."""
+"""Reads YAML into checked settings: types of settings, and errors in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Texts = Annotated[
 """A list, or one text in its place."""
 
 
-# What earlier versions called settings, and values of settings: an old file gets the new name in its error.
+# Names of settings and of their values in earlier versions: an old file's error gives the new one.
 RENAMED_KEYS = {
     "upscaled": "init_expansion",
     "openings": "prompts",
@@ -49,20 +49,24 @@ class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that is given twice, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [
-            key.value
-            for key, _ in node.value
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<"
-        ]
-        if repeated := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {repeated[0]} is given twice in one section", node.start_mark
-            )
+        seen: set[str] = set()
+        for key, _ in node.value:
+            # YAML allows the merge key << more than once.
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if key.value in seen:
+                fault = f"the key {key.value} is given twice in one section"
+                raise yaml.constructor.ConstructorError(None, None, fault, node.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file at `path`; raises ConfigError where it is missing or holds something else."""
+    """The mapping in the YAML file at `path`.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or holds something else than a mapping.
+    """
     try:
         text = read_text(path, ConfigError, "name a YAML file")
     except FileNotFoundError as error:
@@ -76,9 +80,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, fault: str) -> Any:
-    """The value that `text` is in YAML; raises ConfigError, which begins with `fault`, for what is no YAML."""
+    """The value that `text` is in YAML.
+
+    Raises:
+        ConfigError: `text` is no YAML; the message begins with `fault`.
+    """
     try:
-        return yaml.load(text, _UniqueKeys)  # a SafeLoader
+        return yaml.load(text, _UniqueKeys)  # a SafeLoader: it builds plain values only
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{fault}: {' '.join(str(error).split())}") from None
 
@@ -87,8 +95,8 @@ def checked(kind: type[S], values: Mapping[str, Any], *, source: str, listed_in:
     """`values` as a section of the class `kind`.
 
     Raises:
-        ConfigError: all faults with their dotted paths, in one line; `source` is the origin of the values, and
-            `listed_in` the page that documents every setting.
+        ConfigError: `values` have faults; all of them, with their dotted paths, are in its one
+            line. `source` is the origin of the values, and `listed_in` the page on every setting.
     """
     try:
         return kind.model_validate(values)
@@ -120,26 +128,21 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    # pydantic puts the tag of a union into the path (method.scale.l_fp), which is not in the user's file.
-    parts = [str(part) for part in location]
-    parts = [part for before, part in zip(["", *parts], parts, strict=False) if before != "method"]
+    """The path of a setting in the user's file, such as `method.l_fp`."""
+    parts: list[str] = []
+    before = ""
+    for part in map(str, location):
+        # pydantic adds the tag of a union (method.scale.l_fp), which is no key of the user's file.
+        if before != "method":
+            parts.append(part)
+        before = part
     return ".".join(parts) or "the configuration"
 
 
 def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
+    """One of pydantic's faults in words for a user."""
     if fault["type"] == "extra_forbidden":
-        key = str(fault["loc"][-1])
-        if key in RENAMED_KEYS:
-            return f"is called {RENAMED_KEYS[key]} now"
-        schema = kind.model_json_schema()
-        known = {
-            name
-            for section in (schema, *schema.get("$defs", {}).values())
-            for name in section.get("properties", {})
-        }
-        return "unknown key" + (
-            "" if key in known else nearest(key, known)
-        )  # it may be one of another section
+        return _unknown_key(kind, str(fault["loc"][-1]))
     if fault["type"] == "missing":
         return "missing"
     if fault["type"] == "literal_error" and fault["input"] in RENAMED_VALUES:
@@ -148,3 +151,17 @@ def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
     if isinstance(fault.get("input"), (str, int, float, bool)):
         message += f" (found {fault['input']!r:.120})"
     return message
+
+
+def _unknown_key(kind: type[BaseModel], key: str) -> str:
+    """What is wrong with a key that its section does not have."""
+    if key in RENAMED_KEYS:
+        return f"is called {RENAMED_KEYS[key]} now"
+    schema = kind.model_json_schema()
+    known: set[str] = set()
+    for section in (schema, *schema.get("$defs", {}).values()):
+        known.update(section.get("properties", {}))
+    if key in known:
+        # A key of another section: another spelling of it is no remedy.
+        return "unknown key"
+    return "unknown key" + nearest(key, known)

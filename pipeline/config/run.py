@@ -22,53 +22,64 @@ from pipeline.hub import model_folder
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
 HubModels = Literal["whole", "described", "named"]
-"""Of models that a configuration names on the hub: fetch them whole, or without weights, or not at all."""
+"""How models that a configuration names on the hub are fetched: whole, without weights, or not."""
 
 
 class GateSettings(Section):
-    """A gate fitted after training: per token it decides whether the text is new (docs/gate.md). Method scale only."""
+    """The gate, which decides per token whether the text is new (docs/gate.md). Method scale only.
+
+    It is fitted after training.
+    """
 
     features: GateFeatures = "token+running_mean"
-    """of the base's residual stream: each token's own, or also their decaying mean over the document so far"""
+    """what the gate reads of the base's residual stream: each token's state, or also the running
+    mean of the states in the document so far"""
     layer: NonNegativeInt | None = None
-    """the stream before this layer is read; default: the last place where it is exactly the base's, after the last
-    layer for preserve and route, before l_fp for adapt"""
+    """layer before which the gate reads the stream; default: the last place where the stream is
+    exactly the base's, which is after the last layer for preserve and route, and before layer l_fp
+    for adapt"""
     negatives: list[CorpusName] = []
-    """corpora of text that is not new; default: those of role self_generated, or else those of role replay"""
+    """names of the corpora of text that is not new, from which the gate learns to stay closed;
+    default: the corpora of role self_generated, or the corpora of role replay if there are none"""
     tokens: PositiveInt = 100_000
-    """of new text and of text that is not, each: so many to fit the gate, and as many others to set its threshold"""
+    """tokens of each kind of text (new, and not new) to fit the gate on; as many others of each
+    kind set its threshold"""
     splices: bool = False
-    """also fit on windows that begin in one kind of text and end in the other"""
+    """whether the gate is also fitted on windows that begin in one kind of text and end in the
+    other"""
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
-    """at most this share of the tokens that are not new may open: sets the threshold"""
+    """largest share of the tokens that are not new on which the gate may open; sets its
+    threshold"""
 
 
 class VocabularySettings(Section):
-    """A tokenizer extended by scale-cpt vocabulary; new pieces get rows of their own (docs/vocabulary.md)."""
+    """An extended tokenizer (scale-cpt vocabulary), whose new tokens get rows
+    (docs/vocabulary.md)."""
 
     folder: Path
-    """what the tool wrote"""
+    """folder that scale-cpt vocabulary wrote"""
     initial: Literal["mean", "last-weighted", "zero"] = "mean"
-    """new rows start as the mean of the rows of the pieces that they replace, equally or with weights 1, 2, 3, …"""
+    """first embedding row of a new token: the mean of the rows of the base's tokens that spell it,
+    the mean with weights 1, 2, 3, … (last-weighted), or zero"""
 
 
 class Metrics(Section):
     """Peak performance for MFU, and the interval of progress lines (docs/metrics.md)."""
 
     peak_tflops: PositiveFloat | None = None
-    """of one device, dense, in the precision of the run: the reference of MFU; default: NVIDIA's figure for 16 bits if
-    the GPU is known. Without either there is no MFU"""
+    """dense peak of one device in the run's precision, the reference of MFU; default: NVIDIA's
+    16-bit figure for known GPUs; without a peak no MFU is reported"""
     log_every_s: PositiveFloat = 10.0
-    """minimum seconds between two progress lines in a log"""
+    """least number of seconds between two progress lines in a log"""
 
 
 class Profile(Section):
     """Steps that torch.profiler traces into `<folder>/profile`; other steps are unaffected."""
 
     steps: tuple[PositiveInt, PositiveInt] | None = None
-    """the first and the last, counted from 1; default: none"""
+    """first and last traced step, counted from 1; default: no step is traced"""
     ranks: list[NonNegativeInt] = [0]
-    """ranks that write a trace, one file each"""
+    """ranks that write a trace, a file for each"""
 
     @model_validator(mode="after")
     def _ends_after_it_begins(self) -> Profile:
@@ -83,20 +94,21 @@ class WandbTracker(Section):
     """Weights & Biases. Needs `pip install 'scale-cpt[wandb]'`."""
 
     project: str
-    """the project of the run"""
+    """name of the project in Weights & Biases"""
     entity: str | None = None
-    """user or team; default: the logged-in user's"""
+    """user or team that owns the project; default: the logged-in user"""
     mode: Literal["online", "offline"] = "online"
-    """offline: into `<folder>/wandb`, for `wandb sync`; needs no network"""
+    """online sends figures at once; offline writes them to `<folder>/wandb` for a later `wandb
+    sync`"""
 
 
 class MlflowTracker(Section):
     """MLflow. Needs `pip install 'scale-cpt[mlflow]'`."""
 
     tracking_uri: str
-    """a server, or a database: `http://host:5000`, `sqlite:///runs/mlflow.db`"""
+    """MLflow server or database: `http://host:5000`, `sqlite:///runs/mlflow.db`"""
     experiment: str = "scale-cpt"
-    """the experiment of the run; created if it does not exist"""
+    """name of the experiment in MLflow, created if it does not exist"""
 
 
 class TrackerSettings(Section):
@@ -112,95 +124,110 @@ class Preflight(Section):
     """Checks of the allocation before the first step; they take seconds."""
 
     enabled: bool = True
-    """false: no checks"""
+    """whether the allocation is checked before the first step"""
     min_gb_per_s: Annotated[float, Field(ge=0)] | None = None
-    """limit for the slowest all-reduce, as sent by a rank; default: 0.5 on GPUs, 0.001 on CPUs"""
+    """lowest rate at which a rank sends in an all-reduce; default: 0.5 on GPUs, 0.001 on CPUs"""
     slow_factor: Annotated[float, Field(gt=1)] | None = None
-    """how many times as long as the others' a rank's matrix product may take; default: no limit, the log names the
-    slowest rank"""
+    """how many times longer than on the other ranks a matrix product may take on one rank; default:
+    no limit, and the log names the slowest rank"""
 
 
 class Stability(Section):
     """The handling of bad steps, and when a run is ended as diverged (docs/stability.md)."""
 
     max_skipped_steps: NonNegativeInt = 20
-    """over the whole run: steps with NaN or infinity, and steps skipped after a rollback"""
+    """most skipped steps of the whole run, those with NaN or infinity and those after a rollback
+    together; beyond it the run ends as diverged"""
     loss_increase: PositiveFloat | None = 1.0
-    """a spike: this many nats per token above the running median; null: never"""
+    """how many nats per token above its running median the loss of a spike lies; null: the loss
+    never makes a spike"""
     gradient_norm_factor: Annotated[float, Field(gt=1)] | None = 10.0
-    """or this many times its running median, and clipped; null: never"""
+    """how many times its running median the gradient norm of a spike is, if it is also clipped;
+    null: the gradient norm never makes a spike"""
     window: Annotated[int, Field(ge=2)] = 128
-    """steps of the running median; there is no spike before as many steps"""
+    """number of steps of the running medians; earlier in a run no step counts as a spike"""
     spike_steps: PositiveInt = 3
-    """in a row, after which the run rolls back to the last checkpoint before them and skips them"""
+    """number of spikes in a row after which the run rolls back to the last checkpoint before them,
+    and skips them"""
     max_rollbacks: NonNegativeInt = 3
-    """over the whole run, before it ends as diverged"""
+    """most rollbacks of the whole run; the next spike ends it as diverged"""
 
     @property
     def rollback_steps(self) -> int:
-        """How far behind the newest checkpoint one must lie that a spike right after it can go back to."""
+        """How many steps before the newest checkpoint the one for a rollback must lie, at least."""
         finds_spikes = self.loss_increase is not None or self.gradient_norm_factor is not None
         return self.spike_steps if finds_spikes and self.max_rollbacks > 0 else 0
 
 
 class Forgetting(Section):
-    """How much of the base's own domain, the corpora of role replay, may be lost; checked at each validation."""
+    """How much of the base's own domain may be forgotten; checked at each validation.
+
+    The held-out parts of the corpora of role replay stand for that domain.
+    """
 
     max_increase: PositiveFloat | None = None
-    """of held-out perplexity over step 0's, as a fraction"""
+    """largest growth of the held-out perplexity since step 0, as a fraction; default: no limit"""
     max_kl_from_base: PositiveFloat | None = None
-    """nats per token, on the first held-out batch of role replay"""
+    """largest KL(base || model) in nats per token, on the first held-out batch of role replay;
+    default: no limit"""
     action: Literal["warn", "stop", "lower_learning_rate"] = "warn"
-    """beyond either limit: log a warning, save and end, or multiply the learning rate for the rest of the run"""
+    """what happens beyond either limit: a warning in the log (warn), saving and ending the run
+    (stop), or a lower learning rate for the rest of the run (lower_learning_rate)"""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """factor of lower_learning_rate, each time"""
+    """factor by which action lower_learning_rate multiplies the learning rate each time"""
 
 
-class Watchdog(Section):
+class WatchdogSettings(Section):
     """When a run with lost or hung ranks ends, to be restarted."""
 
     beat_every_s: PositiveFloat = 5.0
-    """interval of each rank's heartbeats; longer with more than 500 ranks"""
+    """seconds between two heartbeats of a rank; longer with more than 500 ranks"""
     dead_after_s: PositiveFloat = 60.0
-    """a rank without a heartbeat for this long is lost; the end of a process is noticed immediately"""
+    """seconds without a heartbeat after which a rank counts as lost; the end of a process is
+    noticed immediately"""
     hung_after_s: PositiveFloat = 600.0
-    """a run hangs if every rank is longer than this in a phase of a step (data, forward, backward, step)"""
+    """seconds that every rank may stay in one phase of a step (data, forward, backward, step)
+    before the run counts as hung"""
     slow_after_s: PositiveFloat = 1800.0
-    """the same for the start, validation and saving"""
+    """seconds that every rank may stay in the start, in a validation or in saving before the run
+    counts as hung"""
 
 
 class Parallel(Section):
     """The layout of the ranks; the data-parallel size is the world size divided by tp_size."""
 
     tp_size: PositiveInt = 1
-    """ranks that share each layer; best within a node"""
+    """tensor-parallel size: ranks that share each layer, best within a node"""
     sequence_parallel: bool = False
-    """between shared layers a rank holds its share of each sequence only: less memory"""
+    """whether a tensor-parallel rank holds only its share of each sequence between the shared
+    layers, which takes less memory"""
 
 
-class Validation(Section):
+class ValidationSettings(Section):
     """Held-out perplexity during the run, for each corpus with a held-out part."""
 
     every_steps: PositiveInt = 100
-    """also at the start and the end"""
+    """number of steps from one validation to the next; there is one at the start and at the end,
+    too"""
     max_sequences: PositiveInt = 64
-    """of each held-out part"""
+    """most sequences that are scored of each held-out part"""
 
 
-class Checkpoints(Section):
+class CheckpointSettings(Section):
     """When to save, and which checkpoints to keep."""
 
     every_steps: PositiveInt = 500
-    """also at the end and on a signal"""
+    """number of steps from one checkpoint to the next; the end and a signal save one, too"""
     keep_last: PositiveInt = 2
-    """how many of the newest are kept; also more, until one lies before any spike (stability.spike_steps)"""
+    """number of the newest checkpoints that are kept; more are kept while none of them lies before
+    the last `stability.spike_steps` steps"""
     keep_every_steps: PositiveInt | None = None
-    """its multiples are never deleted"""
+    """steps whose multiples are kept for good; default: no checkpoint is kept for good"""
     asynchronous: bool = False
-    """continue training while a copy in host memory is written"""
+    """whether training continues while a copy in host memory is written"""
 
     @model_validator(mode="after")
-    def _kept_steps_are_saved(self) -> Checkpoints:
+    def _kept_steps_are_saved(self) -> CheckpointSettings:
         if self.keep_every_steps is not None and self.keep_every_steps % self.every_steps:
             raise ValueError(
                 f"keep_every_steps must be a multiple of every_steps {self.every_steps}"
@@ -212,55 +239,61 @@ class RunConfig(Section):
     """All settings of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """letters, digits, dots, dashes, underscores"""
+    """name of the run, of letters, digits, dots, dashes and underscores"""
     folder: Path
-    """the run folder, which holds everything that the run writes"""
+    """run folder, which holds everything that the run writes"""
     seed: NonNegativeInt = 1234
     """seed of the data order and of random initial blocks"""
     base: Path
-    """a Hugging Face folder with safetensors, or a model on the hub: `meta-llama/Llama-3.2-1B`, `org/name@revision`"""
+    """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
+    `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
     base_precision: BasePrecision = "bf16"
-    """of the frozen linear maps: in the type that the deepspeed file sets, or stored in 8 or 4 bits (docs/method.md)"""
+    """how frozen linear maps are stored: in the type that the deepspeed file sets (bf16), or in 8
+    bits (fp8) or 4 (nf4; docs/method.md)"""
     vocabulary: VocabularySettings | None = None
-    """a tokenizer with more pieces than the base's; default: the base's own"""
+    """tokenizer with more tokens than the base's; default: the base's own"""
     init_expansion: Path | None = None
-    """an expansion to train on, exported by another run; default: a new one, in <folder>/initial_expansion"""
+    """expansion to start from, exported by another run; default: a new one, in
+    <folder>/initial_expansion"""
     method: Method
-    """what trains"""
+    """which parameters train, and how they start"""
     data: Data
-    """corpora and samples"""
+    """corpora, their proportions, and their packing"""
     schedule: Schedule
     """steps, batch and learning rate"""
     gate: GateSettings | None = None
-    """fitted after training; default: none"""
+    """gate that is fitted after training; default: none"""
     parallel: Parallel = Parallel()
     """layout of the ranks"""
-    validation: Validation = Validation()
-    """held-out scores during the run"""
-    checkpoints: Checkpoints = Checkpoints()
-    """when to save"""
+    validation: ValidationSettings = ValidationSettings()
+    """held-out perplexity during the run"""
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    """when checkpoints are saved, and which are kept"""
     stability: Stability = Stability()
-    """handling of bad steps"""
+    """how bad steps are handled"""
     forgetting: Forgetting = Forgetting()
-    """how much may be lost"""
+    """how much the model may forget of the base's own domain"""
     preflight: Preflight = Preflight()
     """checks before the first step"""
-    watchdog: Watchdog = Watchdog()
+    watchdog: WatchdogSettings = WatchdogSettings()
     """when lost or hung ranks end the run"""
     metrics: Metrics = Metrics()
-    """MFU and progress lines"""
+    """peak performance for MFU, and progress lines"""
     profile: Profile = Profile()
-    """which steps are traced"""
+    """steps that the profiler traces"""
     observers: TrackerSettings = TrackerSettings()
     """experiment trackers"""
     deepspeed: Path
-    """a file of ds_configs/: ZeRO and precision"""
+    """DeepSpeed configuration, a file of ds_configs/, for ZeRO and precision only"""
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
-    """recompute activations in the backward pass: of the layers above l_fp, or of all"""
+    """layers whose activations are recomputed in the backward pass: none, the layers from l_fp on
+    (collaborative), or all"""
     deterministic: bool = False
-    """on GPUs: the same command gives the same bits, where there are such kernels; slower (docs/checkpoints.md)"""
+    """whether GPUs use deterministic kernels where there are any, so that a command gives equal
+    bits each time; slower (docs/checkpoints.md)"""
     compile: bool = False
-    """compile each layer with torch.compile (not under ZeRO-3): steps of 9 to 14 % less time on an H100"""
+    """whether each layer is compiled with torch.compile (not under ZeRO-3); steps take 9 to 14 %
+    less time on an H100"""
 
     @model_validator(mode="after")
     def _gate_fits(self) -> RunConfig:
@@ -270,15 +303,13 @@ class RunConfig(Section):
             raise ValueError(
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
-        layer, l_fp = self.gate.layer, self.method.l_fp
-        if (
-            self.method.variant == "adapt"
-            and layer is not None
-            and l_fp is not None
-            and layer > l_fp
-        ):
+        layer = self.gate.layer
+        # Only adapt changes the base's stream: preserve and route keep it exact in every layer.
+        l_fp = self.method.l_fp if self.method.variant == "adapt" else None
+        if layer is not None and l_fp is not None and layer > l_fp:
             raise ValueError(
-                f"gate.layer: {layer} is above method.l_fp {l_fp}, where adapt changes the base's stream"
+                f"gate.layer: {layer} is above method.l_fp {l_fp}, "
+                "where adapt changes the base's stream"
             )
         for name in self.gate.negatives:
             if name not in self.data.corpora or self.data.corpora[name].role == "new":
@@ -293,24 +324,25 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> RunConfig:
-        heldout = {
-            own.role
-            for own in self.data.corpora.values()
-            if own.heldout_input or own.heldout_fraction
-        }
-        method, limits = self.method, self.forgetting
+        method = self.method
+        limits = self.forgetting
         if self.init_expansion is not None and not isinstance(method, ScaleMethod):
             raise ValueError(f"init_expansion: method {method.name} trains no expansion; remove it")
         if limits.max_kl_from_base is not None and isinstance(method, (FullFineTuning, Freeze)):
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
             )
-        if (limits.max_increase, limits.max_kl_from_base) != (
-            None,
-            None,
-        ) and "replay" not in heldout:
+        has_limit = limits.max_increase is not None or limits.max_kl_from_base is not None
+        if has_limit and not self._has_heldout_replay():
             raise ValueError("forgetting: needs a corpus of role replay with a held-out part")
         return self
+
+    def _has_heldout_replay(self) -> bool:
+        for corpus in self.data.corpora.values():
+            has_heldout = corpus.heldout_input or corpus.heldout_fraction
+            if corpus.role == "replay" and has_heldout:
+                return True
+        return False
 
     @property
     def gate_negatives(self) -> list[str]:
@@ -318,13 +350,16 @@ class RunConfig(Section):
         by_role: dict[Role, list[str]] = {"new": [], "replay": [], "self_generated": []}
         for name, corpus in self.data.corpora.items():
             by_role[corpus.role].append(name)
-        named = [] if self.gate is None else self.gate.negatives
-        return named or by_role["self_generated"] or by_role["replay"]
+        if self.gate is not None and self.gate.negatives:
+            return self.gate.negatives
+        return by_role["self_generated"] or by_role["replay"]
 
     @property
     def tokenizer(self) -> Path:
         """Where the run's tokenizer lies: the base's own, or the extended one."""
-        return self.base if self.vocabulary is None else self.vocabulary.folder
+        if self.vocabulary is None:
+            return self.base
+        return self.vocabulary.folder
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -338,32 +373,43 @@ class RunConfig(Section):
 
 
 def parse_config(values: Mapping[str, Any], *, source: str) -> RunConfig:
-    """The configuration in `values`. Raises ConfigError, with all faults, after `source`, the origin of the values."""
+    """The configuration in `values`; `source` is their origin, which errors name.
+
+    Raises:
+        ConfigError: the values do not describe a run; all faults are in its one line.
+    """
     return checked(RunConfig, values, source=source, listed_in="docs/configuration.md")
 
 
 def load_config(path: Path, changes: Sequence[str] = (), *, base: HubModels = "whole") -> RunConfig:
-    """The run that the YAML file or the run's folder `path` describes, with `changes`, such as `schedule.steps=20`.
+    """The run that a YAML file describes.
 
-    Relative paths in it count from the working directory.
+    Args:
+        path: the YAML file, or the run's folder. Relative paths in it count from the working
+            directory.
+        changes: settings that replace those of the file, such as `schedule.steps=20`.
+        base: how models that the file names on the hub are fetched.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or does not describe a run, or a change is none of its settings.
+        ConfigError: the file is missing, is not YAML, or does not describe a run, or a change is
+            none of its settings.
     """
-    source = " ".join([str(path), *(f"{COMMAND_LINE} {change}" for change in changes)])
+    source = str(path)
+    for change in changes:
+        source += f" {COMMAND_LINE} {change}"
     config = parse_config(read_settings(path, changes), source=source)
     if base == "named":
         return config
-    found: dict[str, Any] = {"base": _here(config.base, weights=base == "whole")}
-    if (vocabulary := config.vocabulary) is not None:
-        found["vocabulary"] = vocabulary.model_copy(
-            update={"folder": _here(vocabulary.folder, weights=False)}
-        )
-    return config.model_copy(update=found)
+
+    folders: dict[str, Any] = {"base": _local_folder(config.base, weights=base == "whole")}
+    if config.vocabulary is not None:
+        folder = _local_folder(config.vocabulary.folder, weights=False)
+        folders["vocabulary"] = config.vocabulary.model_copy(update={"folder": folder})
+    return config.model_copy(update=folders)
 
 
-def _here(named: Path, *, weights: bool) -> Path:
-    """The folder on this machine of a model, which is fetched from the hub.
+def _local_folder(named: Path, *, weights: bool) -> Path:
+    """The folder on this machine of a model, which is fetched from the hub if it is named there.
 
     A model that cannot be had stays a name: whoever opens it finds out why, beside other faults.
     """

@@ -14,36 +14,44 @@ class Schedule(Section):
     """Steps, batch and learning rate. A batch counts sequences."""
 
     steps: PositiveInt
-    """optimizer steps"""
+    """number of optimizer steps"""
     global_batch_size: PositiveInt
-    """sequences per step"""
+    """sequences per optimizer step, over all ranks"""
     micro_batch_size: PositiveInt
-    """sequences that a rank processes at a time; times the data-parallel size it divides global_batch_size"""
+    """sequences that a rank processes at a time; this times the data-parallel size must divide
+    global_batch_size"""
     learning_rate: PositiveFloat
-    """the peak"""
+    """peak learning rate, reached after the warm-up"""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the matrices within layers, adamw for everything else, both at learning_rate (docs/methods.md)"""
+    """adamw for everything, or muon for the matrices within layers and AdamW for all else, both at
+    learning_rate (docs/methods.md)"""
     decay: Literal["linear", "cosine", "wsd"] = "linear"
-    """after the warm-up"""
+    """shape of the learning rate's decay after the warm-up"""
     warmup_fraction: Fraction = 0.06
-    """share of the steps"""
+    """share of the steps over which the learning rate rises to its peak"""
     decay_fraction: Fraction = 0.1
-    """share of the steps that wsd spends decaying"""
+    """for decay wsd: share of the steps, at the end, over which the learning rate falls"""
     final_learning_rate_fraction: Fraction = 0.0
-    """share of the peak that is left at the end"""
+    """learning rate at the end of the run, as a share of the peak"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """of matrices; vectors do not decay"""
+    """weight decay of matrices; vectors (biases, norms' gains) do not decay"""
+    learning_rate_factors: dict[str, PositiveFloat] = {}
+    """factors of learning_rate, by kind of block (`expansion_to_base: 0.5`) or by pattern of
+    parameter names; the last key that matches a parameter counts (docs/methods.md)"""
+    weight_decay_factors: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """factors of weight_decay, by kind of block or by pattern of parameter names"""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """of AdamW"""
+    """AdamW's decay rates of the two moments"""
     gradient_clipping: PositiveFloat = 1.0
-    """the largest global norm"""
+    """largest global norm of the gradients; larger ones are scaled down to it"""
 
 
 def learning_rate(step: int, schedule: Schedule) -> float:
     """The learning rate of the optimizer step after `step` steps.
 
-    It rises linearly over the first `warmup_fraction` of the steps, then falls to `final_learning_rate_fraction` of the
-    peak: along a line, along half a cosine, or (wsd) along a line over the last `decay_fraction` of the steps only.
+    It rises linearly over the first `warmup_fraction` of the steps, then falls to
+    `final_learning_rate_fraction` of the peak: along a line, along half a cosine, or (wsd) along a
+    line over the last `decay_fraction` of the steps only.
     """
     warmup_steps = math.ceil(schedule.warmup_fraction * schedule.steps)
     if step < warmup_steps:
@@ -52,6 +60,9 @@ def learning_rate(step: int, schedule: Schedule) -> float:
     if schedule.decay == "wsd":
         decay_steps = min(decay_steps, math.ceil(schedule.decay_fraction * schedule.steps))
     progress = max(0.0, (step - (schedule.steps - decay_steps)) / max(1, decay_steps))
-    falling = (1 + math.cos(math.pi * progress)) / 2 if schedule.decay == "cosine" else 1 - progress
+    if schedule.decay == "cosine":
+        remaining = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        remaining = 1 - progress
     final = schedule.final_learning_rate_fraction
-    return schedule.learning_rate * (final + (1 - final) * falling)
+    return schedule.learning_rate * (final + (1 - final) * remaining)

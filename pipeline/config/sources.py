@@ -1,10 +1,10 @@
-"""Where the values of a configuration come from: its file, the files that it extends, and changes on the command line.
+"""Where the values of a configuration come from: its file, files that it extends, and changes.
 
 A run's folder stands for the file `run.yaml` in it, which the run's first stage wrote.
 
 Later ones change earlier ones key by key:
 
-    a section           merged with the one before, unless its key `name` says that it is another kind
+    a section           merged with the one before, unless its key `name` is another
     null for a section  removes it
     any other value     replaces the one before; so does a list, as a whole
 """
@@ -12,7 +12,6 @@ Later ones change earlier ones key by key:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,31 @@ CHECKPOINTS = "checkpoints"
 
 
 def read_settings(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings in the YAML file at `path`, or in the run's folder `path`, with `changes` such as `seed=7`.
+    """The settings in the YAML file or the run's folder `path`, with `changes` such as `seed=7`.
 
-    `extends` counts from the file that has it. A run's folder may have been moved, with the folders in it.
+    `extends` counts from the file that has it. A run's folder may have been moved, with the folders
+    in it.
 
     Raises:
-        ConfigError: one of the files is missing or no YAML file, or extends itself; or a change is no KEY=VALUE.
+        ConfigError: one of the files is missing, is not YAML or extends itself, or a change is no
+            KEY=VALUE.
     """
-    values = _extended(path / RUN_FILE if path.is_dir() else path, ())
-    if path.is_dir() and Path(old := str(values.get("folder"))).resolve() != path.resolve():
-        values = merged(values, {**_moved(values, Path(old), path), "folder": str(path)})
-    return reduce(merged, map(_change_of, changes), values)
+    if path.is_dir():
+        values = _of_run_folder(path)
+    else:
+        values = _extended(path, ())
+    for change in changes:
+        values = merged(values, _change_of(change))
+    return values
+
+
+def _of_run_folder(folder: Path) -> dict[str, Any]:
+    """The settings in a run's folder. If it was moved, so are the folders in it."""
+    values = _extended(folder / RUN_FILE, ())
+    old = Path(str(values.get("folder")))
+    if old.resolve() == folder.resolve():
+        return values
+    return merged(values, {**_moved(values, old, folder), "folder": str(folder)})
 
 
 def _extended(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
@@ -66,7 +79,9 @@ def _moved(values: Mapping[str, Any], old: Path, new: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= {key: inner} if (inner := _moved(value, old, new)) else {}
+            inner = _moved(value, old, new)
+            if inner:
+                found[key] = inner
         elif key in ("folder", "init_expansion") and value and Path(str(value)).is_relative_to(old):
             found[key] = str(new / Path(str(value)).relative_to(old))
     return found
@@ -79,12 +94,10 @@ def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
         before = result.get(key)
         if isinstance(before, Mapping) and value is None:
             del result[key]
-        elif (
-            isinstance(before, Mapping)
-            and isinstance(value, Mapping)
-            and value.get("name") in (None, before.get("name"))
-        ):
-            result[key] = merged(before, value)
+        elif isinstance(before, Mapping) and isinstance(value, Mapping):
+            # A section with another `name`, such as another method, has other keys: it is replaced.
+            is_same_kind = value.get("name") in (None, before.get("name"))
+            result[key] = merged(before, value) if is_same_kind else value
         else:
             result[key] = value
     return result

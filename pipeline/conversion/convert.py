@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from pipeline import log
-from pipeline.checkpoint.folder import latest_checkpoint
+from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.conversion.formats import check_format, choose_export
 from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
-from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.conversion.verify import MakeProbe, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
@@ -37,13 +37,12 @@ from pipeline.files import (
     write_json,
     write_text,
 )
-from pipeline.hf.folder import code_files, dtype_name, write_hf_folder
+from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
+from pipeline.hf.write import code_files, dtype_name, write_hf_folder
 from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
-from pipeline.run_folder.checkpoint_names import LATEST
-from pipeline.scale.gate_folder import GATE_FOLDER, GATE_RECORD, open_gate
 
 HF_FOLDER = "hf"
 """Where a run's export is, in the run's folder."""
@@ -62,9 +61,17 @@ _logger = log.get_logger(__name__)
 class Conversion:
     """A request to convert a checkpoint.
 
-    `dtype` None is the base's own type; `gate` the folder of its gate, if any. `vocabulary` is the folder of an
-    extended vocabulary, by default where it was in training. `overwrite`: whatever is at `output` may be replaced.
-    `purpose` says at what scale a merged export stores added channels.
+    Attributes:
+        checkpoint: the folder of the checkpoint.
+        base: the folder of its base.
+        output: the folder to write.
+        format: what to write; `auto` is `merged` where that can express the model.
+        dtype: the type of the weights; None: the base's own.
+        gate: the folder of its gate; None: the export has none.
+        vocabulary: the folder of its extended vocabulary; None: where it was in training.
+        overwrite: whether anything at `output` may be replaced.
+        purpose: what the export is for; it decides the scale at which a merged export stores added
+            channels.
     """
 
     checkpoint: Path
@@ -79,109 +86,117 @@ class Conversion:
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
-    """The conversion of a run's newest checkpoint, with the gate of its section `gate`, into its own `hf` folder.
+    """The conversion of a run's newest checkpoint, with the gate of its section `gate`, into its
+    own `hf` folder.
 
-    Raises CheckpointError: the run has saved none, or `latest` names none.
+    Raises:
+        CheckpointError: the run has saved none, or `latest` names none.
     """
-    gate = config.folder / GATE_FOLDER if config.gate is not None else None
-    vocabulary = None if config.vocabulary is None else config.vocabulary.folder
-    output = config.folder / HF_FOLDER
+    gate: Path | None = None
+    if config.gate is not None:
+        gate = config.folder / GATE_FOLDER
+    vocabulary: Path | None = None
+    if config.vocabulary is not None:
+        vocabulary = config.vocabulary.folder
     return Conversion(
-        newest_checkpoint(config), config.base, output, gate=gate, vocabulary=vocabulary
+        checkpoint=newest_checkpoint(config),
+        base=config.base,
+        output=config.folder / HF_FOLDER,
+        gate=gate,
+        vocabulary=vocabulary,
     )
 
 
-def newest_checkpoint(config: RunConfig) -> Path:
-    """The checkpoint that a run's `checkpoints/latest` names."""
-    checkpoint = latest_checkpoint(config.checkpoint_folder)
-    if checkpoint is None:
-        latest = config.checkpoint_folder / LATEST
-        raise CheckpointError(
-            f"{latest}: no such file; the run has no checkpoint yet: train it first"
-        )
-    return checkpoint
-
-
 def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
-    """What an export is verified on: by corpus the held-out files, or else the inputs, and where documents are in them.
+    """What an export is verified on: by corpus the held-out files, or else the inputs, and where
+    documents are in them.
 
     Text that the base wrote has neither, and a corpus that came as tokens no text.
     """
-    sources = {name: heldout_source(config.data, name) for name in config.data.corpora}
-    texts = {name: of for name, of in sources.items() if of.sample is None and is_text(of.input)}
-    keys = {
-        name: keys_of(of, config.tokenizer, config.data.chat_date) for name, of in texts.items()
-    }
-    return {name: of.input for name, of in texts.items()}, keys
+    inputs: dict[str, list[str]] = {}
+    keys: dict[str, Keys] = {}
+    for name in config.data.corpora:
+        source = heldout_source(config.data, name)
+        if source.sample is None and is_text(source.input):
+            inputs[name] = source.input
+            keys[name] = keys_of(source, config.tokenizer, config.data.chat_date)
+    return inputs, keys
 
 
 def run_texts(config: RunConfig) -> Iterator[str]:
-    """The beginnings of the same text, on which tokenizers are compared."""
-    return texts_of(*run_sources(config))
+    """The beginnings of the texts that an export is verified on, on which tokenizers are compared."""
+    sources, keys = run_sources(config)
+    return texts_of(sources, keys)
 
 
 def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] = ()) -> bool:
-    """Writes `conversion.output`, verified, completely or not at all. Tokenizers are compared on `texts`, too.
+    """Writes `conversion.output`, verified, completely or not at all. Tokenizers are compared on
+    `texts`, too.
 
-    Returns False, and writes nothing, if an equal request has already made it, with this version's code.
+    Returns False, and writes nothing, if an equal request has already made it, with this version's
+    code.
 
     Raises:
-        CheckpointError, BaseModelError: what is read is missing, damaged or does not fit together, or there is to be a
-            gate that is not fitted for this checkpoint.
+        CheckpointError: the checkpoint is missing or damaged, or the gate is not fitted for it.
+        BaseModelError: the base is missing or damaged, or another one than the checkpoint's.
         OutputError: the output holds something else.
-        ConversionError: the format cannot express the model, or what was written differs from it, or its tokenizer from
-            that of training.
+        ConversionError: the format cannot express the model, or what was written differs from it,
+            or its tokenizer from that of training.
     """
-    output, is_expansion = conversion.output, conversion.format == "expansion"
+    output = conversion.output
+    is_expansion = conversion.format == "expansion"
     if is_expansion and conversion.gate is not None:
         _logger.info(
             "%s: without the gate; a run that trains this expansion further fits its own", output
         )
         conversion = replace(conversion, gate=None)
     model = _open(conversion)
-    request = {
+    request = _request(conversion)
+    kind = EXPANSION if is_expansion else EXPORT
+    if holds(kind, output) and _is_made_for(request, output / kind.record):
+        return False
+    check_replaceable(output, kind, overwrite=conversion.overwrite)
+    check = partial(check_file, model.manifest, conversion.checkpoint)
+    for _ in in_threads(check, model.manifest.files):
+        pass
+
+    # The folder may be published: no path of this machine is recorded in it.
+    record = {
+        **request,
+        "run": model.manifest.run.name,
+        "checkpoint": model.checkpoint.name,
+        "position": model.manifest.position.model_dump(),
+        "method": model.manifest.run.method,
+        "base_precision": model.manifest.run.base_precision,
+    }
+    if is_expansion:
+        _write_expansion(conversion, model, record)
+    else:
+        _write_export(conversion, model, make_probe, list(texts), record)
+    return True
+
+
+def _request(conversion: Conversion) -> dict[str, Any]:
+    """What identifies a conversion: its inputs by their hashes, what is asked for, and the code of
+    this version.
+    """
+    gate_hash = None
+    if conversion.gate is not None:
+        gate_hash = file_hash(conversion.gate / GATE_RECORD)
+    return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
-        "gate": None if conversion.gate is None else file_hash(conversion.gate / GATE_RECORD),
+        "gate": gate_hash,
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
         "code": {file.name: file_hash(file) for file in code_files(ScaleForCausalLM)},
     }
-    kind = EXPANSION if is_expansion else EXPORT
-    made = read_object(output / kind.record, ConversionError) if holds(kind, output) else {}
-    if all(made.get(key) == value for key, value in request.items()):
-        return False
-    check_replaceable(output, kind, overwrite=conversion.overwrite)
-    for _ in in_threads(
-        partial(check_file, model.manifest, conversion.checkpoint), model.manifest.files
-    ):
-        pass
-    run = model.manifest.run
-    record = {
-        **request,
-        "checkpoint": str(model.checkpoint),
-        "base": str(model.base.path),
-        "position": model.manifest.position.model_dump(),
-        "method": run.method,
-        "base_precision": run.base_precision,
-    }
-    if not is_expansion:
-        _write_export(conversion, model, make_probe, list(texts), record)
-        return True
-    check_format(model, "expansion")
-    assert isinstance(model.settings, ScaleMethod), "checked"
-    # The origin that `upscale` would write: a run can start from this folder.
-    origin = {
-        "base_hashes": model.base.hashes,
-        "base_architecture": architecture_of(model.base.spec),
-        "method": model.settings.of_initial_expansion,
-        "seed": run.seed,
-    }
-    names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
-    tensors = ((name, model.read_stored(name)) for name in names)
-    origin = {**record, **origin, "tokenizer": run.tokenizer_fingerprint}
-    write_expansion(output, tensors, origin, overwrite=conversion.overwrite)
-    return True
+
+
+def _is_made_for(request: Mapping[str, Any], record: Path) -> bool:
+    """Whether the record of an earlier conversion is of an equal request."""
+    made = read_object(record, ConversionError)
+    return all(made.get(key) == value for key, value in request.items())
 
 
 def _open(conversion: Conversion) -> TrainedModel:
@@ -194,10 +209,32 @@ def _open(conversion: Conversion) -> TrainedModel:
     fitted_for = record.request.get("checkpoint_manifest")
     if fitted_for != file_hash(model.checkpoint / MANIFEST_FILE):
         raise CheckpointError(
-            f"{conversion.gate}: fitted for another checkpoint than {model.checkpoint}; run the stage gate "
+            f"{conversion.gate}: fitted for another checkpoint than {model.checkpoint}; run the "
+            "stage gate "
             "(scale-cpt gate) again"
         )
     return replace(model, gate=gate)
+
+
+def _write_expansion(
+    conversion: Conversion, model: TrainedModel, record: Mapping[str, Any]
+) -> None:
+    """Writes what was added to the base, from which a run can start."""
+    check_format(model, "expansion")
+    assert isinstance(model.settings, ScaleMethod), "checked"
+    run = model.manifest.run
+    origin = {
+        **record,
+        # The origin that `upscale` would write.
+        "base_hashes": model.base.hashes,
+        "base_architecture": architecture_of(model.base.spec),
+        "method": model.settings.of_initial_expansion,
+        "seed": run.seed,
+        "tokenizer": run.tokenizer_fingerprint,
+    }
+    names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
+    tensors = ((name, model.read_stored(name)) for name in names)
+    write_expansion(conversion.output, tensors, origin, overwrite=conversion.overwrite)
 
 
 def _write_export(
@@ -205,13 +242,16 @@ def _write_export(
     model: TrainedModel,
     make_probe: MakeProbe,
     texts: Sequence[str],
-    record: dict[str, Any],
+    record: Mapping[str, Any],
 ) -> None:
-    run, output = model.manifest.run, conversion.output
+    """Writes a Hugging Face folder, and verifies it before it appears."""
+    run = model.manifest.run
+    output = conversion.output
     tokenizer = load_tokenizer(model.tokenizer)
     if run.vocabulary is not None and tokenizer.fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(
-            f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was trained with; put "
+            f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was "
+            "trained with; put "
             "that one back, or name its folder as --vocabulary"
         )
     dtype = conversion.dtype or model.base.dtype
@@ -227,13 +267,17 @@ def _write_export(
         warn_of_base(model.tokenizer, tokenizer, texts)
         check_export(folder, tokenizer, texts)
         residual = export.config.get(RESIDUAL_KEY)
-        report = verify(
-            model, folder, make_probe(model), dtype, residual["scale"] if residual else None
-        )
+        stored_scale = None if residual is None else residual["scale"]
+        report = verify(model, folder, make_probe(model), dtype, stored_scale)
         write_json(folder / VERIFICATION, asdict(report))
         write_text(folder / CARD, model_card(model, export, report))
-        written = {"written_format": export.format, "written_dtype": dtype_name(dtype)}
-        write_json(folder / RECORD, {"format": EXPORT.format, **record, **written})
+        written = {
+            "format": EXPORT.format,
+            **record,
+            "written_format": export.format,
+            "written_dtype": dtype_name(dtype),
+        }
+        write_json(folder / RECORD, written)
     _logger.info("%s", describe(report))
     for sentence in on_stored_scale(export):
         _logger.info("%s: %s", output, sentence)

@@ -1,26 +1,28 @@
-"""What each `--format` writes. `merged` has a module of its own."""
+"""Which formats can express a model, and what the format `scale` writes. `merged` has a module of
+its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import Format, Purpose
 from pipeline.conversion.merged import merged_export
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
-from pipeline.hf.folder import Export, PlannedTensor, base_config, code_files, dtype_name
+from pipeline.hf.base_files import base_config
+from pipeline.hf.config import gate_to_config, widened_to_config
 from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.gate import DECAY, NUMBERS
 from pipeline.scale.plan import ExpansionPlan
 
 
@@ -38,10 +40,14 @@ def unsupported_reason(
 
 def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
     """The formats in which a model can leave, and the reasons against the others, in one line."""
-    others = (f"not {format}: {reason}" for format, reason in reasons.items() if reason is not None)
-    return "; ".join(
-        [", ".join(format for format, reason in reasons.items() if reason is None), *others]
-    )
+    supported: list[str] = []
+    refused: list[str] = []
+    for format, reason in reasons.items():
+        if reason is None:
+            supported.append(format)
+        else:
+            refused.append(f"not {format}: {reason}")
+    return "; ".join([", ".join(supported), *refused])
 
 
 def choose_export(
@@ -49,7 +55,8 @@ def choose_export(
 ) -> Export:
     """The folder's contents; `auto` is `merged` if that can express the model, else `scale`.
 
-    Raises ConversionError: `format` cannot express the model, or it holds no whole model.
+    Raises:
+        ConversionError: `format` cannot express the model.
     """
     if check_format(model, format) == "merged":
         return merged_export(model, dtype, purpose)
@@ -57,7 +64,11 @@ def choose_export(
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """The format in which the model leaves, if `format` is asked for. Raises ConversionError if it cannot leave so."""
+    """The format in which the model leaves, if `format` is asked for.
+
+    Raises:
+        ConversionError: the model cannot leave in that format.
+    """
     reasons = unsupported_reason(
         model.settings, model.plan, model.stored.spec, gated=model.gate is not None
     )
@@ -65,74 +76,43 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         return "merged" if reasons["merged"] is None else "scale"
     if reasons[format] is not None:
         raise ConversionError(
-            f"{model.checkpoint}: cannot leave as --format {format}, but as {describe_formats(reasons)}"
+            f"{model.checkpoint}: cannot leave as --format {format}, but as "
+            f"{describe_formats(reasons)}"
         )
     return format
 
 
 def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """Any SCALE model: the parameters as they trained, and the file of code that runs them in `transformers`."""
-    base, spec, plan, gate = base_config(model.base.path), model.spec, model.plan, model.gate
-    assert plan is not None, "checked before"
-    renamed_or_unused = ("family", "residual", "widths", "activation", "layers", "new_rows")
-    rotary = list(dict.fromkeys(layer.rotary for layer in spec.layers if layer.rotary is not None))
+    """Any SCALE model: its tensors as they trained, and the files of code that run them in
+    `transformers`.
+    """
+    assert model.plan is not None, "checked before"
     config: dict[str, Any] = {
-        "architectures": ["ScaleForCausalLM"],
+        "architectures": [ScaleForCausalLM.__name__],
         "auto_map": {
             "AutoConfig": "configuration_scale.ScaleConfig",
             "AutoModelForCausalLM": "modeling_scale.ScaleForCausalLM",
         },
         "model_type": ScaleConfig.model_type,
-        **{key: value for key, value in asdict(spec).items() if key not in renamed_or_unused},
-        **asdict(spec.widths),
-        "hidden_act": spec.activation,
-        "num_hidden_layers": spec.num_layers,
-        "layer_types": [
-            "full_attention" if layer.window is None else "sliding_attention"
-            for layer in spec.layers
-        ],
-        "sliding_window": next(
-            (layer.window for layer in spec.layers if layer.window is not None), None
-        ),
-        "expert_layers": [index for index, layer in enumerate(spec.layers) if layer.has_experts],
-        "rotary": [asdict(one) for one in rotary],
-        "layer_rotary": [
-            None if layer.rotary is None else rotary.index(layer.rotary) for layer in spec.layers
-        ],
-        "normed_size": None if spec.residual is None else spec.residual.normed_size,
-        "rest_scale": 0.0 if spec.residual is None else spec.residual.scale,
-        **{f"expansion_{key}": value for key, value in asdict(plan.expansion).items()},
-        # Caches are sized by all heads.
-        "num_attention_heads": spec.widths.num_attention_heads + plan.expansion.num_attention_heads,
-        "num_key_value_heads": spec.widths.num_key_value_heads + plan.expansion.num_key_value_heads,
-        "l_fp": plan.l_fp,
-        "collaborative_modules": sorted(plan.collaborative_modules),
-        "routed": plan.routed,
-        "router_threshold": plan.router_threshold,
+        **widened_to_config(model.spec, model.plan),
         "base_vocab_size": model.base.spec.vocab_size,
-        "norm_statistics": plan.norm,
-        **{
-            key: base[key]
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-            if key in base
-        },
         "dtype": dtype_name(dtype),
         "transformers_version": NEEDED,
     }
-    tensors = [
-        PlannedTensor(name, shape, partial(model.read, name))
-        for name, shape in model.shapes.items()
-    ]
-    if gate is not None:
-        config |= {"gate_decay": DECAY, **{f"gate_{name}": getattr(gate, name) for name in NUMBERS}}
-        # In fp32 whatever the rest is: 16 bits would change decisions.
-        tensors += [
-            PlannedTensor(
-                f"token_gate.{name}",
-                tuple(tensor.shape),
-                partial(torch.clone, tensor),
-                torch.float32,
+    base = base_config(model.base.path)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name in base:
+            config[name] = base[name]
+
+    tensors = []
+    for name, shape in model.shapes.items():
+        tensors.append(PlannedTensor(name, shape, partial(model.read, name)))
+    if model.gate is not None:
+        config |= gate_to_config(model.gate)
+        for name, tensor in model.gate.tensors.items():
+            # In fp32 whatever the rest is: 16 bits would change decisions.
+            make = partial(torch.clone, tensor)
+            tensors.append(
+                PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), make, torch.float32)
             )
-            for name, tensor in gate.tensors.items()
-        ]
     return Export("scale", config, tensors, dtype, code_files(ScaleForCausalLM))

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
 
 def frequency_context(config: Any) -> int | None:  # of any class
-    """The longest text, in tokens, before a model's rotary frequencies change (longrope); None: they never do.
+    """The longest text, in tokens, before a model's rotary frequencies change (longrope).
 
     transformers chooses the frequencies of a whole batch by its longest text, padding included.
+    None: the frequencies never change.
     """
-    own = getattr(config, "rotary", None) or ()  # of a model in the format scale
-    contexts = [spec["context"] for spec in own]
-    parameters = (
-        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    )
-    for one in (parameters, *parameters.values()):  # some models have several, by the kind of layer
-        if isinstance(one, Mapping) and "longrope" in (one.get("rope_type"), one.get("type")):
-            contexts.append(
-                one.get("original_max_position_embeddings")
+    contexts: list[int] = []
+    # Models in the format scale describe each kind of layer on their own.
+    for spec in getattr(config, "rotary", None) or ():
+        if spec["context"] is not None:
+            contexts.append(int(spec["context"]))
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    # Some models of transformers have several sets of parameters, by the kind of layer.
+    for part in (parameters, *(parameters or {}).values()):
+        is_longrope = isinstance(part, Mapping) and "longrope" in (
+            part.get("rope_type"),
+            part.get("type"),
+        )
+        if is_longrope:
+            context = (
+                part.get("original_max_position_embeddings")
                 or getattr(config, "original_max_position_embeddings", None)
                 or config.max_position_embeddings
             )
-    return min((int(context) for context in contexts if context is not None), default=None)
+            contexts.append(int(context))
+    return min(contexts, default=None)
 
 
 def frequencies_of(length: int, new: int, context: int | None) -> int:
-    """Equal for texts of `length` tokens, continued by at most `new`, that a batch may hold beside each other.
+    """A number that is equal for texts that a batch may hold beside each other.
 
-    A text that outgrows the `context` of `frequency_context` may only be beside texts of its own length.
+    A text of `length` tokens is continued by at most `new`. One that outgrows the `context` of
+    `frequency_context` on the way may only be beside texts of its own length.
     """
     if context is None or length + new <= context:
         return 0
@@ -40,7 +48,10 @@ def frequencies_of(length: int, new: int, context: int | None) -> int:
 
 
 def first_alike(items: Sequence[Item], kind: Callable[[Item], object], most: int) -> list[Item]:
-    """The first of `items`, and those that follow it and are of its `kind`, at most so many."""
-    first = kind(items[0])
-    alike: Iterable[Item] = takewhile(lambda item: kind(item) == first, items[:most])
-    return list(alike)
+    """The first of `items`, and those directly after it of its `kind`; at most `most` in all."""
+    alike: list[Item] = []
+    for item in items[:most]:
+        if kind(item) != kind(items[0]):
+            break
+        alike.append(item)
+    return alike

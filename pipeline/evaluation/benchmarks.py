@@ -21,10 +21,10 @@ from pipeline.evaluation.batches import frequency_context
 from pipeline.evaluation.perplexity import Prefix, windows
 from pipeline.evaluation.table import table
 from pipeline.evaluation.tokens import check_served_ids
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.served_tokenizer import served_tokenizer, tokenizer_as_trained
 from pipeline.log import progress_bar
-from pipeline.model.output import NEVER
+from pipeline.scale_math import NEVER
 
 AVERAGE = "average"
 _FEW_SHOT_SEED = 1234  # lm-eval's default
@@ -32,7 +32,10 @@ _FEW_SHOT_SEED = 1234  # lm-eval's default
 
 @dataclass(frozen=True)
 class Tasks:
-    """lm-eval's tasks as `TaskManager.load` gives them, the names asked for, and how many documents of each to take."""
+    """lm-eval's tasks as `TaskManager.load` gives them.
+
+    `names` were asked for; `limit` is the number of documents that are taken of each task.
+    """
 
     names: Sequence[str]
     loaded: Mapping[str, Any]
@@ -41,7 +44,10 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Result:
-    """A model on a task by one metric, over `documents` documents. `stderr` is None if lm-eval gives none."""
+    """A model on a task by one metric, over `documents` documents.
+
+    `stderr` is None if lm-eval gives none.
+    """
 
     task: str
     metric: str
@@ -57,97 +63,133 @@ def load_tasks(
     few_shot: int | None = None,
     limit: int | None = None,
 ) -> Tasks:
-    """lm-eval's tasks and groups `names`, whose data sets it downloads from the Hub, or has in its cache.
+    """lm-eval's tasks and groups, whose data sets it downloads from the Hub or has in its cache.
 
-    `include` is a folder of further tasks in lm-eval's format, whose Python code is run. `few_shot` is the number of
-    solved examples before each question: None takes the task's own number, and BLiMP never has any. `limit` takes the
-    first documents of each task.
+    Args:
+        names: tasks and groups.
+        include: a folder of further tasks in lm-eval's format, whose Python code is run.
+        few_shot: the number of solved examples before each question; default: the task's own
+            number. BLiMP never has any.
+        limit: take the first documents of each task.
 
     Raises:
         MissingPackageError: lm-eval is not installed.
         ConfigError: there is no such task.
         DataError: the documents of a task are missing, or its solved examples.
     """
-    logging.getLogger("lm_eval").setLevel(
-        logging.ERROR
-    )  # it warns about settings that are intended
+    # lm-eval warns about settings that are intended here.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
         import datasets
-        from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise MissingPackageError(
-            f"lm-eval is needed ({error}); pip install 'scale-cpt[eval]'"
-        ) from None
+        raise _missing(error) from None
     datasets.disable_progress_bars()
     given = f"--tasks {' '.join(names)}"
-    with faults_of_library(given, ConfigError):
-        manager = TaskManager(
-            include_path=include and str(include), include_defaults=include is None
-        )
-        if include is not None and not set(names) <= manager.task_index.keys():
-            manager = TaskManager(
-                include_path=str(include)
-            )  # listing lm-eval's own 14,000 files takes ten seconds
-    if unknown := [name for name in names if name not in manager.task_index]:
-        where = "lm-eval has" if include is None else f"lm-eval and {include} have"
-        raise ConfigError(
-            f"--tasks {unknown[0]}: {where} no such task; `lm-eval ls tasks` lists them"
-        )
-    with faults_of_library(
-        f"{given}: documents cannot be read; download them where there is a network", DataError
-    ):
-        loaded = dict(manager.load(list(names)))
-    for name, task in loaded["tasks"].items():  # as lm-eval's own command line sets it
-        own = task.get_config("num_fewshot")
-        wanted = own if own == 0 or few_shot is None else few_shot
-        if wanted and not (task.has_training_docs() or task.has_validation_docs()):
-            raise DataError(
-                f"{name}: --few-shot needs a train or validation split other than the one it is scored on"
+    manager = _task_manager(names, include, given)
+    for name in names:
+        if name not in manager.task_index:
+            where = "lm-eval has" if include is None else f"lm-eval and {include} have"
+            raise ConfigError(
+                f"--tasks {name}: {where} no such task; `lm-eval ls tasks` lists them"
             )
-        task.set_config(key="num_fewshot", value=wanted or 0)
+    unreadable = f"{given}: documents cannot be read; download them where there is a network"
+    with faults_of_library(unreadable, DataError):
+        loaded = dict(manager.load(list(names)))
+
+    # What follows is done as lm-eval's own command line does it.
+    for name, task in loaded["tasks"].items():
+        examples = task.get_config("num_fewshot")
+        if examples != 0 and few_shot is not None:
+            examples = few_shot
+        if examples and not (task.has_training_docs() or task.has_validation_docs()):
+            raise DataError(
+                f"{name}: --few-shot needs a train or validation split other than the one it is "
+                "scored on"
+            )
+        task.set_config(key="num_fewshot", value=examples or 0)
         task.set_fewshot_seed(seed=_FEW_SHOT_SEED)
     return Tasks(names, loaded, limit)
 
 
+def _missing(error: ImportError) -> MissingPackageError:
+    return MissingPackageError(f"lm-eval is needed ({error}); pip install 'scale-cpt[eval]'")
+
+
+def _task_manager(names: Sequence[str], include: Path | None, given: str) -> Any:
+    """lm-eval's `TaskManager` with the tasks of `include`, and its own if they are needed."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise _missing(error) from None
+    with faults_of_library(given, ConfigError):
+        if include is None:
+            return TaskManager()
+        # Listing lm-eval's own 14,000 files takes ten seconds.
+        manager = TaskManager(include_path=str(include), include_defaults=False)
+        if set(names) <= manager.task_index.keys():
+            return manager
+        return TaskManager(include_path=str(include))
+
+
 def task_results(model: Any, tasks: Tasks, *, chat_template: bool = False) -> list[Result]:
-    """The results of an lm-eval model; if `tasks` name several, the last is the mean of their accuracies."""
+    """The results of an lm-eval model on `tasks`.
+
+    If several tasks were asked for, the last result is the mean of their accuracies.
+    """
     from lm_eval.evaluator import evaluate
 
-    settings = {"limit": tasks.limit, "log_samples": False}
-    settings |= {"apply_chat_template": chat_template, "fewshot_as_multiturn": chat_template}
-    found = evaluate(model, dict(tasks.loaded), **settings)["results"]
-    results = []
+    found = evaluate(
+        model,
+        dict(tasks.loaded),
+        limit=tasks.limit,
+        log_samples=False,
+        apply_chat_template=chat_template,
+        fewshot_as_multiturn=chat_template,
+    )["results"]
+    results: list[Result] = []
+    # A group's results are its own, and those of each task in it; a tag has none of its own.
     for name in dict.fromkeys([*tasks.names, *tasks.loaded["tasks"]]):
-        values = found.get(name, {})  # a tag has none of its own
-        for key, value in values.items():
-            metric, _, filtered = key.partition(",")
-            if filtered and not metric.endswith("_stderr"):
-                stderr = values.get(f"{metric}_stderr,{filtered}")
-                error = float(stderr) if isinstance(stderr, (int, float)) else None
-                results.append(Result(name, metric, float(value), error, int(values["sample_len"])))
-    accuracies = [
-        result for result in results if result.task in tasks.names and result.metric == "acc"
-    ]
+        results += _results_of(name, found.get(name, {}))
+
+    accuracies: list[Result] = []
+    for result in results:
+        if result.task in tasks.names and result.metric == "acc":
+            accuracies.append(result)
     if len(accuracies) > 1:
         mean = fmean(result.value for result in accuracies)
-        results.append(
-            Result(AVERAGE, "acc", mean, None, sum(result.documents for result in accuracies))
-        )
+        documents = sum(result.documents for result in accuracies)
+        results.append(Result(AVERAGE, "acc", mean, None, documents))
+    return results
+
+
+def _results_of(task: str, values: Mapping[str, Any]) -> list[Result]:
+    """The results in lm-eval's entries of a task, whose keys are `metric,filter`."""
+    results = []
+    for key, value in values.items():
+        metric, _, filtered = key.partition(",")
+        if not filtered or metric.endswith("_stderr"):
+            continue
+        # lm-eval writes "N/A" where it has no standard error.
+        stderr = values.get(f"{metric}_stderr,{filtered}")
+        error = float(stderr) if isinstance(stderr, (int, float)) else None
+        results.append(Result(task, metric, float(value), error, int(values["sample_len"])))
     return results
 
 
 def comparison(results: Mapping[str, Sequence[Result]]) -> str:
-    """A table of several models' results, by the model's name, each with its standard error if there is one."""
+    """A table of several models' results, by the model's name, with their standard errors."""
+    header = ["task", "metric", "n"]
+    for name in results:
+        header += [name, ""]
     rows = []
-    for row in zip(*results.values(), strict=True):
-        cells = [row[0].task, row[0].metric, f"{row[0].documents:,}"]
-        for result in row:
-            cells += [
-                f"{result.value:.4f}",
-                "" if result.stderr is None else f"± {result.stderr:.4f}",
-            ]
+    for of_models in zip(*results.values(), strict=True):
+        first = of_models[0]
+        cells = [first.task, first.metric, f"{first.documents:,}"]
+        for result in of_models:
+            cells.append(f"{result.value:.4f}")
+            cells.append("" if result.stderr is None else f"± {result.stderr:.4f}")
         rows.append(cells)
-    return table(["task", "metric", "n", *(cell for name in results for cell in (name, ""))], rows)
+    return table(header, rows)
 
 
 def benchmark_model(
@@ -160,11 +202,11 @@ def benchmark_model(
 ) -> Any:
     """lm-eval's own model of the Hugging Face folder, on a GPU if there is one.
 
-    Every prompt follows `prefix`, as documents do in training; or with `chat_template` it is a user's message, framed
-    by the tokenizer's chat template, which writes all that it needs.
+    Every prompt follows `prefix`, as documents do in training. With `chat_template` a prompt is a
+    user's message instead, framed by the tokenizer's chat template, which writes all that it needs.
 
     Raises:
-        DataError: the folder has no tokenizer, or that has no chat template.
+        DataError: the folder has no tokenizer, or the tokenizer no chat template.
         ConversionError: it is an export whose AutoTokenizer has other ids than its tokenizer.json.
         BaseModelError: the folder holds no model that can be loaded.
     """
@@ -174,7 +216,38 @@ def benchmark_model(
         ChatTemplate(folder)  # there is one
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
-    read: tuple[int, ...] = ()
+    tokenizer, before = _benchmark_tokenizer(
+        folder,
+        prefix=prefix,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )
+    scored = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=batch_size,
+        prefix_token_id=before[-1] if before else None,
+    )
+    context = frequency_context(model.config)
+    if context is not None:
+        score = scored._loglikelihood_tokens
+        scored._loglikelihood_tokens = partial(_score_by_length, score, context)
+        scored.generate_until = partial(_write_one_by_one, scored.generate_until)
+    spelling = exported_spelling(folder)
+    if spelling:
+        score = scored._loglikelihood_tokens
+        scored._loglikelihood_tokens = partial(
+            _score_as_possible, score, spelling, scored.max_length
+        )
+    return scored
+
+
+def _benchmark_tokenizer(
+    folder: Path, *, prefix: Prefix, chat_template: bool, trust_remote_code: bool
+) -> tuple[Any, tuple[int, ...]]:
+    """A transformers tokenizer with the ids of training, and the ids that it puts before texts."""
+    before: tuple[int, ...] = ()
     if prefix == "none" and not has_tokenizer_file(folder):
         tokenizer = served_tokenizer(folder, trust_remote_code=trust_remote_code)
     else:
@@ -182,37 +255,20 @@ def benchmark_model(
         own = load_tokenizer(folder)
         check_served_ids(folder, own, trust_remote_code=trust_remote_code)
         tokenizer = tokenizer_as_trained(folder, own)
-        read = () if chat_template or prefix == "none" else own.before_document
-    backend = getattr(
-        tokenizer, "backend_tokenizer", None
-    )  # None: Python code, which knows its own prefix
+        if prefix == "document" and not chat_template:
+            before = own.before_document
+
+    # None: the tokenizer is Python code, which knows its own prefix.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # as in training: a text has the same tokens each time
-        names = [(backend.id_to_token(token), token) for token in read]
+        special_tokens = [(backend.id_to_token(token), token) for token in before]
+        names = [name for name, _ in special_tokens]
         backend.post_processor = TemplateProcessing(
-            single=[*(name for name, _ in names), "$A"], special_tokens=names
+            single=[*names, "$A"], special_tokens=special_tokens
         )
-    last = read[-1] if read else None
-    scored = HFLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        backend="causal",
-        batch_size=batch_size,
-        prefix_token_id=last,
-    )
-    context = frequency_context(model.config)
-    if context is not None:
-        scored._loglikelihood_tokens = partial(
-            _score_by_length, scored._loglikelihood_tokens, context
-        )
-        scored.generate_until = partial(_write_one_by_one, scored.generate_until)
-    if spelling := exported_spelling(folder):
-        score = scored._loglikelihood_tokens
-        scored._loglikelihood_tokens = partial(
-            _score_as_possible, score, spelling, scored.max_length
-        )
-    return scored
+    return tokenizer, before
 
 
 Request = tuple[Any, list[int], list[int]]
@@ -227,18 +283,20 @@ def _score_by_length(
     requests: Sequence[Request],
     **options: Any,
 ) -> Scores:
-    """lm-eval's scores, of texts with other rotary frequencies, those beyond `context`, in batches of their own."""
+    """lm-eval's scores, with the texts longer than `context` in batches of their own.
+
+    Such texts have other rotary frequencies, which they would give to all texts of their batch.
+    """
+    places: dict[bool, list[int]] = {False: [], True: []}
+    for place, (_, before, ids) in enumerate(requests):
+        # The last token is predicted, and not read.
+        is_long = len(before) + len(ids) - 1 > context
+        places[is_long].append(place)
     results: dict[int, tuple[float, bool]] = {}
-    for is_long in (False, True):
-        places = [
-            place
-            for place, (_, before, ids) in enumerate(requests)
-            # The last token is predicted, and not read.
-            if (len(before) + len(ids) - 1 > context) == is_long
-        ]
-        if places:
-            found = score([requests[place] for place in places], **options)
-            results.update(zip(places, found, strict=True))
+    for alike in places.values():
+        if alike:
+            found = score([requests[place] for place in alike], **options)
+            results.update(zip(alike, found, strict=True))
     return [results[place] for place in range(len(requests))]
 
 
@@ -265,35 +323,47 @@ def _score_as_possible(
 ) -> Scores:
     """lm-eval's scores of a model that reads at most `longest` tokens.
 
-    A continuation that is impossible after a closed token is scored as the old pieces that its new ones stand for. They
-    may be more tokens than the model reads at once: then it is scored in parts.
+    A continuation that is impossible after a closed token is scored as the base's tokens that its
+    new ones stand for. They may be more tokens than the model reads at once: then it is scored in
+    parts.
     """
     results = score(requests, **options)
     parts: list[Request] = []
-    owners = []
-    for place, (found, (names, context, ids)) in enumerate(zip(results, requests, strict=True)):
-        if found[0] < NEVER / 2:
-            spelled = [old for id_ in ids for old in spelling.get(id_, [id_])]
-            of_place = _in_parts((names, context, spelled), longest)
-            parts += of_place
-            owners += [place] * len(of_place)
+    owners: list[int] = []
+    for place, (names, context, ids) in enumerate(requests):
+        log_likelihood, _ = results[place]
+        if log_likelihood >= NEVER / 2:
+            continue
+        spelled: list[int] = []
+        for id_ in ids:
+            spelled += spelling.get(id_, [id_])
+        for part in _in_parts((names, context, spelled), longest):
+            parts.append(part)
+            owners.append(place)
+    if not parts:
+        return results
+
     again: dict[int, Scores] = {}
-    for place, found in zip(owners, score(parts, **options) if parts else (), strict=True):
+    for place, found in zip(owners, score(parts, **options), strict=True):
         again.setdefault(place, []).append(found)
     for place, of_parts in again.items():
         log_likelihood = sum(part for part, _ in of_parts)
-        results[place] = log_likelihood, all(is_likeliest for _, is_likeliest in of_parts)
+        is_likeliest = all(likeliest for _, likeliest in of_parts)
+        results[place] = log_likelihood, is_likeliest
     return results
 
 
 def _in_parts(request: Request, longest: int) -> list[Request]:
-    """The request, or where its continuation is longer than `longest` tokens, several that continue each other.
+    """The request, or several that continue each other if its continuation is too long.
 
-    Each but the first follows at least half as many tokens as the model reads.
+    A continuation may have `longest` tokens. Each part but the first follows at least half as many
+    tokens as the model reads.
     """
     names, context, ids = request
     if len(ids) <= longest:
         return [request]
     text = [*context, *ids]
-    cut = windows(len(text), longest + 1, (longest + 1) // 2, len(context))
-    return [(names, text[start:first], text[first:stop]) for start, stop, first in cut]
+    parts = []
+    for start, stop, first in windows(len(text), longest + 1, (longest + 1) // 2, len(context)):
+        parts.append((names, text[start:first], text[first:stop]))
+    return parts

@@ -1,4 +1,7 @@
-"""How well a model answers chats that have references: exact match, whether answers end by themselves, their length."""
+"""How well a model answers chats that have references, with greedy answers.
+
+The scores are exact match, the share of answers that end by themselves, and their length.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ from pipeline.data.sources.lines import lines
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import open_stream
 from pipeline.data.tokenize.units import input_files
-from pipeline.data.tokenizer.chats import chat_template, message_of
-from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.data.tokenizer.chats import ChatTemplate, chat_template, message_of
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
-from pipeline.hf.folder import load_hf_model, taken_ends
+from pipeline.hf.load import load_hf_model, taken_ends
 from pipeline.log import progress_bar
 
 DEFAULT_ANSWER_TOKENS = 256
-# Of prompts and answers in a batch.
 _BATCH_TOKENS = 2**13
+"""Tokens of a batch, prompts and answers together."""
 _logger = log.get_logger(__name__)
 
 
@@ -40,19 +43,38 @@ class ChatScore:
 
     chats: int
     exact_match: float
-    """the share that end and are the reference; thoughts before them and white space around them aside"""
+    """the share of answers that end and equal the reference, without thoughts before them and white
+    space around them"""
     ended: float
-    """the share that end by themselves, before the limit of tokens"""
+    """the share of answers that end by themselves, before the limit of tokens"""
     answer_tokens: float
-    """the mean length, thoughts included, without the end"""
+    """the mean length of the answers, with thoughts and without the end"""
 
 
 class Chat(NamedTuple):
-    """Messages up to where the assistant answers, its answer as a reference, and the place in the file for errors."""
+    """Messages up to where the assistant answers, and its answer as a reference.
+
+    `where` is the place in the file, for errors.
+    """
 
     messages: list[dict[str, Any]]
     reference: str
     where: str
+
+
+class _Prompt(NamedTuple):
+    """A chat of the file `name`, framed and tokenized."""
+
+    name: str
+    ids: list[int]
+    reference: str
+
+
+class _Answer(NamedTuple):
+    is_right: bool
+    has_ended: bool
+    length: int
+    """in tokens, without the end"""
 
 
 def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
@@ -69,7 +91,9 @@ def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
             raise ConfigError(
                 f"--chats {name}: the results of two files would be called {short}; rename one"
             )
-        found[short] = [chat for file in input_files([name]) for chat in _chats_in(file)]
+        found[short] = []
+        for file in input_files([name]):
+            found[short] += _chats_in(file)
         if not found[short]:
             raise DataError(
                 f"{name}: holds no chat; expected JSONL, an object with `messages` in each line"
@@ -78,25 +102,36 @@ def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
 
 
 def _chats_in(file: InputPath) -> Iterator[Chat]:
+    """The chats of a JSONL file, one a line; empty lines are passed over."""
     stream = open_stream(file)
     for number, line in enumerate(lines(stream, 0, sys.maxsize), start=1):
         if not line.content.strip():
             continue
         where = f"{file}, line {number}"
-        try:
-            messages = [message_of(found) for found in orjson.loads(line.content)["messages"]]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            messages = []
-        *before, last = [message for message in messages if message] or [{}]
-        is_whole = len(before) + 1 == len(messages) > 1
-        if not is_whole or last["role"] != "assistant" or not last["content"].strip():
+        messages = _messages_in(line.content)
+        last = messages[-1] if len(messages) > 1 else None
+        if last is None or last["role"] != "assistant" or not last["content"].strip():
             raise DataError(
-                f"{where}: expected an object with `messages`, a list of objects with role and content, of which the "
-                "last is the assistant's and not empty: the reference"
+                f"{where}: expected an object with `messages`, a list of objects with role and "
+                "content, of which the last is the assistant's and not empty: the reference"
             )
-        yield Chat(before, last["content"], where)
+        yield Chat(messages[:-1], last["content"], where)
     if stream.fault:
         raise DataError(f"{file}: {stream.fault.replace('_', ' ')}; copy it again")
+
+
+def _messages_in(line: bytes) -> list[dict[str, Any]]:
+    """The messages of a line of JSON; none if one of them, or the line, is something else."""
+    messages = []
+    try:
+        for found in orjson.loads(line)["messages"]:
+            message = message_of(found)
+            if message is None:
+                return []
+            messages.append(message)
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return []
+    return messages
 
 
 def score_chats(
@@ -107,22 +142,66 @@ def score_chats(
     chat_date: date = CHAT_DATE,
     trust_remote_code: bool = False,
 ) -> dict[str, ChatScore]:
-    """The score of the model in `folder` on the chats of each file, by its name; on a GPU if there is one.
+    """The score of the model in `folder` on the chats of each file, by its name.
 
-    Chats are framed by the template of the folder's tokenizer, which is told that today is `chat_date`. An answer ends
-    at any `eos_token_id` of the model's generation_config.json; nothing else of that file is used.
+    The model runs on a GPU if there is one. Chats are framed by the template of the folder's
+    tokenizer, which is told that today is `chat_date`. An answer ends at any `eos_token_id` of the
+    model's generation_config.json; nothing else of that file is used.
 
     Raises:
         BaseModelError: the folder holds no model that can be loaded.
-        DataError: its tokenizer has no chat template, or that cannot frame a chat, or a chat leaves no room to answer.
+        DataError: its tokenizer has no chat template, or the template cannot frame a chat, or a
+            chat leaves no space to answer in the model's context.
     """
-    template, tokenizer = chat_template(folder, today=chat_date), load_tokenizer(folder)
+    template = chat_template(folder, today=chat_date)
+    tokenizer = load_tokenizer(folder)
     check_served_ids(folder, tokenizer, trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _logger.info("loading %s", folder)
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
     context = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
-    left = []
+
+    waiting = _framed(files, template, tokenizer, context)
+    # Chats of a like length are beside each other: little padding.
+    waiting.sort(key=lambda prompt: -len(prompt.ids))
+    changes_at = frequency_context(model.config)
+
+    def limit_and_frequencies(prompt: _Prompt) -> tuple[int, int]:
+        """How long an answer may be, and what else a chat shares with others of its batch."""
+        length = len(prompt.ids)
+        limit = min(max_answer_tokens, context - length)
+        return limit, frequencies_of(length, limit, changes_at)
+
+    ends = taken_ends(model) or list(tokenizer.document_end[-1:])
+    answers: dict[str, list[_Answer]] = {name: [] for name in files}
+    with progress_bar(str(folder), len(waiting), " chats") as bar:
+        while waiting:
+            longest = len(waiting[0].ids)
+            limit, _ = limit_and_frequencies(waiting[0])
+            rows = max(1, _BATCH_TOKENS // (longest + limit))
+            batch = first_alike(waiting, limit_and_frequencies, rows)
+            waiting = waiting[len(batch) :]
+            written = _answers(model, [prompt.ids for prompt in batch], ends, limit)
+            for prompt, ids in zip(batch, written, strict=True):
+                answers[prompt.name].append(_judged(ids, ends, prompt.reference, tokenizer))
+            bar.update(len(batch))
+
+    scores = {}
+    for name, own in answers.items():
+        scores[name] = ChatScore(
+            chats=len(own),
+            exact_match=fmean(answer.is_right for answer in own),
+            ended=fmean(answer.has_ended for answer in own),
+            answer_tokens=fmean(answer.length for answer in own),
+        )
+    return scores
+
+
+def _framed(
+    files: Mapping[str, Sequence[Chat]], template: ChatTemplate, tokenizer: Tokenizer, context: int
+) -> list[_Prompt]:
+    """The chats of all files as token ids, up to where the assistant answers."""
+    prompts = []
     for name, chats in files.items():
         for chat in chats:
             try:
@@ -132,39 +211,21 @@ def score_chats(
             ids = tokenizer.reference.encode([text]).ids.tolist()
             if not 0 < len(ids) < context:
                 raise DataError(
-                    f"{chat.where}: its {len(ids)} tokens leave no room to answer in a context of {context}"
+                    f"{chat.where}: its {len(ids)} tokens leave no room to answer in a context of "
+                    f"{context}"
                 )
-            left.append((name, ids, chat.reference))
-    left.sort(key=lambda prompt: -len(prompt[1]))  # little padding
-    changes_at = frequency_context(model.config)
+            prompts.append(_Prompt(name, ids, chat.reference))
+    return prompts
 
-    def limit_and_frequencies(prompt: tuple[str, list[int], str]) -> tuple[int, int]:
-        """How long an answer may be, and what else a chat shares with others of its batch."""
-        length = len(prompt[1])
-        limit = min(max_answer_tokens, context - length)
-        return limit, frequencies_of(length, limit, changes_at)
 
-    ends = taken_ends(model) or list(tokenizer.document_end[-1:])
-    found: dict[str, list[tuple[bool, bool, int]]] = {name: [] for name in files}
-    with progress_bar(str(folder), len(left), " chats") as bar:
-        while left:
-            width = len(left[0][1])
-            new, _ = limit_and_frequencies(left[0])
-            rows = max(1, _BATCH_TOKENS // (width + new))
-            batch = first_alike(left, limit_and_frequencies, rows)
-            left = left[len(batch) :]
-            answers = _answers(model, [ids for _, ids, _ in batch], ends, new)
-            for (name, _, reference), ids in zip(batch, answers, strict=True):
-                length = next((at for at, id_ in enumerate(ids) if id_ in ends), None)
-                is_right = length is not None and _said(tokenizer.decode(ids[:length])) == _said(
-                    reference
-                )
-                found[name].append((is_right, length is not None, len(ids[:length])))
-            bar.update(len(batch))
-    return {
-        name: ChatScore(len(own), *map(fmean, zip(*own, strict=True)))
-        for name, own in found.items()
-    }
+def _judged(ids: list[int], ends: list[int], reference: str, tokenizer: Tokenizer) -> _Answer:
+    """An answer up to the first of its `ends`, compared with the reference."""
+    for place, id_ in enumerate(ids):
+        if id_ in ends:
+            is_right = _said(tokenizer.decode(ids[:place])) == _said(reference)
+            return _Answer(is_right, has_ended=True, length=place)
+    # An answer that was cut by the limit is never right.
+    return _Answer(is_right=False, has_ended=False, length=len(ids))
 
 
 def _said(answer: str) -> str:
@@ -178,25 +239,38 @@ def _answers(
 ) -> list[list[int]]:
     """The likeliest continuations of at most `new` tokens, with what follows their ends."""
     width = max(map(len, prompts))
-    tokens = torch.tensor(
-        [[ends[0]] * (width - len(ids)) + ids for ids in prompts], device=model.device
-    )
-    given = torch.tensor(
-        [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device
-    )
+    rows = []
+    masks = []
+    for ids in prompts:
+        # Padding is on the left, so that all answers begin at the same column.
+        padding = width - len(ids)
+        rows.append([ends[0]] * padding + ids)
+        masks.append([0] * padding + [1] * len(ids))
+    tokens = torch.tensor(rows, device=model.device)
+    mask = torch.tensor(masks, device=model.device)
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=ends[0]
     )
-    written: torch.Tensor = model.generate(tokens, attention_mask=given, generation_config=settings)
+    written: torch.Tensor = model.generate(tokens, attention_mask=mask, generation_config=settings)
     return written[:, width:].tolist()
 
 
 def chat_rows(scores: Mapping[str, Mapping[str, ChatScore]]) -> tuple[list[str], list[list[str]]]:
-    """The head of a table and its rows, one per model and file. `scores` is by the model's name, then the file's."""
+    """The head of a table and its rows, one per model and file.
+
+    `scores` is by the model's name, then the file's.
+    """
     rows = []
     for model, files in scores.items():
         for name, score in files.items():
-            shares = f"{score.exact_match:.1%}", f"{score.ended:.1%}"
             label = name if len(scores) == 1 else f"{model}: {name}"
-            rows.append([label, f"{score.chats:,}", *shares, f"{score.answer_tokens:.1f}"])
+            rows.append(
+                [
+                    label,
+                    f"{score.chats:,}",
+                    f"{score.exact_match:.1%}",
+                    f"{score.ended:.1%}",
+                    f"{score.answer_tokens:.1f}",
+                ]
+            )
     return ["", "chats", "exact match", "answers that end", "tokens"], rows

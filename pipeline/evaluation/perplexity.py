@@ -1,8 +1,9 @@
-"""How well a language model predicts a text: nll per token, perplexity, and bits per byte, which compares tokenizers.
+"""How well a language model predicts a text: nll per token, perplexity and bits per byte.
 
-Documents are scored separately, each after what it follows in training (`Tokenizer.before_document`: a start token, or
-else the end of another document), so that every token of the text counts and no document sees another. Prompts are read
-but not scored.
+Bits per byte compares models with different tokenizers. Documents are scored separately, each after
+what it follows in training (`Tokenizer.before_document`: a start token, or else the end of another
+document), so that every token of the text counts and no document sees another. Prompts are read but
+not scored.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from pipeline.data.tokenizer.spelling import ids_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.log import progress_bar
-from pipeline.model.output import NEVER, perplexity
+from pipeline.model.output import perplexity
+from pipeline.scale_math import NEVER
 
 Text = Union[str, Document]
 """A text alone, or one that may have a prompt."""
@@ -39,11 +41,14 @@ DEFAULT_BYTES = 2**17
 """How much of each text is scored unless the caller says otherwise; 0: all."""
 # Longer windows only on request (--context): with a large vocabulary their logits take gigabytes.
 DEFAULT_CONTEXT = 4096
-# A batch holds at most this many logits, 512 MiB in fp32, and no more tokens than keep a small model in the caches.
 _BATCH_LOGITS = 2**27
+"""The most logits of a batch: 512 MiB in fp32."""
 _BATCH_TOKENS = 2**13
-# Of each text, for the comparison with the ids that AutoTokenizer has.
+"""The most tokens of a batch: more do not keep a small model in the caches."""
 _COMPARED_DOCUMENTS = 32
+"""Documents of each text whose ids are compared with those of AutoTokenizer."""
+_DOCUMENT_SHARE = 16
+"""A document may take this part (1 / 16) of the bytes that are scored of its corpus."""
 _ROUNDS = 8
 """How often a text with tokens that cannot follow is scored again, with these spelled out."""
 _logger = log.get_logger(__name__)
@@ -51,7 +56,10 @@ _logger = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Score:
-    """A model on a corpus. `bytes` is the UTF-8 length of what was scored; `whole`: that is all of it."""
+    """A model on a corpus.
+
+    `bytes` is the UTF-8 length of the text that was scored, `whole` whether that is all of it.
+    """
 
     documents: int
     tokens: int
@@ -63,24 +71,42 @@ class Score:
 
 
 class _Sequence(NamedTuple):
-    """The tokens `ids: [S]` of a document; those from `first_scored` on are `bytes` bytes of text."""
+    """The tokens of a document, `ids: [S]`, scored from `first_scored` on.
+
+    The scored ones are `bytes` bytes of text.
+    """
 
     ids: Tensor
     first_scored: int
     bytes: int
 
-    def windows(self, context: int) -> list[tuple[Tensor, int]]:
-        """Windows of tokens, and how many of their last ones each scores."""
-        cut = windows(len(self.ids), context, context // 2, self.first_scored)
-        return [(self.ids[start:stop], stop - first) for start, stop, first in cut]
+    def windows(self, context: int) -> list[_Window]:
+        """Windows of at most `context` tokens that score every token once."""
+        found = []
+        for start, stop, first in windows(len(self.ids), context, context // 2, self.first_scored):
+            found.append(_Window(self.ids[start:stop], stop - first))
+        return found
 
-    def spelled_out(self, scored: Tensor, spelling: Mapping[int, Sequence[int]]) -> _Sequence:
-        """The same with some of the scored tokens (bool) as the tokens of their `spelling`, where they have one."""
-        pairs = zip(self.ids.tolist(), [False] * self.first_scored + scored.tolist(), strict=True)
-        spelled = [
-            old for id_, wanted in pairs for old in (spelling.get(id_, [id_]) if wanted else [id_])
-        ]
+    def spelled_out(self, wanted: Tensor, spelling: Mapping[int, Sequence[int]]) -> _Sequence:
+        """The sequence with scored tokens as the tokens of their `spelling`, where they have one.
+
+        wanted: bool, which of the scored tokens.
+        """
+        spelled = self.ids[: self.first_scored].tolist()
+        scored = self.ids[self.first_scored :].tolist()
+        for id_, is_wanted in zip(scored, wanted.tolist(), strict=True):
+            if is_wanted and id_ in spelling:
+                spelled += spelling[id_]
+            else:
+                spelled.append(id_)
         return self._replace(ids=torch.tensor(spelled))
+
+
+class _Window(NamedTuple):
+    """Tokens that a model reads at once, `ids: [S]`, of which it scores the last `scored` ones."""
+
+    ids: Tensor
+    scored: int
 
 
 def score_folder(
@@ -92,12 +118,20 @@ def score_folder(
     prefix: Prefix = "document",
     trust_remote_code: bool = False,
 ) -> dict[str, Score]:
-    """The score of the model in `folder` on each corpus of documents, on a GPU if there is one.
+    """The score of the model in `folder` on each corpus of documents.
 
-    Windows of `context` tokens (default: the model's own, up to `DEFAULT_CONTEXT`) overlap by half. About `max_bytes`
-    of each corpus are scored (0: all), of each document at most a 16th of it: as a limit of text it is the same for
-    every tokenizer. A piece of an extended vocabulary that cannot follow, because a gate closed the token before, is
-    scored as the old pieces that it stands for.
+    The model runs on a GPU if there is one. A token of an extended vocabulary that cannot follow,
+    because a gate closed the token before, is scored as the base's tokens that it stands for.
+
+    Args:
+        folder: a Hugging Face folder.
+        corpora: documents by the corpus's name.
+        context: tokens of a window, of which two overlap by half; default: as many as the model
+            reads, up to `DEFAULT_CONTEXT`.
+        max_bytes: about how much text of each corpus is scored, and of each document at most a 16th
+            of it (0: all). A limit of text is the same for every tokenizer.
+        prefix: what documents are scored after.
+        trust_remote_code: run Python code that the folder holds.
 
     Raises:
         BaseModelError: the folder holds no model that can be loaded.
@@ -108,24 +142,23 @@ def score_folder(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _logger.info("loading %s", folder)
     model = load_hf_model(folder, device=device, trust_remote_code=trust_remote_code)
-    tokenizer, vocab_size = load_tokenizer(folder), int(model.config.vocab_size)
-    longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
-    context = context or min(longest, DEFAULT_CONTEXT)
-    if not 2 <= context <= longest:
-        raise ConfigError(
-            f"{folder}: expected a context from 2 to the model's {longest}, found {context}"
-        )
+    tokenizer = load_tokenizer(folder)
+    context = _checked_context(folder, model, context)
     read = tokenizer.before_document if prefix == "document" else ()
     after = tokenizer.decode(read) if read else "nothing"
     _logger.info("%s: windows of %d tokens; documents follow %s", folder, context, after)
-    first: dict[str, list[Text]] = {}
+
+    # The first documents of each corpus are compared; then they are scored as all others.
+    compared: list[str] = []
     whole_corpora: dict[str, Iterable[Text]] = {}
     for name, documents in corpora.items():
         remaining = iter(documents)
-        first[name] = list(islice(remaining, _COMPARED_DOCUMENTS))
-        whole_corpora[name] = chain(first[name], remaining)
-    compared = (_whole_text(document) for own in first.values() for document in own)
+        first = list(islice(remaining, _COMPARED_DOCUMENTS))
+        compared += map(_whole_text, first)
+        whole_corpora[name] = chain(first, remaining)
     check_served_ids(folder, tokenizer, compared, trust_remote_code=trust_remote_code)
+
+    spelling = exported_spelling(folder)
     scores = {}
     for name, documents in whole_corpora.items():
         sequences, whole = _encode(documents, tokenizer, read, max_bytes)
@@ -133,18 +166,40 @@ def score_folder(
             raise DataError(
                 f"{name}: holds no document to score; give another file, or the field of its text"
             )
-        if (highest := max(int(one.ids.max()) for one in sequences)) >= vocab_size:
-            raise DataError(
-                f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}"
-            )
-        total = _total_nll(model, sequences, context, exported_spelling(folder), name)
-        tokens, size = (
-            sum(len(one.ids) - one.first_scored for one in sequences),
-            sum(one.bytes for one in sequences),
+        _check_ids(sequences, tokenizer, int(model.config.vocab_size))
+        total = _total_nll(model, sequences, context, spelling, name)
+        tokens = sum(len(one.ids) - one.first_scored for one in sequences)
+        size = sum(one.bytes for one in sequences)
+        scores[name] = Score(
+            documents=len(sequences),
+            tokens=tokens,
+            bytes=size,
+            whole=whole,
+            nll_per_token=total / tokens,
+            perplexity=perplexity(total / tokens),
+            bits_per_byte=total / math.log(2) / size,  # nats to bits
         )
-        nll, bits = total / tokens, total / math.log(2) / size
-        scores[name] = Score(len(sequences), tokens, size, whole, nll, perplexity(nll), bits)
     return scores
+
+
+def _checked_context(folder: Path, model: Any, context: int | None) -> int:
+    """How many tokens a window has. Raises ConfigError if the model cannot read as many."""
+    longest = int(getattr(model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
+    if not context:
+        context = min(longest, DEFAULT_CONTEXT)
+    if not 2 <= context <= longest:
+        raise ConfigError(
+            f"{folder}: expected a context from 2 to the model's {longest}, found {context}"
+        )
+    return context
+
+
+def _check_ids(sequences: Sequence[_Sequence], tokenizer: Tokenizer, vocab_size: int) -> None:
+    highest = max(int(one.ids.max()) for one in sequences)
+    if highest >= vocab_size:
+        raise DataError(
+            f"{tokenizer.path}: gives the id {highest}, but the model's vocab_size is {vocab_size}"
+        )
 
 
 def _whole_text(document: Text) -> str:
@@ -154,11 +209,11 @@ def _whole_text(document: Text) -> str:
 def windows(
     length: int, context: int, stride: int, first_scored: int = 1
 ) -> Iterator[tuple[int, int, int]]:
-    """Windows over a sequence of `length` tokens: (start, stop, the first of its tokens that is scored).
+    """Windows over `length` tokens: (start, stop, the first of its tokens that is scored).
 
-    Tokens before `first_scored`, at least one, are only read. Each window begins `stride` tokens after the last and
-    scores what that one did not. So every scored token sees at least `context - stride` tokens before it, or all there
-    are.
+    Tokens before `first_scored`, at least one, are only read. Each window begins `stride` tokens
+    after the last one and scores what that one did not. So every scored token sees at least
+    `context - stride` tokens before it, or all there are.
     """
     start = 0
     while first_scored < length:
@@ -172,28 +227,39 @@ def windows(
 def _encode(
     documents: Iterable[Text], tokenizer: Tokenizer, prefix: Sequence[int], max_bytes: int
 ) -> tuple[list[_Sequence], bool]:
-    """The documents within the limit, each after `prefix`, and whether these are all."""
+    """The documents within the limit, each after `prefix`, and whether these are all and whole.
+
+    Bytes of a document count where its tokens are scored.
+    """
     sequences: list[_Sequence] = []
-    left, share, whole = max_bytes, -(-max_bytes // 16), True
+    whole = True
+    left = max_bytes
+    share = math.ceil(max_bytes / _DOCUMENT_SHARE)
     for document in documents:
         if max_bytes and left <= 0:
             return sequences, False
-        # A bare string comes of no corpus: it is read as its tokenizer reads it.
-        given = Document(document, has_control=True) if isinstance(document, str) else document
-        text, prompt, control = given.text, given.prompt, given.has_control
-        if max_bytes and len(content := text.encode()) > share:
+        if isinstance(document, str):
+            # A bare string comes of no corpus: it is read as its tokenizer reads it.
+            document = Document(document, has_control=True)
+        text = document.text
+        content = text.encode()
+        if max_bytes and len(content) > share:
             # Cut the text, not the ids, so that the bytes are those of what is scored.
-            text, whole = content[:share].decode(errors="ignore") or text[0], False
-        read = [*prefix, *([] if prompt is None else ids_of(tokenizer, prompt, control=control))]
-        ids = ids_of(tokenizer, text, control=control)
-        left -= len(text.encode())
-        skipped = (
-            0 if read else len(tokenizer.decode(ids[:1]).encode())
-        )  # nothing predicts the first token
-        if len(ids) > (not read):
-            sequences.append(
-                _Sequence(torch.tensor(read + ids), max(1, len(read)), len(text.encode()) - skipped)
-            )
+            text = content[:share].decode(errors="ignore") or text[0]
+            whole = False
+        size = len(text.encode())
+        left -= size
+
+        read = list(prefix)
+        if document.prompt is not None:
+            read += ids_of(tokenizer, document.prompt, control=document.has_control)
+        ids = ids_of(tokenizer, text, control=document.has_control)
+        if not read:
+            # Nothing predicts the first token: it is read, and its bytes do not count.
+            size -= len(tokenizer.decode(ids[:1]).encode())
+            read, ids = ids[:1], ids[1:]
+        if len(ids) > 0:
+            sequences.append(_Sequence(torch.tensor([*read, *ids]), len(read), size))
     return sequences, whole
 
 
@@ -204,54 +270,69 @@ def _total_nll(
     spelling: Mapping[int, Sequence[int]],
     name: str,
 ) -> float:
-    """The summed nll of the scored tokens, with those of no probability as the tokens of their `spelling`.
+    """The summed nll of the scored tokens, in nats.
 
-    What is spelled out changes what a gate reads. After some rounds every token that has a spelling is.
+    Tokens of no probability count as the tokens of their `spelling`. What is spelled out changes
+    what a gate reads, so those sequences are scored again. In the last round every token that has a
+    spelling is spelled out: nothing is left that could be impossible.
     """
-    total, left = [], list(sequences)
-    for rounds_left in reversed(range(_ROUNDS if spelling else 1)):
-        cut = [one.windows(context) for one in left]
-        found = iter(_token_nll(model, [window for windows in cut for window in windows], name))
+    totals: list[float] = []
+    left = list(sequences)
+    rounds = _ROUNDS if spelling else 1
+    for rounds_left in reversed(range(rounds)):
+        cut: list[list[_Window]] = []
+        every: list[_Window] = []
+        for one in left:
+            cut.append(one.windows(context))
+            every += cut[-1]
+        found = iter(_token_nll(model, every, name))
         again = []
-        for one, windows in zip(left, cut, strict=True):
-            nll = torch.cat([next(found) for _ in windows])
+        for one, own in zip(left, cut, strict=True):
+            nll = torch.cat(list(islice(found, len(own))))
             impossible = nll > -NEVER / 2
-            if rounds_left and impossible.any():
-                again.append(
-                    one.spelled_out(impossible if rounds_left > 1 else impossible >= 0, spelling)
-                )
-            else:
-                total.append(float(nll.sum()))
+            if rounds_left == 0 or not impossible.any():
+                totals.append(float(nll.sum()))
+                continue
+            if rounds_left == 1:
+                impossible = torch.ones_like(impossible)
+            again.append(one.spelled_out(impossible, spelling))
         left = again
-    return math.fsum(total)
+    # The exact sum: it does not depend on the order in which sequences were done.
+    return math.fsum(totals)
 
 
 @torch.no_grad()
-def _token_nll(model: Any, cut: Sequence[tuple[Tensor, int]], name: str) -> list[Tensor]:
-    """The nll of the last so many tokens of each window, in fp64, however they are batched."""
+def _token_nll(model: Any, cut: Sequence[_Window], name: str) -> list[Tensor]:
+    """The nll of the scored tokens of each window, in fp64, however they are batched."""
     batch_tokens = min(_BATCH_TOKENS, _BATCH_LOGITS // model.config.vocab_size)
-    longest_first = sorted(range(len(cut)), key=lambda place: -len(cut[place][0]))  # little padding
+    # The longest first, so that windows of a like length are beside each other: little padding.
+    order = sorted(range(len(cut)), key=lambda place: -len(cut[place].ids))
     changes_at = frequency_context(model.config)
 
     def frequencies(place: int) -> int:
-        return frequencies_of(len(cut[place][0]), 0, changes_at)
+        return frequencies_of(len(cut[place].ids), 0, changes_at)
 
     nll: dict[int, Tensor] = {}
     with progress_bar(name, len(cut), " windows") as bar:
         while len(nll) < len(cut):
-            left = longest_first[len(nll) :]
-            rows = max(1, batch_tokens // len(cut[left[0]][0]))
+            left = order[len(nll) :]
+            rows = max(1, batch_tokens // len(cut[left[0]].ids))
             batch = first_alike(left, frequencies, rows)
+            # Padding is on the right: with causal attention no scored token sees it.
             padded = torch.nn.utils.rnn.pad_sequence(
-                [cut[place][0] for place in batch], batch_first=True
+                [cut[place].ids for place in batch], batch_first=True
             )
             logits = model(padded.to(model.device), use_cache=False).logits
             for row, place in zip(logits, batch, strict=True):
-                tokens, scored = cut[place]
-                predicting = row[len(tokens) - scored - 1 : len(tokens) - 1].float()
-                losses = F.cross_entropy(
-                    predicting, tokens[-scored:].to(row.device), reduction="none"
-                )
-                nll[place] = losses.double().cpu()
+                nll[place] = _window_nll(row, cut[place])
             bar.update(len(batch))
     return [nll[place] for place in range(len(cut))]
+
+
+def _window_nll(logits: Tensor, window: _Window) -> Tensor:
+    """The nll of a window's scored tokens from its logits [S, V], which may be padded."""
+    length = len(window.ids)
+    # The logits at a token predict the next one.
+    predicting = logits[length - window.scored - 1 : length - 1].float()
+    targets = window.ids[-window.scored :].to(logits.device)
+    return F.cross_entropy(predicting, targets, reduction="none").double().cpu()

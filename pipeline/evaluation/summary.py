@@ -1,4 +1,4 @@
-"""The summary of a finished run: its scores before and after, its cost, and the paths of its results."""
+"""The summary of a finished run: its scores before and after, its cost, and where results are."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_cha
 from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder
 from pipeline.evaluation.table import score_table, table
 from pipeline.files import file_hash, read_object, write_json
+from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.run_folder.status import TRAINING
-from pipeline.scale.gate_folder import GATE_FOLDER, open_record
 
 SUMMARY = "summary.json"
 _logger = log.get_logger(__name__)
@@ -33,52 +33,65 @@ def summarise(
     chats: Sequence[str] = (),
     max_answer_tokens: int = DEFAULT_ANSWER_TOKENS,
 ) -> str:
-    """Scores the base and the exported model on the run's held-out texts; writes `summary.json` into its folder.
+    """Scores the base and the exported model of a finished run, and writes `summary.json`.
 
-    `max_bytes` and `prefix` are those of `score_folder`, `chats` are files of chats, whose results the model card gets
-    too. With `chats` the perplexities of an earlier summary of the same base, export and texts stay as they are, and
-    without `chats` its answers. Returns a table of the results, and where they are.
+    With `chats` the perplexities of an earlier summary of the same base, export and texts stay as
+    they are; without `chats` its answers stay.
+
+    Args:
+        config: the run, on whose held-out texts both are scored.
+        max_bytes: how much of each text is scored; see `score_folder`.
+        prefix: what documents are scored after; see `score_folder`.
+        chats: files of chats that both answer; the results also go to the model card.
+        max_answer_tokens: the longest answer to a chat.
+
+    Returns:
+        A table of the results, and where they are.
 
     Raises:
         CheckpointError: the training of the run is not finished.
         ConversionError: it is not converted.
     """
-    hf_folder, context = config.folder / HF_FOLDER, config.data.sequence_length
+    hf_folder = config.folder / HF_FOLDER
+    summary = config.folder / SUMMARY
     _logger.info("%s: evaluating the base and the export", config.folder)
     training = _result(
         config.folder / TRAINING, CheckpointError, "the run must be trained to its end first"
     )
     verification = _result(hf_folder / VERIFICATION, ConversionError, "run scale-cpt convert first")
-    gate = open_record(config.folder / GATE_FOLDER) if config.gate is not None else None
-    asked, folders = read_chats(chats), {"before": config.base, "after": hf_folder}
+    gate = None
+    if config.gate is not None:
+        gate = open_record(config.folder / GATE_FOLDER)
+    asked = read_chats(chats)
     scored_for = _scored_for(config, max_bytes=max_bytes, prefix=prefix)
-    earlier = _earlier(config.folder / SUMMARY, scored_for)
+    earlier = _earlier(summary, scored_for)
+
     if asked and earlier is not None:
-        _logger.info(
-            "%s: its perplexities stay; without --chats they are scored again",
-            config.folder / SUMMARY,
-        )
-        scores = {
-            when: {name: Score(**one) for name, one in of.items()}
-            for when, of in earlier["scores"].items()
-        }
+        _logger.info("%s: its perplexities stay; without --chats they are scored again", summary)
+        scores = {when: _scores_of(found) for when, found in earlier["scores"].items()}
     else:
-        scores = {
-            when: score_folder(
-                folder, heldout_corpora(config), context=context, max_bytes=max_bytes, prefix=prefix
+        scores = {}
+        for when, folder in _folders(config).items():
+            scores[when] = score_folder(
+                folder,
+                heldout_corpora(config),
+                context=config.data.sequence_length,
+                max_bytes=max_bytes,
+                prefix=prefix,
             )
-            for when, folder in folders.items()
-        }
-    answered: dict[str, Any] = {} if earlier is None else earlier["chats"]
+
+    answered: dict[str, Any] = {}
     if asked:
-        answered = {
-            when: score_chats(
+        for when, folder in _folders(config).items():
+            answered[when] = score_chats(
                 folder, asked, max_answer_tokens=max_answer_tokens, chat_date=config.data.chat_date
             )
-            for when, folder in folders.items()
-        }
+    elif earlier is not None:
+        answered = earlier["chats"]
+
     fraction = training["trainable_parameters"] / training["total_parameters"]
-    values = training | {
+    values = {
+        **training,
         "trained_fraction": fraction,
         "export_max_abs_logit_difference": verification["max_abs"],
         "hf_folder": str(hf_folder),
@@ -89,62 +102,88 @@ def summarise(
     if gate is not None:
         values["gate_open"] = {name: text.open_fraction for name, text in gate.heldout.items()}
         values["closed_max_abs_logit_difference"] = gate.closed_max_abs_logit_difference
-    write_json(config.folder / SUMMARY, values)
+    write_json(summary, values)
 
-    method = config.method
-    name = title_of(method.variant if isinstance(method, ScaleMethod) else method.name)
-    notes = [
-        f"{name} trained {fraction:.1%} of the parameters. Whole documents, in windows that overlap; the log of"
-    ]
-    notes.append("training scores packed sequences, which cut them.")
-    if config.vocabulary is not None:
-        notes.append("Two tokenizers: only bits per byte can be compared.")
+    name = _method_title(config)
     tables = [score_table({"base": scores["before"], name: scores["after"]})]
     if asked:
-        head, lines = chat_rows({"base": answered["before"], name: answered["after"]})
-        tables.append(table(head, lines))
-        add_to_card(hf_folder, "Chats", markdown_table(["greedy answers", *head[1:]], lines))
-    paths = {"Hugging Face folder": hf_folder, "this summary": config.folder / SUMMARY}
-    return "\n".join(
-        [
-            "\n\n".join(tables),
-            "",
-            *notes,
-            "",
-            *(f"{label:<20} {path}" for label, path in paths.items()),
-        ]
+        head, rows = chat_rows({"base": answered["before"], name: answered["after"]})
+        tables.append(table(head, rows))
+        add_to_card(hf_folder, "Chats", markdown_table(["greedy answers", *head[1:]], rows))
+    return "\n\n".join([*tables, _notes(config, fraction), _places(config)])
+
+
+def _notes(config: RunConfig, trained_fraction: float) -> str:
+    """What a reader of the tables must know."""
+    notes = (
+        f"{_method_title(config)} trained {trained_fraction:.1%} of the parameters. "
+        "Whole documents, in windows that overlap; the log of\n"
+        "training scores packed sequences, which cut them."
+    )
+    if config.vocabulary is not None:
+        notes += "\nTwo tokenizers: only bits per byte can be compared."
+    return notes
+
+
+def _places(config: RunConfig) -> str:
+    """Where the results are."""
+    return (
+        f"{'Hugging Face folder':<20} {config.folder / HF_FOLDER}\n"
+        f"{'this summary':<20} {config.folder / SUMMARY}"
     )
 
 
+def _folders(config: RunConfig) -> dict[str, Path]:
+    """The models that are compared."""
+    return {"before": config.base, "after": config.folder / HF_FOLDER}
+
+
+def _method_title(config: RunConfig) -> str:
+    if isinstance(config.method, ScaleMethod):
+        return title_of(config.method.variant)
+    return title_of(config.method.name)
+
+
+def _scores_of(recorded: dict[str, Any]) -> dict[str, Score]:
+    """The scores of a model, as an earlier summary recorded them."""
+    return {name: Score(**fields) for name, fields in recorded.items()}
+
+
 def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[str, Any]:
-    """What the scores of a run depend on: the base, the export, the held-out texts, and how they are scored."""
-    texts = {name: input_files(corpus.input) for name, corpus in check_heldout(config).items()}
+    """What the scores of a run depend on: base, export, held-out texts, and how they are scored."""
+    texts: dict[str, list[list[Any]]] = {}
+    for name, corpus in check_heldout(config).items():
+        texts[name] = []
+        for file, size in input_files(corpus.input).items():
+            texts[name].append([str(file), size, file.stat().st_mtime_ns])
+    hf_folder = config.folder / HF_FOLDER
     return {
         "base": str(config.base),
         "base_config": file_hash(config.base / "config.json"),
-        "export": file_hash(config.folder / HF_FOLDER / VERIFICATION),
-        "export_record": file_hash(config.folder / HF_FOLDER / EXPORT.record),
+        "export": file_hash(hf_folder / VERIFICATION),
+        "export_record": file_hash(hf_folder / EXPORT.record),
         "context": config.data.sequence_length,
         "max_bytes": max_bytes,
         "prefix": prefix,
-        "texts": {
-            name: [[str(file), size, file.stat().st_mtime_ns] for file, size in files.items()]
-            for name, files in texts.items()
-        },
+        "texts": texts,
     }
 
 
 def _earlier(path: Path, scored_for: dict[str, Any]) -> dict[str, Any] | None:
-    """The summary at `path`, if it is of the same base, export and texts; None where there is none."""
+    """The summary at `path`, if it is whole and of the same base, export and texts."""
     try:
         found = read_object(path, ConversionError)
-    except (FileNotFoundError, ConversionError):  # a damaged one is made again
+    except (FileNotFoundError, ConversionError):
+        # A damaged summary is made again, as a missing one is.
         return None
-    same = found.get("scored_for") == scored_for and isinstance(found.get("scores"), dict)
-    return found if same and isinstance(found.get("chats"), dict) else None
+    if found.get("scored_for") != scored_for:
+        return None
+    is_whole = isinstance(found.get("scores"), dict) and isinstance(found.get("chats"), dict)
+    return found if is_whole else None
 
 
 def _result(path: Path, error: type[UserError], advice: str) -> dict[str, Any]:
+    """What an earlier stage wrote to `path`."""
     try:
         return read_object(path, error)
     except FileNotFoundError:

@@ -10,17 +10,22 @@ from pipeline.run_folder.metrics import mean, spread
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns: the first on the left, the others on the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = []
+    for column in zip(header, *rows, strict=True):
+        widths.append(max(map(len, column)))
+    lines = [_aligned(header, widths)]
+    lines.append("  ".join("-" * width for width in widths).rstrip())
+    for row in rows:
+        lines.append(_aligned(row, widths))
+    return "\n".join(lines)
 
-    def line(cells: Sequence[str]) -> str:
-        first, *figures = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        return "  ".join(
-            [first, *(figure.strip().rjust(len(figure)) for figure in figures)]
-        ).rstrip()
 
-    return "\n".join(
-        [line(header), "  ".join("-" * width for width in widths).rstrip(), *map(line, rows)]
-    )
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """One line of a table."""
+    padded = [cells[0].ljust(widths[0])]
+    for text, width in zip(cells[1:], widths[1:], strict=True):
+        padded.append(text.rjust(width))
+    return "  ".join(padded).rstrip()
 
 
 def readable(perplexity: float) -> str:
@@ -36,19 +41,31 @@ def cell(value: float | None, form: str) -> str:
 def over_seeds(values: Sequence[float], form: Callable[[float], str]) -> str:
     """The mean, followed by the sample standard deviation if there are several values."""
     deviation = spread(values)
-    return form(mean(values)) + ("" if deviation is None else f" ±{form(deviation)}")
+    if deviation is None:
+        return form(mean(values))
+    return f"{form(mean(values))} ±{form(deviation)}"
 
 
 def score_table(scores: Mapping[str, Mapping[str, Score]]) -> str:
     """One row per model and corpus. `scores` is by the model's name, then the corpus's."""
-    rows, cut = [], set()
+    rows: list[list[str]] = []
+    cut: set[str] = set()
     for model, corpora in scores.items():
         for corpus, score in corpora.items():
             name = corpus if len(scores) == 1 else f"{model}: {corpus}"
-            sizes = [f"{score.documents:,}", f"{score.tokens:,}"]
-            rows.append([name, *sizes, readable(score.perplexity), f"{score.bits_per_byte:.4f}"])
-            cut |= set() if score.whole else {corpus}
-    note = f"Scored is a part of {', '.join(sorted(cut))}; all of it: --max-bytes 0." if cut else ""
-    return "\n".join(
-        [table(["", "documents", "tokens", "perplexity", "bits per byte"], rows), note]
-    )
+            rows.append(
+                [
+                    name,
+                    f"{score.documents:,}",
+                    f"{score.tokens:,}",
+                    readable(score.perplexity),
+                    f"{score.bits_per_byte:.4f}",
+                ]
+            )
+            if not score.whole:
+                cut.add(corpus)
+    note = ""
+    if cut:
+        note = f"Scored is a part of {', '.join(sorted(cut))}; all of it: --max-bytes 0."
+    header = ["", "documents", "tokens", "perplexity", "bits per byte"]
+    return f"{table(header, rows)}\n{note}"

@@ -19,9 +19,12 @@ def check_served_ids(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Compares what `AutoTokenizer` makes of the folder with its `tokenizer`, which evaluation and training read.
+    """Compares what `AutoTokenizer` makes of the folder with its `tokenizer`.
 
-    Of a base a difference is a warning. Raises ConversionError where an export differs.
+    Evaluation and training read `tokenizer`. For a base a difference is a warning.
+
+    Raises:
+        ConversionError: the folder is an export, and the two differ.
     """
     if holds(EXPORT, folder) or holds(COMBINATION, folder):
         check_export(folder, tokenizer, texts, advice="convert the run again")

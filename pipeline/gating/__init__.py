@@ -1,1 +1,1 @@
-"""Fits the gate of a finished run: states of the base on new and other text, a logistic probe, its record."""
+"""The gate of a finished run: states of the base on new and other text, a probe, its record."""

@@ -1,4 +1,7 @@
-"""What a gate does to held-out text: how much of it opens, what that costs, and its perplexity with and without it."""
+"""What a gate does to held-out text: how much of it opens, what that costs, and its perplexity.
+
+The perplexity is measured with the gate, without it, and with the base alone.
+"""
 
 from __future__ import annotations
 
@@ -10,73 +13,109 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.run import RunConfig
-from pipeline.conversion.trained_model import TrainedModel
 from pipeline.data.dataset.packing import IGNORED
 from pipeline.data.dataset.samples import HeldoutSamples
+from pipeline.gating.folder import FIRST_TOKENS, HeldoutText
+from pipeline.gating.gate import FittedGate
 from pipeline.gating.windows import Windows, as_windows
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder, Inputs
-from pipeline.model.output import NEVER, HiddenStates, perplexity
-from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import FIRST_TOKENS, HeldoutText
+from pipeline.model.decoder import Decoder
+from pipeline.model.hidden_states import HiddenStates
+from pipeline.model.output import perplexity
+from pipeline.model.paths import TokenBatch
+from pipeline.scale_math import NEVER
 
 
 @torch.no_grad()
 def measure(
-    decoder: Decoder, gate: Gate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
+    decoder: Decoder, gate: FittedGate, heldout: Mapping[str, HeldoutSamples], config: RunConfig
 ) -> tuple[dict[str, HeldoutText], float | None]:
-    """The effect of `gate` on the first held-out samples, as many of each corpus as validation reads.
+    """The effect of `gate` on held-out samples: the first of each corpus, as many as in validation.
 
-    And the largest difference of a logit from the base's where the gate never opens; None if it opens everywhere.
+    Returns:
+        The effect on each corpus; and the largest difference of a logit from the base's where the
+        gate never opens, or None if it opens in every sequence.
     """
-    texts, differences = dict[str, HeldoutText](), list[float]()
     count = config.validation.max_sequences
-    with progress_bar(
-        "measuring the gate", sum(min(count, len(one)) for one in heldout.values()), " sequences"
-    ) as bar:
+    total = sum(min(count, len(samples)) for samples in heldout.values())
+    texts: dict[str, HeldoutText] = {}
+    differences: list[float] = []
+    with progress_bar("measuring the gate", total, " sequences") as bar:
         for name, samples in heldout.items():
             windows = as_windows(list(islice(samples, count)), is_new=False)
-            all_closed, all_nll = list[Tensor](), list[Tensor]()
+            all_closed: list[Tensor] = []
+            all_nll: list[Tensor] = []
             for group in windows.groups():
-                inputs, targets = decoder_inputs(group, config, decoder)
-                base = decoder.hidden_states(*inputs, path="base")
-                decoder.gate = None
-                ungated = decoder.hidden_states(*inputs)
-                decoder.gate = gate
-                gated = decoder.hidden_states(*inputs)
-                assert gated.closed is not None, "it has a gate"
-                base = replace(base, closed=torch.ones_like(gated.closed))  # it gives no new piece
-                # What the gate decides on padding is of no consequence: nothing is predicted there.
-                closed = gated.closed.view(group.tokens.shape).cpu() | ~group.present
-                rows = (
-                    (closed.all(dim=1, keepdim=True) & group.present).flatten().to(targets.device)
-                )
-                if rows.any():
-                    differences.append(_largest_difference(decoder, gated, base, rows))
-                nll = [
-                    decoder.output(hidden, targets).nll.double().cpu()
-                    for hidden in (base, ungated, gated)
-                ]
+                closed, nll, difference = _passes(decoder, gate, group, config)
                 all_closed.append(closed)
-                all_nll.append(torch.stack(nll).view(3, *closed.shape))
+                all_nll.append(nll)
+                if difference is not None:
+                    differences.append(difference)
                 bar.update(len(group))
-            figures = torch.cat(all_closed), torch.cat(all_nll, dim=1), decoder.output.base_columns
-            texts[name] = _figures(config.data.corpora[name].role, windows, *figures)
+            texts[name] = _figures(
+                config.data.corpora[name].role,
+                windows,
+                closed=torch.cat(all_closed),
+                nll=torch.cat(all_nll, dim=1),
+                base_tokens=decoder.output.base_columns,
+            )
     return texts, max(differences, default=None)
 
 
+def _passes(
+    decoder: Decoder, gate: FittedGate, group: Windows, config: RunConfig
+) -> tuple[Tensor, Tensor, float | None]:
+    """Runs the base, the model without its gate, and the model with it.
+
+    Returns:
+        Where the gate is closed: bool [N, S].
+        The nll of the targets in the three passes: [3, N, S], in fp64.
+        The largest difference of a logit from the base's in the windows where the gate never opens;
+        None if there is no such window.
+    """
+    inputs, targets = decoder_inputs(group, config, decoder)
+    base = decoder.hidden_states(*inputs, path="base")
+    decoder.gate = None
+    ungated = decoder.hidden_states(*inputs)
+    decoder.gate = gate
+    gated = decoder.hidden_states(*inputs)
+    assert gated.closed is not None, "it has a gate"
+    # As if its gate were closed everywhere, so that the base gives no probability to new tokens.
+    base = replace(base, closed=torch.ones_like(gated.closed))
+
+    # What the gate decides on padding is of no consequence: nothing is predicted there.
+    closed = gated.closed.view(group.tokens.shape).cpu() | ~group.present
+    never_opens = closed.all(dim=1, keepdim=True)
+    rows = (never_opens & group.present).flatten().to(targets.device)
+    difference = _largest_difference(decoder, gated, base, rows) if rows.any() else None
+
+    nll = []
+    for hidden in (base, ungated, gated):
+        nll.append(decoder.output(hidden, targets).nll.double().cpu())
+    return closed, torch.stack(nll).view(3, *closed.shape), difference
+
+
 def _figures(
-    role: str, windows: Windows, closed: Tensor, nll: Tensor, base_tokens: int
+    role: str, windows: Windows, *, closed: Tensor, nll: Tensor, base_tokens: int
 ) -> HeldoutText:
-    """closed: [N, S], nll: [3, N, S], those of the base, of the model without its gate, and with it."""
-    predicted, is_first = windows.targets != IGNORED, windows.positions < FIRST_TOKENS
-    possible = predicted & (nll[2] < -NEVER / 2)
-    base, ungated, gated = (_finite(perplexity(float(own[possible].mean()))) for own in nll)
-    has_new_pieces = bool((torch.maximum(windows.tokens, windows.targets) >= base_tokens).any())
-    first, later = (
-        float((nll[2] - nll[1])[possible & rows].mean()) for rows in (is_first, ~is_first)
-    )
+    """The effect on the windows of a corpus.
+
+    closed: bool [N, S]; nll: [3, N, S], of the base, of the model without its gate, and with it;
+    base_tokens: the number of tokens that are not new.
+    """
+    predicted = windows.targets != IGNORED
+    base_nll, ungated_nll, gated_nll = nll
+    # A new token after a closed one has no probability: it counts as impossible, not as a loss.
+    possible = predicted & (gated_nll < -NEVER / 2)
+    cost = gated_nll - ungated_nll
+    is_first = windows.positions < FIRST_TOKENS
+    # The base has no rows for new tokens, so it has no perplexity on a text with some.
+    is_new_token = torch.maximum(windows.tokens, windows.targets) >= base_tokens
+    base_perplexity = None
+    if not is_new_token.any():
+        base_perplexity = _perplexity(base_nll[possible])
     tokens = int(windows.present.sum())
     return HeldoutText(
         role=role,
@@ -85,48 +124,58 @@ def _figures(
         open_fraction=int((~closed).sum()) / max(1, tokens),
         closed_sequences=int(closed.all(dim=1).sum()),
         impossible_fraction=1 - int(possible.sum()) / max(1, int(predicted.sum())),
-        cost_of_first_tokens=_finite(first),
-        cost_of_later_tokens=_finite(later),
-        base_perplexity=None if has_new_pieces else base,
-        ungated_perplexity=ungated,
-        gated_perplexity=gated,
+        cost_of_first_tokens=_finite(float(cost[possible & is_first].mean())),
+        cost_of_later_tokens=_finite(float(cost[possible & ~is_first].mean())),
+        base_perplexity=base_perplexity,
+        ungated_perplexity=_perplexity(ungated_nll[possible]),
+        gated_perplexity=_perplexity(gated_nll[possible]),
     )
 
 
+def _perplexity(nll: Tensor) -> float | None:
+    return _finite(perplexity(float(nll.mean())))
+
+
 def loaded(model: TrainedModel) -> Decoder:
-    """The model on a GPU in its base's type; without one on the CPU in fp32, as 16 bits are slow there."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return model.loaded(model.base.dtype if device.type == "cuda" else torch.float32, device)
+    """The model on a GPU in its base's type; without a GPU in fp32 on the CPU.
+
+    Matrix products in 16 bits are slow on CPUs.
+    """
+    if torch.cuda.is_available():
+        return model.loaded(model.base.dtype, torch.device("cuda"))
+    return model.loaded(torch.float32, torch.device("cpu"))
 
 
-def decoder_inputs(group: Windows, config: RunConfig, decoder: Decoder) -> tuple[Inputs, Tensor]:
-    """Tokens and positions [B, S] and where documents lie, and the targets [B · S], where the decoder is."""
+def decoder_inputs(
+    group: Windows, config: RunConfig, decoder: Decoder
+) -> tuple[TokenBatch, Tensor]:
+    """What the decoder reads, and its targets [B · S], on the decoder's device.
+
+    It reads tokens and positions, [B, S] both, and where documents lie.
+    """
     device = decoder.embedding.base.weight.device
     documents = group.documents(device) if config.data.document_mask else None
-    return (
-        group.tokens.to(device),
-        group.positions.to(device),
-        documents,
-    ), group.targets.flatten().to(device)
+    batch = TokenBatch(group.tokens.to(device), group.positions.to(device), documents)
+    return batch, group.targets.flatten().to(device)
 
 
 def _largest_difference(
     decoder: Decoder, hidden: HiddenStates, base: HiddenStates, rows: Tensor
 ) -> float:
-    """The largest difference of the logits of two passes over the same tokens, at the tokens `rows`: bool [N].
+    """The largest difference of the logits of two passes over the same tokens.
 
-    All rows are multiplied: the rounding of a matrix product may depend on how many there are.
+    rows: bool [N], the tokens that count. The logits of all tokens are computed nevertheless: the
+    rounding of a matrix product may depend on how many rows it has.
     """
     output = decoder.output
-    differences = [
-        (output.logits(hidden.rows(chunk)) - output.logits(base.rows(chunk)))
-        .abs()
-        .amax(dim=-1)[rows[chunk]]
-        for chunk in output.chunks(len(hidden.x))
-    ]
+    differences = []
+    for chunk in output.chunks(len(hidden.x)):
+        difference = output.logits(hidden.rows(chunk)) - output.logits(base.rows(chunk))
+        differences.append(difference.abs().amax(dim=-1)[rows[chunk]])
+    # NaN counts as infinite: max() alone might pass it over.
     return float(torch.nan_to_num(torch.cat(differences), nan=math.inf).max())
 
 
 def _finite(value: float) -> float | None:
-    """None for what JSON cannot hold: nothing was predicted, or a perplexity is beyond any float."""
+    """None for what JSON cannot hold: no token was predicted, or a perplexity overflows."""
     return value if math.isfinite(value) else None

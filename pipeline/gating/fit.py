@@ -9,24 +9,33 @@ from torch import Tensor
 from pipeline.errors import DataError
 
 _RIDGE = 1e-4
-"""L2 penalty on the weights of standardised features, so that separable text has a finite solution."""
+"""L2 penalty on the weights: without it, separable text would have no finite solution."""
 _ITERATIONS = 200
 _EQUAL = 1e-3
 """Scores that differ by less may be those of one state, computed in another order."""
 
 
 def standardisation(features: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and standard deviation of each feature: features [N, F] -> [F], [F]. A constant feature gets 1."""
+    """The mean and standard deviation of each feature: features [N, F] -> [F], [F].
+
+    A constant feature gets the standard deviation 1.
+    """
     std, mean = torch.std_mean(features, dim=0, correction=0)
     return mean, torch.where(std > 1e-6, std, 1.0)
 
 
 def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
-    """The weights [F] and the bias of the log odds that a token is new.
+    """Logistic regression: the weights [F] and the bias of the log odds that a token is new.
 
-    features: [N, F], standardised, fp32; is_new: bool [N]. Both classes count the same, whatever their sizes. The
-    problem is convex, and L-BFGS starts at zero, so the result depends on nothing else. Raises DataError if one of the
-    classes is empty.
+    Both classes count the same, whatever their sizes. The problem is convex, and L-BFGS starts at
+    zero, so the result depends on nothing else.
+
+    Args:
+        features: [N, F], standardised, fp32.
+        is_new: bool [N].
+
+    Raises:
+        DataError: one of the classes is empty.
     """
     count = len(is_new)
     positives = int(is_new.sum())
@@ -34,12 +43,11 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
         raise DataError(
             "gate: expected tokens of new text and of text that is not new, found one kind only"
         )
+    # The weights of a class sum to one half.
     weights = torch.where(is_new, 0.5 / positives, 0.5 / (count - positives)).to(features)
     targets = is_new.to(features)
-    weight = torch.zeros(
-        features.shape[1], dtype=features.dtype, device=features.device, requires_grad=True
-    )
-    bias = torch.zeros((), dtype=features.dtype, device=features.device, requires_grad=True)
+    weight = features.new_zeros(features.shape[1], requires_grad=True)
+    bias = features.new_zeros((), requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [weight, bias],
         max_iter=_ITERATIONS,
@@ -63,31 +71,44 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
 
 
 def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
-    """A threshold above 0 (even odds), and above which at most that share of the negatives' `scores` [N] lie.
+    """A threshold of the log odds, above which at most `max_open_fraction` of the scores lie.
 
-    It stands in the middle of the widest gap between scores that uses at least half of that share. Tokens with equal
-    states, such as the first of every document, have equal scores: a threshold at one of them would let rounding decide
-    about all. If the gaps are that narrow, it is the first wider one above. Raises DataError if they are too few to
-    tell.
+    It is above 0 (even odds), in the middle of the widest gap between scores that uses at least
+    half of that fraction. Tokens with equal states, such as the first of every document, have equal
+    scores: a threshold at one of them would let rounding decide about all. If the gaps are that
+    narrow, it is the first wider one above.
+
+    Args:
+        scores: [N], the scores of tokens that are not new.
+        max_open_fraction: the largest share of them above the threshold.
+
+    Raises:
+        DataError: the scores are too few to measure that share.
     """
     allowed = int(max_open_fraction * len(scores))
     if allowed < 1:
         raise DataError(
-            f"gate.max_open_fraction: {max_open_fraction:g} cannot be measured on {len(scores)} unused tokens of text "
-            f"that is not new; expected at least {int(1 / max_open_fraction) + 1}: raise gate.tokens, or give more text"
+            f"gate.max_open_fraction: {max_open_fraction:g} cannot be measured on {len(scores)} "
+            "unused tokens of text that is not new; expected at least "
+            f"{int(1 / max_open_fraction) + 1}: raise gate.tokens, or give more text"
         )
+    # Gap k lies between below[k] and above[k], and k of the scores are above it.
     below = scores.sort(descending=True).values[: allowed + 1].clamp(min=0).double()
     above = torch.cat([below[:1] + 1, below[:-1]])
-    gaps = above - below  # in gap k, k of the scores are above
+    gaps = above - below
     half = allowed // 2
     place = half + int(gaps[half:].argmax())
     if gaps[place] < _EQUAL:
+        # Gap 0 is 1 wide, so there is always a wide one.
         place = int((gaps >= _EQUAL).nonzero().max())
     return float((above[place] + below[place]) / 2)
 
 
 def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
-    """The share of the pairs in which the positive has the higher score; ties count half. Scores are [N] and [M]."""
+    """The share of pairs of a positive and a negative in which the positive scores higher.
+
+    Ties count half. positives: scores [N]; negatives: scores [M].
+    """
     ordered = negatives.sort().values
     below = torch.searchsorted(ordered, positives, right=False).double()
     not_above = torch.searchsorted(ordered, positives, right=True).double()

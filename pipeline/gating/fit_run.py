@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pipeline import log
+from pipeline.checkpoint.folder import newest_checkpoint
 from pipeline.checkpoint.manifest import MANIFEST_FILE, check_file
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import GateFeatures, GateSettings, RunConfig
-from pipeline.conversion.convert import newest_checkpoint
-from pipeline.conversion.trained_model import TrainedModel, open_trained
-from pipeline.data.corpus.token_corpus import MANIFEST
+from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
@@ -25,11 +25,7 @@ from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
 from pipeline.gating.effect import loaded, measure
 from pipeline.gating.fit import area_under_roc, fit_logistic, standardisation, threshold_for
-from pipeline.gating.windows import FittingText, Windows, read_fitting_text
-from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import NUMBERS, Gate, deepest_gate_layer, gate_features
-from pipeline.scale.gate_folder import (
+from pipeline.gating.folder import (
     FIRST_TOKENS,
     GATE_FOLDER,
     GATE_RECORD,
@@ -37,42 +33,51 @@ from pipeline.scale.gate_folder import (
     open_gate,
     write_gate,
 )
+from pipeline.gating.gate import NUMBERS, FittedGate, gate_features
+from pipeline.gating.windows import FittingText, Windows, read_fitting_text
+from pipeline.log import progress_bar
+from pipeline.model.decoder import Decoder
 
 MOST_LEFT_OUT = 0.5
-"""The largest share of the base's own text that may be of the new text's kind."""
+"""The largest share of self-generated text that may be of the new text's kind."""
 MOST_COST = 0.02
-"""The largest growth of the perplexity of new text by the gate that no warning names."""
+"""The largest relative growth of new text's perplexity by the gate without a warning."""
 _logger = log.get_logger(__name__)
 
 
 def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
-    """Fits the gate that the section `gate` describes for the run's newest checkpoint, into `<folder>/gate`.
+    """Fits the gate that the section `gate` describes for the run's newest checkpoint.
 
-    Returns its record, and whether it was fitted now; False if an equal request has already made it.
+    The gate and its record are written to `<folder>/gate`.
+
+    Returns:
+        The record; and whether it was fitted now, False if an equal request had already made it.
 
     Raises:
         ConfigError: gate.layer is not in the base.
-        CheckpointError, BaseModelError, DataError: what is read is missing, damaged, too small or does not fit.
+        CheckpointError: the checkpoint is missing or damaged, or does not fit.
+        BaseModelError: the base is missing or damaged, or does not fit.
+        DataError: a corpus is missing, damaged or too small, or does not fit.
         PreservationError: a sequence on which the gate never opens does not get the base's logits.
     """
     assert config.gate is not None, "its caller has seen it"
     model = open_trained(newest_checkpoint(config), config.base)
-    request, folder = _request(config, config.gate, model), config.folder / GATE_FOLDER
-    if (found := _earlier(folder)) is not None and found.request == request:
+    folder = config.folder / GATE_FOLDER
+    request = _request(config, config.gate, model)
+    found = _earlier(folder)
+    if found is not None and found.request == request:
         return found, False
+
     for name in model.manifest.files:
         check_file(model.manifest, model.checkpoint, name)
     layer = gate_layer(config.gate, model)
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
-    vocabulary = None if config.vocabulary is None else read_vocabulary(config.vocabulary.folder)
-    sampled_with = None if vocabulary is None else vocabulary.base_tokenizer
-    text = read_fitting_text(config, config.gate, fingerprint, sampled_with)
-    if vocabulary is not None:
-        text = FittingText(*(windows.without_tokens_from(vocabulary.base_rows) for windows in text))
+    text = _fitting_text(config, config.gate, fingerprint)
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
     if not heldout:
         raise DataError(
-            "gate: no corpus has a held-out part to measure it on; set heldout_input or heldout_fraction"
+            "gate: no corpus has a held-out part to measure it on; set heldout_input or "
+            "heldout_fraction"
         )
 
     decoder = loaded(model)
@@ -80,8 +85,8 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     texts, difference = measure(decoder, gate, heldout, config)
     if difference not in (0.0, None):
         raise PreservationError(
-            f"{folder}: where the gate never opens, logits differ from the base's by up to {difference:.3g}, expected "
-            "0.0; nothing was written: report it"
+            f"{folder}: where the gate never opens, logits differ from the base's by up to "
+            f"{difference:.3g}, expected 0.0; nothing was written: report it"
         )
     record = GateRecord(
         request=request,
@@ -98,8 +103,20 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
     return record, True
 
 
+def _fitting_text(config: RunConfig, settings: GateSettings, fingerprint: str) -> FittingText:
+    """The windows to fit on; with an extended vocabulary without its new tokens."""
+    if config.vocabulary is None:
+        return read_fitting_text(config, settings, fingerprint)
+    vocabulary = read_vocabulary(config.vocabulary.folder)
+    text = read_fitting_text(config, settings, fingerprint, vocabulary.base_tokenizer)
+    return FittingText(
+        fit=text.fit.without_tokens_from(vocabulary.base_rows),
+        unused=text.unused.without_tokens_from(vocabulary.base_rows),
+    )
+
+
 def _earlier(folder: Path) -> GateRecord | None:
-    """The record of the gate in `folder`; None where there is none, or a changed one, which is fitted again."""
+    """The record of the gate in `folder`; None if there is none, or a changed one to fit again."""
     if not (folder / GATE_RECORD).exists():
         return None
     try:
@@ -114,16 +131,20 @@ def warn_of_cost(record: GateRecord) -> None:
     for name, text in record.heldout.items():
         if text.role == "new" and text.cost > MOST_COST:
             _logger.warning(
-                "%s: its perplexity is %.1f %% higher with the gate than without: the first %d tokens cost %.2f nats "
-                "each, later ones %.4f",
-                *(name, 100 * text.cost, FIRST_TOKENS),
-                *(text.cost_of_first_tokens or 0.0, text.cost_of_later_tokens or 0.0),
+                "%s: its perplexity is %.1f %% higher with the gate than without: the first %d "
+                "tokens cost %.2f nats each, later ones %.4f",
+                name,
+                100 * text.cost,
+                FIRST_TOKENS,
+                text.cost_of_first_tokens or 0.0,
+                text.cost_of_later_tokens or 0.0,
             )
         if text.impossible_fraction > MOST_COST:
             _logger.warning(
-                "%s: %.1f %% of its tokens are new pieces behind a token on which the gate closes: the gated model "
-                "cannot write them",
-                *(name, 100 * text.impossible_fraction),
+                "%s: %.1f %% of its tokens are new tokens behind a token on which the gate closes: "
+                "the gated model cannot write them",
+                name,
+                100 * text.impossible_fraction,
             )
 
 
@@ -136,56 +157,70 @@ class BaseStream:
         self.decoder = decoder
 
     def features(self, windows: Windows, kind: GateFeatures) -> tuple[Tensor, Tensor]:
-        """The features [T, F] of the T tokens that are no padding, in fp32 on the CPU, and which are new: bool [T]."""
-        found = [
-            gate_features(stream, kind, group.document_ids.to(self.device))[
-                group.present.to(self.device)
-            ].cpu()
-            for group, stream in self._streams(windows, "reading the base's states")
-        ]
+        """The features of the tokens that are present, in order.
+
+        Returns:
+            features: [T, F], in fp32 on the CPU.
+            is_new: bool [T].
+        """
+        found = []
+        for group, stream in self._streams(windows, "reading the base's states"):
+            features = gate_features(stream, kind, group.document_ids.to(self.device))
+            found.append(features[group.present.to(self.device)].cpu())
         return torch.cat(found), windows.is_new[windows.present]
 
-    def scores(self, windows: Windows, gate: Gate) -> Tensor:
+    def scores(self, windows: Windows, gate: FittedGate) -> Tensor:
         """The gate's scores: [N, S], on the CPU."""
-        found = self._streams(windows, "testing the gate")
-        return torch.cat(
-            [gate.scores(x, group.document_ids.to(self.device)).cpu() for group, x in found]
-        )
+        found = []
+        for group, stream in self._streams(windows, "testing the gate"):
+            found.append(gate.scores(stream, group.document_ids.to(self.device)).cpu())
+        return torch.cat(found)
 
     def _streams(self, windows: Windows, what: str) -> Iterator[tuple[Windows, Tensor]]:
+        """Groups of windows, each with its stream: [N, S, D]."""
         with progress_bar(what, windows.tokens.numel(), " tokens") as bar:
             for group in windows.groups():
-                tokens, positions = group.tokens.to(self.device), group.positions.to(self.device)
-                yield (
-                    group,
-                    self.decoder.base_stream(
-                        tokens, positions, group.documents(self.device), layer=self.layer
-                    ),
+                stream = self.decoder.base_stream(
+                    group.tokens.to(self.device),
+                    group.positions.to(self.device),
+                    group.documents(self.device),
+                    layer=self.layer,
                 )
+                yield group, stream
                 bar.update(group.tokens.numel())
 
 
 class Fit(NamedTuple):
-    """A fitted gate, and its scores of unused new text and of the other text.
+    """A fitted gate, and how it scores text that it was not fitted on.
 
-    `left_out`: the share of the base's own unused text that counts as neither, because it is of the new text's kind.
+    Attributes:
+        gate: with its threshold.
+        new: [P], the scores of tokens of new text.
+        negatives: [M], the scores of tokens of other text.
+        left_out: the share of the self-generated text that counts as neither, because it is of the
+            new text's kind.
     """
 
-    gate: Gate
+    gate: FittedGate
     new: Tensor
     negatives: Tensor
     left_out: float
 
 
 def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit:
-    """A gate of that stream. Documents in which the base wrote the new text's kind are left out after a first fit.
+    """A gate that reads `stream`, fitted on `text.fit`, with a threshold from `text.unused`.
 
-    Raises DataError if the text is too little, or most of what the base wrote is of the new text's kind.
+    Documents in which the base wrote the new text's kind are left out after a first fit.
+
+    Raises:
+        DataError: the text is too little, or most of what the base wrote is of the new text's kind.
     """
     features, is_new = stream.features(text.fit, settings.features)
     mean, std = standardisation(features)
+    # In place: the features are the largest tensor here.
     features = features.sub_(mean).div_(std).to(stream.device)
     weight, bias = fit_logistic(features, is_new.to(stream.device))
+
     is_open = torch.zeros_like(text.fit.present)
     is_open[text.fit.present] = (features @ weight.to(features) + bias > 0).cpu()
     kept = text.fit.without_new_kind(is_open).present[text.fit.present]
@@ -194,71 +229,84 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
             features[kept.to(stream.device)], is_new[kept].to(stream.device)
         )
     del features
-    gate = Gate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
+    gate = FittedGate(stream.layer, settings.features, mean, std, weight, bias, threshold=0.0)
 
     scores = stream.scores(text.unused, gate)
     unused = text.unused.without_new_kind(scores > 0)
-    before, after = (
-        int((windows.present & windows.is_own).sum()) for windows in (text.unused, unused)
-    )
-    left_out = 1 - after / before if before else 0.0
+    own_before = int((text.unused.present & text.unused.is_own).sum())
+    own_after = int((unused.present & unused.is_own).sum())
+    left_out = 1 - own_after / own_before if own_before else 0.0
     if left_out > MOST_LEFT_OUT:
         raise DataError(
-            f"gate: {left_out:.0%} of what the base wrote itself looks like the new text, expected at most "
-            f"{MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or remove the section gate"
+            f"gate: {left_out:.0%} of what the base wrote itself looks like the new text, expected "
+            f"at most {MOST_LEFT_OUT:.0%}; name corpora of role replay as gate.negatives, or "
+            "remove the section gate"
         )
-    new, negatives = scores[unused.present & unused.is_new], scores[unused.present & ~unused.is_new]
+    new = scores[unused.present & unused.is_new]
+    negatives = scores[unused.present & ~unused.is_new]
     threshold = threshold_for(negatives, settings.max_open_fraction)
     return Fit(replace(gate, threshold=threshold), new, negatives, left_out)
 
 
 def _request(config: RunConfig, settings: GateSettings, model: TrainedModel) -> dict[str, Any]:
-    """What a gate depends on: the checkpoint, the settings, the seed, and the corpora that it reads."""
-    read = [train_folder(config.data, name) for name in config.data.corpora]
-    read += [
-        heldout_folder(config.data, name)
-        for name in config.data.corpora
-        if has_heldout(config.data, name)
-    ]
+    """What a gate depends on: the checkpoint, the settings, the seed, and the corpora it reads."""
+    folders: list[Path] = []
+    for name in config.data.corpora:
+        folders.append(train_folder(config.data, name))
+        if has_heldout(config.data, name):
+            folders.append(heldout_folder(config.data, name))
+    corpora: dict[str, str] = {}
+    for folder in folders:
+        # A corpus that is missing is named by the error of whoever reads it.
+        if (folder / MANIFEST).exists():
+            corpora[folder.name] = file_hash(folder / MANIFEST)
     return {
         "checkpoint_manifest": file_hash(model.checkpoint / MANIFEST_FILE),
         "settings": settings.model_dump(mode="json"),
         "seed": config.seed,
         "max_sequences": config.validation.max_sequences,
         "sequence_length": config.data.sequence_length,
-        "corpora": {
-            path.name: file_hash(path / MANIFEST) for path in read if (path / MANIFEST).exists()
-        },
+        "corpora": corpora,
     }
 
 
 def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
-    """The layer before which the gate of `model` reads the base's stream. Raises ConfigError if it is not there."""
+    """The layer before which the gate of `model` reads the base's stream.
+
+    Raises:
+        ConfigError: gate.layer is not a layer before which the model has that stream.
+    """
     assert model.plan is not None, "RunConfig allows a gate with method scale alone"
-    deepest = deepest_gate_layer(model.plan)
-    if settings.layer is not None and settings.layer > deepest:
+    deepest = model.plan.last_exact_layer
+    if settings.layer is None:
+        return deepest
+    if settings.layer > deepest:
         raise ConfigError(
-            f"gate.layer: {settings.layer} is beyond {deepest}, the last place where this model has the exact stream "
-            f"of its base; use 0 to {deepest}"
+            f"gate.layer: {settings.layer} is beyond {deepest}, the last place where this model "
+            f"has the exact stream of its base; use 0 to {deepest}"
         )
-    return deepest if settings.layer is None else settings.layer
+    return settings.layer
 
 
 def as_text(record: GateRecord) -> str:
-    """How much of each held-out corpus opens, its perplexities, and how well the gate separates unused text."""
-    rows = []
-    for name, text in record.heldout.items():
-        perplexities = text.base_perplexity, text.ungated_perplexity, text.gated_perplexity
-        shown = ("" if own is None else readable(own) for own in perplexities)
-        costs = cell(text.cost_of_first_tokens, "+.3f"), cell(text.cost_of_later_tokens, "+.4f")
-        rows.append([f"{name} ({text.role})", f"{text.open_fraction:.2%}", *shown, *costs])
+    """A table of the held-out corpora, and how well the gate separates unused text."""
     header = ["held-out corpus", "open", "perplexity: base", "ungated", "gated"]
     header += [f"nats lost: first {FIRST_TOKENS}", "later"]
+    rows = []
+    for name, text in record.heldout.items():
+        row = [f"{name} ({text.role})", f"{text.open_fraction:.2%}"]
+        for value in (text.base_perplexity, text.ungated_perplexity, text.gated_perplexity):
+            row.append("" if value is None else readable(value))
+        row.append(cell(text.cost_of_first_tokens, "+.3f"))
+        row.append(cell(text.cost_of_later_tokens, "+.4f"))
+        rows.append(row)
     impossible = max(text.impossible_fraction for text in record.heldout.values())
     facts = (
-        f"reads {record.features} before layer {record.layer}; of unused text: AUC {record.auc:.5f}, "
-        f"closed, of new: {record.closed_fraction_of_new:.2%}; open, of other: "
-        f"{record.open_fraction_of_negatives:.2%}; left out of the base's own: {record.left_out_of_own_text:.2%}; "
-        f"impossible, as new pieces after a closed token: {impossible:.2%} of the tokens of a corpus at most"
+        f"reads {record.features} before layer {record.layer}; of unused text: "
+        f"AUC {record.auc:.5f}, closed, of new: {record.closed_fraction_of_new:.2%}; "
+        f"open, of other: {record.open_fraction_of_negatives:.2%}; "
+        f"left out of the base's own: {record.left_out_of_own_text:.2%}; "
+        "impossible, as new tokens after a closed token: "
+        f"{impossible:.2%} of the tokens of a corpus at most"
     )
     return f"{table(header, rows)}\n\n{facts}"

@@ -1,8 +1,8 @@
-"""The windows of text that a gate is fitted on: new text, text that is not new, and windows spliced of both."""
+"""The windows of text that a gate is fitted on: new, not new, and spliced of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
@@ -31,10 +31,11 @@ class Windows:
     positions: Tensor
     document_ids: Tensor
     is_new: Tensor
+    """bool: which tokens are new text"""
     is_own: Tensor
-    """which tokens the base wrote itself"""
+    """bool: which tokens the base wrote itself"""
     present: Tensor
-    """which are neither padding nor left out"""
+    """bool: which tokens are neither padding nor left out"""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,29 +54,34 @@ class Windows:
         return Windows(*(tensor[rows] for tensor in vars(self).values()))
 
     def without_tokens_from(self, first: int) -> Windows:
-        """The same without the tokens from that id on: new pieces, on which no gate decides."""
+        """These windows without ids from `first` on: new tokens, which need no gate."""
         return replace(self, present=self.present & (self.tokens < first))
 
     def without_new_kind(self, is_open: Tensor) -> Windows:
-        """The same without the documents of which the base wrote most in the new text's kind; is_open: bool [N, S].
+        """These windows without self-generated documents that are mostly of the new text's kind.
 
-        A base that knows a little of the new language writes in it now and then. That is not text to stay closed on.
+        A base that knows a little of the new language writes in it now and then. That is not text
+        to stay closed on. is_open: bool [N, S], the tokens that look new.
         """
         return replace(self, present=self.present & ~(self.is_own & self.mostly(is_open)))
 
     def mostly(self, is_open: Tensor) -> Tensor:
-        """The tokens of documents of which most tokens are open: bool [N, S]."""
-        rows = torch.arange(len(self)).unsqueeze(1) * self.tokens.shape[1]
-        document = (rows + self.document_ids).flatten()
-        tokens, opened = (
-            torch.zeros(self.tokens.numel()).index_add_(0, document, mask.flatten().float())
-            for mask in (self.present, self.present & is_open)
-        )
-        return (opened > tokens / 2)[document].view_as(self.tokens)
+        """The tokens of documents of which most present tokens are open: bool [N, S]."""
+        # A number for each document of all windows: document_ids count from 0 in each window, and
+        # there are at most S of them.
+        length = self.tokens.shape[1]
+        first = torch.arange(len(self)).unsqueeze(1) * length
+        document = (first + self.document_ids).flatten()
+
+        present = torch.zeros(self.tokens.numel())
+        present.index_add_(0, document, self.present.flatten().float())
+        opened = torch.zeros(self.tokens.numel())
+        opened.index_add_(0, document, (self.present & is_open).flatten().float())
+        return (opened > present / 2)[document].view_as(self.tokens)
 
 
 class FittingText(NamedTuple):
-    """What a gate is fitted on (`fit`), and other windows of the same corpora, for its threshold (`unused`)."""
+    """Windows that a gate is fitted on, and other windows of the same corpora for its threshold."""
 
     fit: Windows
     unused: Windows
@@ -89,104 +95,150 @@ def read_fitting_text(
 ) -> FittingText:
     """The windows that the section `gate` asks for; which they are depends on the run's seed.
 
-    Of a corpus that is too small, half of the windows are to fit on. The fingerprints are those of `TrainingSamples`.
-    Raises DataError if a corpus is missing, damaged, or too small to be divided.
+    Of a corpus that is too small, half of the windows are to fit on. The fingerprints are those of
+    `TrainingSamples`.
+
+    Raises:
+        DataError: a corpus is missing, damaged, or too small to be divided.
     """
-    corpora, length = config.data.corpora, config.data.sequence_length
-    names = {
-        True: [name for name, corpus in corpora.items() if corpus.role == "new"],
-        False: config.gate_negatives,
-    }
-    parts: dict[bool, list[FittingText]] = {True: [], False: []}
-    for is_new, of_kind in names.items():
-        weights = sum(corpora[name].weight for name in of_kind)
-        for name in of_kind:
-            made_with = (
-                sampled_fingerprint if corpora[name].sample else None
-            ) or tokenizer_fingerprint
-            packed = open_packed(config.data, name, tokenizer_fingerprint=made_with)
-            if len(packed) < 2:
-                raise DataError(
-                    f"{packed.source.folder}: expected at least two samples of text, to fit a gate on one and test it "
-                    "on the other, found one; give it more text, or leave it out of gate.negatives"
-                )
-            wanted = ceil(ceil(settings.tokens * corpora[name].weight / weights) / length)
-            count = min(wanted, len(packed) // 2)
-            order = Permutation(len(packed), mix(config.seed, *name.encode()))
-            is_own = corpora[name].role == "self_generated"
-            samples = [packed[order[index]] for index in range(2 * count)]
-            halves = (
-                as_windows(half, is_new=is_new, is_own=is_own)
-                for half in (samples[:count], samples[count:])
-            )
-            parts[is_new].append(FittingText(*halves))
-    old, new = (joined([part.fit for part in parts[is_new]]) for is_new in (False, True))
-    fit = [old, new, *([spliced(old, new, config.seed)] if settings.splices else [])]
-    return FittingText(
-        joined(fit), joined([part.unused for is_new in (False, True) for part in parts[is_new]])
+    new_names = [name for name, corpus in config.data.corpora.items() if corpus.role == "new"]
+    new = _texts_of(new_names, config, settings, tokenizer_fingerprint, sampled_fingerprint)
+    old = _texts_of(
+        config.gate_negatives, config, settings, tokenizer_fingerprint, sampled_fingerprint
     )
+    old_fit = joined([text.fit for text in old])
+    new_fit = joined([text.fit for text in new])
+    fit = [old_fit, new_fit]
+    if settings.splices:
+        fit.append(spliced(old_fit, new_fit, config.seed))
+    return FittingText(joined(fit), joined([text.unused for text in (*old, *new)]))
+
+
+def _texts_of(
+    names: Sequence[str],
+    config: RunConfig,
+    settings: GateSettings,
+    tokenizer_fingerprint: str,
+    sampled_fingerprint: str | None,
+) -> list[FittingText]:
+    """The windows of each of the corpora `names`, all of new text or all of other text.
+
+    A corpus gets a share of `settings.tokens` by its weight among them.
+    """
+    corpora = config.data.corpora
+    weights = sum(corpora[name].weight for name in names)
+    texts = []
+    for name in names:
+        corpus = corpora[name]
+        fingerprint = tokenizer_fingerprint
+        if corpus.sample and sampled_fingerprint is not None:
+            # The base wrote it with its own tokenizer, before the vocabulary was extended.
+            fingerprint = sampled_fingerprint
+        packed = open_packed(config.data, name, tokenizer_fingerprint=fingerprint)
+        if len(packed) < 2:
+            raise DataError(
+                f"{packed.source.folder}: expected at least two samples of text, to fit a gate on "
+                "one and test it on the other, found one; give it more text, or leave it out of "
+                "gate.negatives"
+            )
+        tokens = ceil(settings.tokens * corpus.weight / weights)
+        count = min(ceil(tokens / config.data.sequence_length), len(packed) // 2)
+        order = Permutation(len(packed), mix(config.seed, *name.encode()))
+        samples = [packed[order[index]] for index in range(2 * count)]
+        is_new = corpus.role == "new"
+        is_own = corpus.role == "self_generated"
+        texts.append(
+            FittingText(
+                fit=as_windows(samples[:count], is_new=is_new, is_own=is_own),
+                unused=as_windows(samples[count:], is_new=is_new, is_own=is_own),
+            )
+        )
+    return texts
 
 
 def as_windows(samples: Sequence[Sample], *, is_new: bool, is_own: bool = False) -> Windows:
-    """Samples of S tokens as windows, all of new text or all of other text, which the base may have written."""
-    columns: Mapping[str, Tensor] = {
-        name: torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
-        for name in ("tokens", "targets", "positions", "document_ids")
-    }
+    """Samples of S tokens as windows.
+
+    All are of new text or all of other text (`is_new`), which the base may have written (`is_own`).
+    """
     present = torch.from_numpy(np.stack([_present(sample) for sample in samples]))
-    kinds = {"is_new": torch.full_like(present, is_new), "is_own": torch.full_like(present, is_own)}
-    return Windows(**columns, **kinds, present=present)
+    return Windows(
+        tokens=_stacked(samples, "tokens"),
+        targets=_stacked(samples, "targets"),
+        positions=_stacked(samples, "positions"),
+        document_ids=_stacked(samples, "document_ids"),
+        is_new=torch.full_like(present, is_new),
+        is_own=torch.full_like(present, is_own),
+        present=present,
+    )
+
+
+def _stacked(samples: Sequence[Sample], name: str) -> Tensor:
+    """One array of all samples: [N, S]."""
+    return torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
 
 
 def _present(sample: Sample) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Which tokens are no padding, which is a last document of one token, repeated, with nothing to predict.
+    """Which tokens are no padding.
 
-    A document of a single token at the end of a sample is taken for padding too.
+    Padding is a last document of one token, repeated, with nothing to predict. A document of a
+    single token at the end of a sample is taken for padding too.
     """
     last = sample.document_ids == sample.document_ids[-1]
-    is_padding = (sample.targets[last] == IGNORED).all() and (
-        sample.tokens[last] == sample.tokens[-1]
-    ).all()
-    padded: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = (
-        ~last if is_padding else np.ones_like(last)
-    )
-    return padded
+    predicts_nothing = (sample.targets[last] == IGNORED).all()
+    is_one_token = (sample.tokens[last] == sample.tokens[-1]).all()
+    present: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = np.ones_like(last)
+    if predicts_nothing and is_one_token:
+        present = ~last
+    return present
 
 
 def spliced(old: Windows, new: Windows, seed: int) -> Windows:
-    """Windows whose text changes in the middle of a document: from old to new, and from new to old, by turns.
+    """Windows whose text changes in the middle of a document: from old to new, or from new to old.
 
-    Window i ends where it changes with window i of the other; the place is random in its middle half. One document goes
-    on across the change.
+    Window i is window i of the one text up to the change, and window i of the other from there on;
+    the first text is old in even windows. The place of the change is random in the middle half of a
+    window. One document goes on across it.
     """
     random = np.random.default_rng(seed)
-    length, made = old.tokens.shape[1], []
+    length = old.tokens.shape[1]
+    windows = []
     for index in range(min(len(old), len(new))):
-        cut, row = (
-            int(random.integers(max(1, length // 4), max(2, 3 * length // 4))),
-            slice(index, index + 1),
-        )
-        first, second = (part.rows(row) for part in ((old, new) if index % 2 == 0 else (new, old)))
-        cats = {
-            name: torch.cat([getattr(first, name)[:, :cut], getattr(second, name)[:, cut:]], dim=1)
-            for name in ("tokens", "targets", "is_new", "present")
-        }
-        before, after = first.document_ids[:, :cut], second.document_ids[:, cut:]
-        positions = second.positions[:, cut:].clone()
-        # The second text's first document continues the first text's last one.
-        positions[after == after[:, :1]] += first.positions[0, cut - 1] + 1 - positions[0, 0]
-        made.append(
-            Windows(
-                **cats,
-                is_own=torch.zeros_like(
-                    cats["is_new"]
-                ),  # such a document is of both kinds, and none is left out
-                positions=torch.cat([first.positions[:, :cut], positions], dim=1),
-                document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
-            )
-        )
-    return joined(made)
+        cut = int(random.integers(max(1, length // 4), max(2, 3 * length // 4)))
+        row = slice(index, index + 1)
+        if index % 2 == 0:
+            windows.append(_splice(old.rows(row), new.rows(row), cut))
+        else:
+            windows.append(_splice(new.rows(row), old.rows(row), cut))
+    return joined(windows)
+
+
+def _splice(first: Windows, second: Windows, cut: int) -> Windows:
+    """One window: `first` [1, S] up to the token `cut`, and `second` [1, S] from there on."""
+
+    def both(name: str) -> Tensor:
+        return torch.cat([getattr(first, name)[:, :cut], getattr(second, name)[:, cut:]], dim=1)
+
+    # The document that `second` is in at the cut continues the one that `first` is in there, with
+    # its number and its positions; later documents of `second` keep their positions.
+    before = first.document_ids[:, :cut]
+    after = second.document_ids[:, cut:]
+    positions = second.positions[:, cut:].clone()
+    continues = after == after[:, :1]
+    positions[continues] += first.positions[0, cut - 1] + 1 - positions[0, 0]
+    is_new = both("is_new")
+    return Windows(
+        tokens=both("tokens"),
+        targets=both("targets"),
+        positions=torch.cat([first.positions[:, :cut], positions], dim=1),
+        document_ids=torch.cat([before, after - after[:, :1] + before[:, -1:]], dim=1),
+        is_new=is_new,
+        # Such a document is of both kinds, and none is left out.
+        is_own=torch.zeros_like(is_new),
+        present=both("present"),
+    )
 
 
 def joined(parts: Sequence[Windows]) -> Windows:
+    """The windows of all parts, one after the other."""
     return Windows(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))

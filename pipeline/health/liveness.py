@@ -1,10 +1,10 @@
-"""The phase of each rank, for the watchdog and the metrics, and which rank is lost, hung or at fault."""
+"""The phase of each rank, for watchdog and metrics, and which rank is lost, hung or at fault."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from pipeline.config.run import Watchdog
+from pipeline.config.run import WatchdogSettings
 from pipeline.errors import INTERRUPTED, LOST_RANK
 
 Phase = Literal[
@@ -31,7 +31,13 @@ SLOW: tuple[Phase, ...] = ("start", "validation", "checkpoint")
 
 
 class PhaseState(NamedTuple):
-    """A rank's finished steps, its phase, since when (`time.monotonic()`), and its changes of phase so far."""
+    """Where the main thread of a rank is.
+
+    Attributes:
+        step: the number of finished steps.
+        since: when it entered `phase`, by `time.monotonic()`.
+        entered: how often it has changed its phase so far.
+    """
 
     step: int
     phase: Phase
@@ -40,11 +46,12 @@ class PhaseState(NamedTuple):
 
 
 class Phases:
-    """The phases of one rank's main thread: `with phases("forward"): ...`. Any thread may read `state`.
+    """The phases of one rank's main thread: `with phases("forward"): ...`.
 
-    Time outside of all phases is "other", or "start" before the first step. An inner phase interrupts the outer one, so
-    every second counts once. On a GPU a change of phase records a CUDA event instead of the host's clock, which runs
-    ahead of the GPU. The events are read after the step, when the host has waited for the loss anyway.
+    Any thread may read `state`. Time outside of all phases is "other", or "start" before the first
+    step. An inner phase interrupts the outer one, so that every second counts once. On a GPU a
+    change of phase records a CUDA event instead of the host's clock, because the host runs ahead of
+    the GPU. The events are read after the step, when the host has waited for the loss anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +62,11 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: Phase) -> Iterator[None]:
-        """The block is `phase`. After an exception the phase stays, to show where the exception was raised."""
+        """Runs the block as `phase`.
+
+        After an exception the phase stays, to show where the exception was raised.
+        """
+        # No try: after an exception the phase must stay.
         outer = self.state.phase
         self._enter(phase)
         with record_function(phase):  # names it in a trace
@@ -63,17 +74,18 @@ class Phases:
         self._enter(outer)
 
     def finished(self, step: int) -> None:
-        """`step` steps are finished or restored, and the GPU is synchronized."""
+        """Records that `step` steps are finished or restored; the GPU must be synchronized."""
         self.state = self.state._replace(step=step)
         self._enter("other")
         self._add_up()
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each phase since the last call. On a GPU, call it after a synchronization."""
+        """The seconds of each phase since the last call; a GPU must be synchronized."""
         self._marks.append((self.state.phase, self._now()))
         self._add_up()
-        spent, self._spent = self._spent, defaultdict(float)
-        return dict(spent)
+        spent = dict(self._spent)
+        self._spent.clear()
+        return spent
 
     def _add_up(self) -> None:
         for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
@@ -84,7 +96,8 @@ class Phases:
         self.state = PhaseState(self.state.step, phase, time.monotonic(), self.state.entered + 1)
         self._marks.append((phase, self._now()))
 
-    def _now(self) -> Any:  # a float, or a CUDA event
+    def _now(self) -> Any:
+        """The host's time in seconds, or on a GPU a CUDA event that is recorded now."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -94,34 +107,39 @@ class Phases:
     def _seconds_between(self, begin: Any, end: Any) -> float:
         if self._device.type != "cuda":
             return float(end - begin)
-        end.synchronize()  # the last one, recorded just now; the others have passed
+        # The GPU has passed all events but the last one, which was recorded just now.
+        end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
 
 
-# --- Which rank is lost, hung or at fault, judged from the ranks' reports without a common clock ---------------------
+# --- Which rank is lost, hung or at fault, judged from the ranks' reports ---
 
 _GRACE_S = 3.0
 """Within this time, a fault that all ranks agreed on ends them all."""
-_NAMED = 8
-"""A line names at most this many ranks."""
+_MAX_NAMED = 8
+"""How many ranks a message names at most."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """A rank's heartbeat."""
+    """A rank's heartbeat.
+
+    Attributes:
+        step: the number of finished steps.
+        phase_s: the seconds since the rank entered `phase`.
+        entered: how often the rank has changed its phase. Ranks at the same point of the program
+            have the same number.
+        at: the innermost function of its main thread.
+        waiting: whether that function waits for other ranks.
+    """
 
     node: str
     step: int
-    """finished steps"""
     phase: str
     phase_s: float
-    """how long it has been in it"""
     entered: int
-    """its changes of phase; ranks at the same point of the program have the same number"""
     at: str
-    """the innermost function of its main thread"""
     waiting: bool
-    """whether that function waits for other ranks"""
 
     @property
     def progress(self) -> str:
@@ -130,7 +148,12 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run cannot continue, and the rank at fault if any. Ranks have `grace_s` to find it and end themselves."""
+    """Why the run cannot continue.
+
+    Attributes:
+        rank: the rank at fault, if any.
+        grace_s: how long the ranks may take to end by themselves, before the watchdog ends them.
+    """
 
     text: str
     rank: int | None
@@ -145,9 +168,12 @@ INTERRUPTION = Verdict(
 
 
 class RankHealth:
-    """What this rank knows about `ranks`; `now` is always `time.monotonic()`."""
+    """The messages of `ranks`, and what follows from them. `now` is always `time.monotonic()`.
 
-    def __init__(self, ranks: Iterable[int], limits: Watchdog, now: float) -> None:
+    All times are measured by the clock of the rank that judges: the ranks have no common clock.
+    """
+
+    def __init__(self, ranks: Iterable[int], limits: WatchdogSettings, now: float) -> None:
         self._limits = limits
         self._heard = dict.fromkeys(ranks, now)
         self._reports: dict[int, RankReport] = {}
@@ -156,7 +182,8 @@ class RankHealth:
     def on_message(self, rank: int, message: dict[str, Any], now: float) -> None:
         """Records a rank's message.
 
-        It is `report` while the rank works; at its end `left`, `interrupted`, or `failed` and `exit_code`.
+        It is `report` while the rank works; at its end `left`, `interrupted`, or `failed` and
+        `exit_code`.
         """
         if rank not in self._heard:
             return
@@ -164,103 +191,122 @@ class RankHealth:
             del self._heard[rank]
             self._reports.pop(rank, None)
             return
+        # Any message is a sign of life.
         self._heard[rank] = now
         if "report" in message:
             self._reports[rank] = RankReport(**message["report"])
         elif "interrupted" in message:
             self.accept(INTERRUPTION)
         elif "failed" in message:
-            text = f"{self._named(rank)} failed: {message['failed']}"
+            text = f"{self._described(rank)} failed: {message['failed']}"
             self.accept(Verdict(text, rank, message["exit_code"], _GRACE_S))
 
     @property
     def all_left(self) -> bool:
-        """Whether none of the ranks is there any more."""
+        """Whether all ranks have left the run."""
         return not self._heard
 
     def on_disconnect(self, rank: int) -> None:
         """Records that the connection to a rank broke, as it does when its process is killed."""
         if rank in self._heard:
-            self.accept(
-                Verdict(f"{self._named(rank)} was lost: its process ended or was cut off", rank)
-            )
+            text = f"{self._described(rank)} was lost: its process ended or was cut off"
+            self.accept(Verdict(text, rank))
 
     def accept(self, verdict: Verdict) -> None:
         """Adopts a verdict, unless there is one already."""
-        self.verdict = self.verdict or verdict
+        if self.verdict is None:
+            self.verdict = verdict
 
     def extend_deadline(self, pause_s: float) -> None:
-        """Extends all deadlines by `pause_s`: this process was stopped itself and could not listen."""
-        self._heard = {rank: heard + pause_s for rank, heard in self._heard.items()}
+        """Extends all deadlines by `pause_s`, during which this process was stopped."""
+        for rank in self._heard:
+            self._heard[rank] += pause_s
 
     def judge(self, now: float) -> Verdict | None:
-        """Why the run must end; None if it need not."""
-        self.verdict = self.verdict or self._find_lost(now) or self._find_hung()
+        """Why the run must end; None while it can continue."""
+        if self.verdict is None:
+            self.verdict = self._find_lost(now) or self._find_hung()
         return self.verdict
 
     def _find_lost(self, now: float) -> Verdict | None:
         for rank, heard in self._heard.items():
-            if now - heard > self._limits.dead_after_s:
-                return Verdict(
-                    f"{self._named(rank)} was lost: no sign of life for {now - heard:.0f} s", rank
-                )
+            silent_s = now - heard
+            if silent_s > self._limits.dead_after_s:
+                text = f"{self._described(rank)} was lost: no sign of life for {silent_s:.0f} s"
+                return Verdict(text, rank)
         return None
 
     def _find_hung(self) -> Verdict | None:
-        reports = {rank: report for rank, report in self._reports.items() if rank in self._heard}
-        if (
-            not reports
-            or len(reports) < len(self._heard)
-            or not all(map(self._is_late, reports.values()))
-        ):
+        """The run hangs only if every rank is late: one that works will release those that wait."""
+        reports: dict[int, RankReport] = {}
+        for rank in self._heard:
+            report = self._reports.get(rank)
+            if report is None or not self._is_late(report):
+                return None
+            reports[rank] = report
+        if not reports:
             return None
+
         hung = find_hung(reports)
         if not hung:
-            return Verdict(
-                f"all ranks hang, and none is behind the others: {_describe(reports)}", None
-            )
-        others = {rank: report for rank, report in reports.items() if rank not in hung}
-        named = "; ".join(
-            f"{self._named(rank)} hangs at {reports[rank].at}" for rank in hung[:_NAMED]
-        )
-        more = f" and {len(hung) - _NAMED} more" if len(hung) > _NAMED else ""
+            text = f"all ranks hang, and none is behind the others: {_points(reports)}"
+            return Verdict(text, None)
+        places = []
+        for rank in hung[:_MAX_NAMED]:
+            places.append(f"{self._described(rank)} hangs at {reports[rank].at}")
+        text = "; ".join(places) + _and_more(hung)
         shortest_s = min(report.phase_s for report in reports.values())
-        waiting = f"; the others wait: {_describe(others)}" if others else ""
-        return Verdict(f"{named}{more}, for {shortest_s:.0f} s{waiting}", hung[0])
+        text += f", for {shortest_s:.0f} s"
+        others = {rank: report for rank, report in reports.items() if rank not in hung}
+        if others:
+            text += f"; the others wait: {_points(others)}"
+        return Verdict(text, hung[0])
 
     def _is_late(self, report: RankReport) -> bool:
-        limits = self._limits
-        return report.phase_s > (
-            limits.slow_after_s if report.phase in SLOW else limits.hung_after_s
-        )
+        if report.phase in SLOW:
+            return report.phase_s > self._limits.slow_after_s
+        return report.phase_s > self._limits.hung_after_s
 
-    def _named(self, rank: int) -> str:
+    def _described(self, rank: int) -> str:
         report = self._reports.get(rank)
-        return f"rank {rank}" + (
-            f" on {report.node} ({report.progress})" if report else " (before its first report)"
-        )
+        if report is None:
+            return f"rank {rank} (before its first report)"
+        return f"rank {rank} on {report.node} ({report.progress})"
 
 
 def find_hung(reports: dict[int, RankReport]) -> list[int]:
-    """The ranks that the others wait for: those with the fewest changes of phase, else those that do not wait."""
+    """The ranks that the others wait for, in ascending order; none if that cannot be told.
+
+    They are the ranks with the fewest changes of phase, which are behind the others. Where all have
+    the same number, they are the ranks whose main thread does not wait for another rank.
+    """
+    if len(reports) == 1:
+        return list(reports)
     fewest = min(report.entered for report in reports.values())
-    for suspects in (
-        [rank for rank, report in reports.items() if report.entered == fewest],
-        [rank for rank, report in reports.items() if not report.waiting],
-    ):
-        if 0 < len(suspects) < len(reports):
-            return sorted(suspects)
-    return list(reports) if len(reports) == 1 else []
+    behind = [rank for rank, report in reports.items() if report.entered == fewest]
+    if len(behind) < len(reports):
+        return sorted(behind)
+    busy = [rank for rank, report in reports.items() if not report.waiting]
+    if 0 < len(busy) < len(reports):
+        return sorted(busy)
+    return []
 
 
-def _describe(reports: dict[int, RankReport]) -> str:
-    """The points that the ranks are at; ranks at the same point share an entry."""
+def _points(reports: dict[int, RankReport]) -> str:
+    """The points of the program that the ranks are at; ranks at the same point share an entry."""
     ranks_at: dict[str, list[int]] = defaultdict(list)
     for rank, report in reports.items():
         ranks_at[f"{report.progress}, at {report.at}"].append(rank)
     entries = []
-    for point, ranks in list(ranks_at.items())[:_NAMED]:
-        named = ", ".join(f"{rank} on {reports[rank].node}" for rank in sorted(ranks)[:_NAMED])
-        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-        entries.append(f"rank{'s' if len(ranks) > 1 else ''} {named}{more}: {point}")
+    for point, ranks in list(ranks_at.items())[:_MAX_NAMED]:
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        named = ", ".join(f"{rank} on {reports[rank].node}" for rank in sorted(ranks)[:_MAX_NAMED])
+        entries.append(f"{noun} {named}{_and_more(ranks)}: {point}")
     return "; ".join(entries)
+
+
+def _and_more(ranks: Sequence[int]) -> str:
+    """How many ranks a message leaves out."""
+    if len(ranks) <= _MAX_NAMED:
+        return ""
+    return f" and {len(ranks) - _MAX_NAMED} more"

@@ -19,7 +19,7 @@ from pipeline.model.base_folder import BaseFolder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import check_weights, is_base, load_base
 from pipeline.model.initial_expansion import initial_expansion
-from pipeline.model.new_rows import NewRows, is_new_row
+from pipeline.model.new_tokens import NewTokens, holds_new_tokens
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -51,10 +51,10 @@ class Scale(TrainingMethod):
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
         _check_origin(expansion, base, self.settings, self.seed)
-        _check_new_rows(expansion, base.new_rows)
+        _check_new_tokens(expansion, base.new_tokens)
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
-            if not is_base(name) and not is_new_row(name):
+            if not is_base(name) and not holds_new_tokens(name):
                 shape, partition = full_shape_of(parameter), partition_of(parameter)
                 fill(
                     parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size)
@@ -64,7 +64,8 @@ class Scale(TrainingMethod):
 def _check_origin(
     expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int
 ) -> None:
-    """Raises as `check_origin`, and BaseModelError where the base's config.json has changed since."""
+    """Raises as `check_origin`, and BaseModelError where the base's config.json has changed
+    since."""
     expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
     recorded = expansion.manifest.base_architecture
     if recorded is None:
@@ -72,21 +73,23 @@ def _check_origin(
             "%s: an earlier version made it without a record of its base's config.json",
             expansion.path,
         )
-    if changed := changed_entry(recorded, architecture_of(base.spec)):
+    changed = changed_entry(recorded, architecture_of(base.spec))
+    if changed is not None:
         raise BaseModelError(
-            f"{expansion.path}: the config.json of its base {expansion.manifest.base} had another {changed}; put it "
-            "back as it was, or remove this folder to make it again"
+            f"{expansion.path}: the config.json of its base {expansion.manifest.base} had another "
+            f"{changed}; put it back as it was, or remove this folder to make it again"
         )
 
 
-def _check_new_rows(expansion: ExpansionFolder, new_rows: NewRows | None) -> None:
-    """Raises CheckpointError where an expansion holds rows of pieces that the run does not have."""
-    if any(map(is_new_row, expansion.names)) and (
-        new_rows is None or new_rows.tokenizer != expansion.manifest.tokenizer
-    ):
+def _check_new_tokens(expansion: ExpansionFolder, new_tokens: NewTokens | None) -> None:
+    """Raises CheckpointError where an expansion holds rows of tokens that the run does not have."""
+    if not any(holds_new_tokens(name) for name in expansion.names):
+        return
+    if new_tokens is None or new_tokens.tokenizer != expansion.manifest.tokenizer:
+        article = "an" if new_tokens is None else "another"
         raise CheckpointError(
-            f"{expansion.path}: holds rows of {'an' if new_rows is None else 'another'} extended vocabulary; set "
-            "`vocabulary` to that of the run that it comes from"
+            f"{expansion.path}: holds rows of {article} extended vocabulary; set `vocabulary` to "
+            "that of the run that it comes from"
         )
 
 
@@ -97,15 +100,17 @@ def check_named_expansion(folder: Path | None) -> None:
     """
     if folder is not None and not (folder / MANIFEST).exists():
         raise ConfigError(
-            f"init_expansion: {folder}: holds no expansion; convert the run to train on with --format expansion --output "
-            f"{folder}, or remove the setting to begin with a new expansion"
+            f"init_expansion: {folder}: holds no expansion; convert the run to train on with "
+            f"--format expansion --output {folder}, or remove the setting to begin with a new "
+            "expansion"
         )
 
 
 def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
     """The initial expansion of a run of method scale; None if it is yet to be made.
 
-    Raises UserError if it is damaged, of another base or other settings, or missing where a run is to continue from it.
+    Raises UserError if it is damaged, of another base or other settings, or missing where a run is
+    to continue from it.
     """
     check_named_expansion(config.init_expansion)
     if (
@@ -115,8 +120,8 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
         return None
     expansion = open_expansion(config.initial_expansion_folder)
     _check_origin(expansion, base, config.method, config.seed)
-    if base.new_rows is not None or config.vocabulary is None:
-        _check_new_rows(expansion, base.new_rows)
+    if base.new_tokens is not None or config.vocabulary is None:
+        _check_new_tokens(expansion, base.new_tokens)
     return expansion
 
 

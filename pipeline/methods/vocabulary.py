@@ -1,4 +1,4 @@
-"""The vocabulary of a run against its base: the rows of added pieces, and that every id has a row."""
+"""The vocabulary of a run against its base: the new tokens, and that every id has a row."""
 
 from __future__ import annotations
 
@@ -9,30 +9,35 @@ from pipeline.data.tokenizer.extension.vocabulary import RECORD, read_vocabulary
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import BaseModelError, DataError
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.new_rows import NewRows
+from pipeline.model.new_tokens import NewTokens
 from pipeline.model.spec import DecoderSpec
 
 
-def with_new_rows(config: RunConfig, base: BaseFolder) -> BaseFolder:
-    """The base of a run, with a row for each piece by which the run extends its vocabulary.
+def with_new_tokens(config: RunConfig, base: BaseFolder) -> BaseFolder:
+    """The base of a run, with the tokens by which the run extends its vocabulary.
 
     Raises DataError if the extended tokenizer is missing, damaged, or of another base.
     """
-    new_rows = _new_rows(config, base.spec)
-    if new_rows is None:
+    new_tokens = _new_tokens(config, base.spec)
+    if new_tokens is None:
         return base
-    return replace(base, spec=replace(base.spec, new_rows=len(new_rows)), new_rows=new_rows)
+    return replace(base, spec=replace(base.spec, new_tokens=len(new_tokens)), new_tokens=new_tokens)
 
 
 def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
-    """The architecture of a run's base with the new rows of the run, where there may be no base. Raises the same."""
-    return replace(spec, new_rows=len(_new_rows(config, spec) or ()))
+    """The architecture of a run's base with the run's new tokens; the base itself may be missing.
+
+    Raises as `with_new_tokens`.
+    """
+    new_tokens = _new_tokens(config, spec)
+    return replace(spec, new_tokens=0 if new_tokens is None else len(new_tokens))
 
 
-def _new_rows(config: RunConfig, spec: DecoderSpec) -> NewRows | None:
+def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
     if config.vocabulary is None:
         return None
-    folder, again = config.vocabulary.folder, "make it again with scale-cpt vocabulary"
+    folder = config.vocabulary.folder
+    again = "make it again with scale-cpt vocabulary"
     record = read_vocabulary(folder)
     if load_tokenizer(folder).fingerprint != record.tokenizer:
         raise DataError(f"{folder}: its tokenizer is not the one that {RECORD} describes; {again}")
@@ -40,11 +45,12 @@ def _new_rows(config: RunConfig, spec: DecoderSpec) -> NewRows | None:
         config.base.exists() and load_tokenizer(config.base).fingerprint != record.base_tokenizer
     ):
         raise DataError(
-            f"vocabulary.folder: {folder} extends another tokenizer than that of {config.base}, or its first new id, "
-            f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from this base"
+            f"vocabulary.folder: {folder} extends another tokenizer than that of {config.base}, or "
+            f"its first new id, {record.base_rows}, is not the base's vocab_size "
+            f"{spec.vocab_size}; {again} from this base"
         )
-    return NewRows(
-        [piece.replaces for piece in record.pieces], config.vocabulary.initial, record.tokenizer
+    return NewTokens(
+        [new.replaces for new in record.tokens], config.vocabulary.initial, record.tokenizer
     )
 
 
@@ -53,9 +59,10 @@ def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
 
     Tensor-parallel ranks would silently read such a token as zeros, and a single GPU would fail.
     """
-    if tokenizer.vocab_size > spec.vocab_size + spec.new_rows:
+    if tokenizer.vocab_size > spec.vocab_size + spec.new_tokens:
         raise BaseModelError(
-            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's vocab_size is "
-            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of transformers), or remove the "
-            "tokens beyond from the tokenizer"
+            f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's "
+            f"vocab_size is {spec.vocab_size}; give the base a row for each "
+            "(resize_token_embeddings of transformers), or remove the tokens beyond from the "
+            "tokenizer"
         )

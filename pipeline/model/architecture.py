@@ -1,7 +1,8 @@
-"""A base's architecture as a record: what its config.json means, kept with what was made of the base.
+"""A base's architecture as a record: what its config.json means, kept with what was made of the
+base.
 
-Two records are compared number by number, not by a hash: the frequencies of a rotary embedding are computed, and
-another processor or library may round them otherwise.
+Two records are compared number by number, not by a hash: the frequencies of a rotary embedding are
+computed, and another processor or library may round them otherwise.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _ROUNDING = 1e-6
 
 
 def architecture_of(spec: DecoderSpec) -> dict[str, Any]:
-    """`spec` as JSON, each kind of layer once; without the rows of an extended vocabulary, which are a run's own."""
+    """`spec` as JSON, each kind of layer once; without the rows of an extended vocabulary, which
+    are a run's own."""
     kinds = list(dict.fromkeys(spec.layers))
-    values = asdict(replace(spec, layers=(), new_rows=0))
-    del values["new_rows"]
+    values = asdict(replace(spec, layers=(), new_tokens=0))
+    del values["new_tokens"]
     values["layer_kinds"] = [asdict(kind) for kind in kinds]
     values["layers"] = [kinds.index(layer) for layer in spec.layers]
     as_json: dict[str, Any] = orjson.loads(orjson.dumps(values))
@@ -33,9 +35,11 @@ def architecture_of(spec: DecoderSpec) -> dict[str, Any]:
 def changed_entry(
     recorded: Mapping[str, Any] | None, found: Mapping[str, Any] | None
 ) -> str | None:
-    """The first entry of the record `recorded` that has another value in `found`, as text; None if none has.
+    """The first entry of the record `recorded` that has another value in `found`, as text; None if
+    none has.
 
-    Nothing is compared where one of them is None, nor are entries that did not exist when it was recorded.
+    Nothing is compared where one of them is None, nor are entries that did not exist when it was
+    recorded.
     """
     if recorded is None or found is None:
         return None

@@ -1,7 +1,7 @@
-"""A pretrained model's Hugging Face folder: its safetensors files, their hashes, any slice of any base parameter.
+"""A pretrained model's Hugging Face folder: its files, their hashes, any slice of any parameter.
 
-No code from the folder is run: only safetensors and JSON are read. `model.families` maps our parameter names to those
-of the folder.
+No code from the folder is run: only safetensors and JSON are read. `model.families` maps our
+parameter names to those of the folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.errors import BaseModelError
 from pipeline.files import file_hash, in_threads, is_plain_name, read_object
 from pipeline.model.families import HfTensor, hf_tensor
-from pipeline.model.new_rows import NewRows
+from pipeline.model.new_tokens import NewTokens
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import REPLICATED, Partition, Rows, StoredTensor, read_shard, split
 
@@ -29,7 +29,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 T = TypeVar("T")
-_TIED = ("output.base", "embedding.base.weight")
 _ROWS = 2**13
 # Of config.json: the file that transformers reads in place of these.
 _WEIGHTS_ENTRY = "transformers_weights"
@@ -41,12 +40,15 @@ _TYPES = ("F16", "BF16", "F32", "F64")
 class BaseFolder:
     """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
 
-    `new_rows`: the run extends its vocabulary by them.
+    Attributes:
+        path: the folder.
+        spec: its architecture.
+        new_tokens: by what the run extends the vocabulary; None where it does not.
     """
 
     path: Path
     spec: DecoderSpec
-    new_rows: NewRows | None = field(default=None, compare=False)
+    new_tokens: NewTokens | None = field(default=None, compare=False)
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
@@ -61,9 +63,8 @@ class BaseFolder:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: the identity of a base."""
-        return dict(
-            zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True)
-        )
+        names = [file.name for file in self.files]
+        return dict(zip(names, in_threads(file_hash, self.files), strict=True))
 
     def set_known_hashes(self, hashes: Mapping[str, str]) -> None:
         """Takes the hashes from ranks that read a share of the files each."""
@@ -77,13 +78,13 @@ class BaseFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """The unsharded shape of the base parameter `name` (ours), from its file's header.
 
-        Raises BaseModelError if it is missing, its file damaged, or the experts that it is of are not of one size.
+        Raises BaseModelError if it is missing, its file damaged, or the experts that it is of are
+        not of one size.
         """
         source = self._source(name)
-        first, *others = shapes = self._of_each(
-            source.names(), lambda view: tuple(view.get_shape())
-        )
-        if any(shape != first for shape in others):
+        shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
+        first = shapes[0]
+        if len(set(shapes)) > 1:
             raise BaseModelError(
                 f"{self.path}: the experts of {source.name} differ in size; use the original model"
             )
@@ -94,7 +95,8 @@ class BaseFolder:
         part = source.part
         if part is not None and first[:1] == (part.groups * part.group_rows,):
             return (part.groups * part.rows, *first[1:])
-        return first  # `check_weights` refuses fused tensors of other sizes
+        # `check_weights` refuses fused tensors of other sizes.
+        return first
 
     def read(
         self,
@@ -106,22 +108,21 @@ class BaseFolder:
     ) -> Tensor:
         """The shard of the base parameter `name` (ours) that `tp_rank` holds, or `rows` of it.
 
-        Reads nothing else, unless the tensor holds several linear maps. The rows of a parameter of all experts are the
-        experts. Raises BaseModelError if it is missing, or its file damaged.
+        Reads nothing else, unless the tensor holds several linear maps. The rows of a parameter of
+        all experts are the experts. Raises BaseModelError if it is missing, or its file damaged.
         """
-        source, taken, first_row = (
-            self._source(name),
-            slice(*rows or (None,)),
-            rows[0] if rows else 0,
-        )
+        source = self._source(name)
+        taken = slice(None) if rows is None else slice(*rows)
+        first_row = 0 if rows is None else rows[0]
         if source.experts is not None:
-            of_one = (
-                REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
+            of_one = partition
+            if partition.dim is not None:
+                # A dimension of one expert's matrix is the next one of the parameter.
+                of_one = replace(partition, dim=partition.dim - 1)
+            experts = self._of_each(
+                source.names()[taken], lambda view: read_shard(view, of_one, tp_rank, tp_size)
             )
-            experts = source.names()[taken]
-            stored = torch.stack(
-                self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size))
-            )
+            stored = torch.stack(experts)
             first_row = 0
         elif source.part is not None or source.in_three:
             (whole,) = self._of_each(source.names(), lambda view: view[:])
@@ -131,38 +132,45 @@ class BaseFolder:
             (stored,) = self._of_each(
                 source.names(), lambda view: read_shard(view, partition, tp_rank, tp_size, rows)
             )
-        # Rows that are channels of the residual stream are never split over ranks, so rows[0] is the first channel.
-        return self.spec.residual.restore(name, stored, first_row) if self.spec.residual else stored
+        if self.spec.residual is None:
+            return stored
+        # Rows that are channels of the residual stream are never split over ranks, so rows[0] is
+        # the first channel.
+        return self.spec.residual.restore(name, stored, first_row)
 
     def check_tie(self) -> None:
-        """Raises BaseModelError if config.json ties the output projection to the embedding, and the files hold another.
+        """Raises BaseModelError if config.json ties the output projection to the embedding, and the
+        files hold another.
 
         transformers then uses what the files hold.
         """
         stored = hf_tensor("output.base", self.spec).name
         if not self.spec.tie_word_embeddings or stored not in self.file_of:
             return
-        size = self.spec.vocab_size
-        pieces = ((first, min(first + _ROWS, size)) for first in range(0, size, _ROWS))
-        if not all(torch.equal(*(self.read(name, rows=rows) for name in _TIED)) for rows in pieces):
+        for first in range(0, self.spec.vocab_size, _ROWS):
+            rows = (first, min(first + _ROWS, self.spec.vocab_size))
+            output = self.read("output.base", rows=rows)
+            embedding = self.read("embedding.base.weight", rows=rows)
+            if torch.equal(output, embedding):
+                continue
             raise BaseModelError(
-                f"{self.file_of[stored]}: config.json ties the output to the embedding, but {stored} is another "
-                "matrix, which transformers uses: set tie_word_embeddings to false in config.json"
+                f"{self.file_of[stored]}: config.json ties the output to the embedding, but "
+                f"{stored} is another matrix, which transformers uses: set tie_word_embeddings to "
+                "false in config.json"
             )
 
     def _source(self, name: str) -> HfTensor:
-        """The tensor of the base parameter `name`; a tied output may be stored as the embedding only."""
+        """The tensor of the base parameter `name`; a tied output may be stored as the embedding
+        only."""
         source = hf_tensor(name, self.spec)
-        if (
-            name == "output.base"
-            and self.spec.tie_word_embeddings
-            and source.name not in self.file_of
-        ):
+        is_tied = name == "output.base" and self.spec.tie_word_embeddings
+        if is_tied and source.name not in self.file_of:
             return self._source("embedding.base.weight")
         return source
 
     def _of_each(self, names: Iterable[str], use: Callable[[StoredTensor], T]) -> list[T]:
-        """What `use` makes of each tensor. A file is opened once for those that follow each other."""
+        """What `use` makes of each tensor. A file is opened once for those that follow each
+        other."""
         found: list[T] = []
         for file, of_file in groupby(names, self._file):
             with _opened(file) as tensors:
@@ -180,9 +188,9 @@ class BaseFolder:
 def files_by_tensor(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a Hugging Face folder.
 
-    This is the one rule for all who read such a folder. transformers has others: it prefers a single file to an index,
-    takes whatever a file holds, and applies an adapter where peft is installed. So a folder is refused from which it
-    would read other weights.
+    This is the one rule for all who read such a folder. transformers has others: it prefers a
+    single file to an index, takes whatever a file holds, and applies an adapter where peft is
+    installed. So a folder is refused from which it would read other weights.
 
     Raises BaseModelError: that is so, or a file is missing or damaged.
     """
@@ -200,7 +208,8 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
     named = sorted(set(names.values()))
     if (folder / SINGLE_FILE).exists() and named != [SINGLE_FILE]:
         raise BaseModelError(
-            f"{folder / SINGLE_FILE}: {INDEX_FILE} beside it names other files, and transformers would read this one "
+            f"{folder / SINGLE_FILE}: {INDEX_FILE} beside it names other files, and transformers "
+            "would read this one "
             "instead; move away whichever is not the model"
         )
     for name in named:
@@ -212,18 +221,21 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
                 )
             if listed != name:
                 raise BaseModelError(
-                    f"{index}: names {listed} for {tensor}, and {name} holds one too, which transformers may read; "
+                    f"{index}: names {listed} for {tensor}, and {name} holds one too, which "
+                    "transformers may read; "
                     "copy the folder again"
                 )
     return {tensor: folder / name for tensor, name in names.items()}
 
 
 def _check_no_other_weights(folder: Path) -> None:
-    """Raises BaseModelError where config.json names a file of weights, or an adapter lies beside the weights."""
+    """Raises BaseModelError where config.json names a file of weights, or an adapter lies beside
+    the weights."""
     adapter = folder / ADAPTER_FILE
     if adapter.exists():
         raise BaseModelError(
-            f"{adapter}: an adapter, which transformers applies where peft is installed; merge it into the weights "
+            f"{adapter}: an adapter, which transformers applies where peft is installed; merge it "
+            "into the weights "
             "(merge_and_unload of peft), or move it away"
         )
     config: dict[str, Any] = {}
@@ -231,7 +243,8 @@ def _check_no_other_weights(folder: Path) -> None:
         config = read_object(folder / "config.json", BaseModelError, "copy the folder again")
     if (other := config.get(_WEIGHTS_ENTRY)) is not None:
         raise BaseModelError(
-            f"{folder / 'config.json'}: {_WEIGHTS_ENTRY}: expected none, found {other!r:.80}; name these files "
+            f"{folder / 'config.json'}: {_WEIGHTS_ENTRY}: expected none, found {other!r:.80}; name "
+            "these files "
             f"{SINGLE_FILE} or {INDEX_FILE}, and remove the entry"
         )
 
@@ -265,8 +278,10 @@ def _checked(view: StoredTensor, file: Path, tensor: str) -> StoredTensor:
 
 def in_three(values: Tensor) -> Tensor:
     """values: [size] -> three rows in bf16, as fp32, whose sum they are to the last bit in fp32."""
-    rows, rest = [], values.float()
+    rows: list[Tensor] = []
+    rest = values.float()
     for _ in range(3):
-        rows.append(rest.bfloat16().float())
-        rest = rest - rows[-1]
+        row = rest.bfloat16().float()
+        rows.append(row)
+        rest = rest - row
     return torch.stack(rows)

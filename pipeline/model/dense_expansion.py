@@ -1,24 +1,26 @@
-"""The dense expansion beside a mixture of experts: an FFN on both streams that every token takes, and how it starts.
+"""The dense expansion beside a mixture of experts: an FFN on both streams that every token takes,
+and how it starts.
 
     h    = act(G21 x + G22 x_up) ⊙ (U21 x + U22 x_up)
     y    = Σ p_e E_e(x) + W12 h
     y_up = W21 y + W22 h
 
-At the start, with W the experts' maps stacked along their inner width, or the shared expert's map where there is one,
-and U_k the first left singular vectors of each W:
+At the start, with W the experts' maps stacked along their inner width, or the shared expert's map
+where there is one, and U_k the first left singular vectors of each W:
 
     G21 = U_kᵀ W_gate,  U21 = U_kᵀ W_up,  W21 = U_kᵀ (of W_down)
 
-SCALE's W21 of a down map, U_kᵀ W_down, would read the inner activations of all experts; y = W_down h, so U_kᵀ reads y.
+SCALE's W21 of a down map, U_kᵀ W_down, would read the inner activations of all experts; y = W_down
+h, so U_kᵀ reads y.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from pipeline.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from pipeline.parallel.topology import TensorParallel
-from pipeline.scale.widened_linear import masked_sum
+from pipeline.scale_math import masked_sum
 
 
 class AddedColumnLinear(nn.Module):
@@ -38,9 +40,11 @@ class AddedColumnLinear(nn.Module):
 
 
 class AddedRowLinear(nn.Module):
-    """The added columns of the down map. y: [..., D], the experts' sum, and h: [..., inner] -> both streams' changes.
+    """The added columns of the down map.
 
-    Partial sums over the ranks, without `base_to_expansion`: it reads the whole y, after them.
+    y: [..., D], the experts' sum, and h: [..., inner] -> the changes of both streams. They are
+    partial sums over the ranks, and without `base_to_expansion`, which reads the whole y after the
+    sum over the ranks.
     """
 
     def __init__(
@@ -67,7 +71,11 @@ class AddedRowLinear(nn.Module):
 def stacked(experts: Tensor, *, by_columns: bool) -> Tensor:
     """The maps of all experts [experts, out, in] as one, on the scale of a single one.
 
-    Their rows follow each other, [experts · out, in], or with `by_columns` their columns, [out, experts · in].
+    Their rows follow each other, [experts · out, in]; or with `by_columns` their columns do,
+    [out, experts · in].
     """
-    whole = experts.movedim(0, 1).flatten(1) if by_columns else experts.flatten(0, 1)
+    if by_columns:
+        whole = experts.movedim(0, 1).flatten(1)
+    else:
+        whole = experts.flatten(0, 1)
     return whole / len(experts) ** 0.5

@@ -30,7 +30,8 @@ class RotarySpec:
     """Rotary position embedding, as the numbers that transformers computes from a config.
 
     Attributes:
-        frequencies: the angle per position of each pair of channels; channels beyond the pairs are not rotated.
+        frequencies: the angle per position of each pair of channels; channels beyond the pairs are
+            not rotated.
         attention_factor: cos and sin are multiplied by it.
         context: the longest text with these frequencies; None: all texts have them.
         long_frequencies: those of longer texts (longrope).
@@ -46,8 +47,9 @@ class RotarySpec:
 class LayerKind:
     """What differs from layer to layer.
 
-    `window` is how many tokens a token attends to, itself included; None: all before it. `rotary` is None in a layer
-    without position embedding. `has_experts`: its FFN is the decoder's mixture of experts.
+    `window` is how many tokens a token attends to, itself included; None: all before it. `rotary`
+    is None in a layer without position embedding. `has_experts`: its FFN is the decoder's mixture
+    of experts.
     """
 
     rotary: RotarySpec | None
@@ -61,13 +63,15 @@ class MixtureSpec:
 
     Attributes:
         intermediate_size: the inner width of one of the `experts`.
-        normalised: the scores of those that a token takes are divided by their sum.
-        scale: then they are multiplied by it.
-        sigmoid: scores are sigmoids, and a bias for each expert counts for the choice alone; else they are a softmax.
-        shared_size: the inner width of an expert that every token takes beside the others; 0: there is none.
+        normalised: whether the scores of the experts that a token takes are divided by their sum.
+        scale: by which these scores are multiplied then.
+        sigmoid: scores are sigmoids, and a bias for each expert counts for the choice alone; else
+            they are a softmax.
+        shared_size: the inner width of an expert that every token takes beside the others; 0: there
+            is none.
         gated: the shared expert is weighted by a sigmoid of its own.
-        balance_coefficient: the factor of the loss that balances the experts where the router trains; None: the family
-            has none.
+        balance_coefficient: the factor of the loss that balances the experts where the router
+            trains; None: the family has none.
     """
 
     experts: int
@@ -88,15 +92,20 @@ class DecoderSpec:
     Attributes:
         family: its `model_type`, by which `pipeline.model.families` knows it.
         layers: the kind of each layer.
-        norm_placement: whether norms stand before attention and FFN, after them (before the sum), or both.
+        norm_placement: whether norms stand before attention and FFN, after them (before the sum),
+            or both.
         gain_offset: whether an RMSNorm's gain is 1 + weight.
         query_key_norm: the RMSNorm of queries and keys: of each head, or of all heads together.
         embedding_scale: what the embedding is multiplied by.
-        attention_scale: what the products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
-        attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they stay.
-        mixture: that of the layers which have experts; the FFN of the others has the `intermediate_size` of `widths`.
-        residual: set for a base that was widened before.
-        new_rows: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
+        attention_scale: what the products of queries and keys are multiplied by; None: 1 /
+            sqrt(head_dim).
+        attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they
+            stay.
+        mixture: the mixture of experts in layers that have one; the FFN of the other layers has the
+            `intermediate_size` of `widths`.
+        residual: how a base that was widened before stores its residual stream.
+        new_tokens: how many tokens a run adds to the vocabulary; their ids follow the base's
+            `vocab_size`.
     """
 
     family: str
@@ -123,7 +132,7 @@ class DecoderSpec:
     output_softcap: float | None = None
     mixture: MixtureSpec | None = None
     residual: StoredResidual | None = None
-    new_rows: int = 0
+    new_tokens: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -134,27 +143,35 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     """Raises LayoutError where a base cannot be split over `tp_size` ranks."""
     if tp_size > 1 and spec.query_key_norm == "all":
         raise LayoutError(
-            f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all heads together, found "
-            f"{tp_size}; use ZeRO-3"
+            f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all "
+            f"heads together, found {tp_size}; use ZeRO-3"
         )
-    heads, kv_heads = spec.widths.num_attention_heads, spec.widths.num_key_value_heads
-    inner = {spec.widths.intermediate_size for layer in spec.layers if not layer.has_experts}
+    heads = spec.widths.num_attention_heads
+    kv_heads = spec.widths.num_key_value_heads
+    inner: set[int] = set()
+    if not all(layer.has_experts for layer in spec.layers):
+        inner.add(spec.widths.intermediate_size)
     if spec.mixture is not None:
-        inner |= {spec.mixture.intermediate_size, spec.mixture.shared_size} - {0}
-    if any(width % tp_size for width in (heads, *inner)) or (
-        kv_heads % tp_size and tp_size % kv_heads
-    ):
+        inner.add(spec.mixture.intermediate_size)
+        if spec.mixture.shared_size:
+            inner.add(spec.mixture.shared_size)
+    splits_widths = all(width % tp_size == 0 for width in (heads, *inner))
+    splits_kv_heads = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+    if not splits_widths or not splits_kv_heads:
+        sizes = " and ".join(str(width) for width in sorted(inner))
         raise LayoutError(
-            f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its intermediate_size "
-            f"{' and '.join(map(str, sorted(inner)))}, and a divisor or multiple of its {kv_heads} key/value heads, "
-            f"found {tp_size}"
+            f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its "
+            f"intermediate_size {sizes}, and a divisor or multiple of its {kv_heads} key/value "
+            f"heads, found {tp_size}"
         )
 
 
-# Of the added channels' squares, 2^-24 stay in the mean square in fp32, 2^-12 in 16 bits: below the rounding error.
-# A smaller scale would not survive where a folder is quantised: blocks have fp16 scales, matrices have one.
+# Of the added channels' squares, 2^-24 stay in the mean square in fp32, 2^-12 in 16 bits: below the
+# rounding error. A smaller scale would not survive where a folder is quantised: blocks have fp16
+# scales, matrices have one.
 _SCALE_EXPONENT = {torch.float32: 12, torch.bfloat16: 6, torch.float16: 6}
-# AdamW moves a weight by about the learning rate, however small it is, and the gain multiplies that by 1 / scale.
+# AdamW moves a weight by about the learning rate, however small it is, and the gain multiplies that
+# by 1 / scale.
 _TRAINABLE_EXPONENT = 6
 _WRITE_STREAM = (
     "attention.output.base.weight",
@@ -172,7 +189,8 @@ _GAINS_OF_STREAM = ("attention_norm.base.weight", "ffn_norm.base.weight", "final
 
 
 def scale_in(dtype: torch.dtype, *, for_training: bool = False) -> float:
-    """The scale of the added channels in a folder of `dtype`; for_training: one at which other tools can train them."""
+    """The scale of the added channels in a folder of `dtype`; for_training: one at which other
+    tools can train them."""
     return 2.0 ** -(_TRAINABLE_EXPONENT if for_training else _SCALE_EXPONENT[dtype])
 
 
@@ -180,11 +198,17 @@ def scale_in(dtype: torch.dtype, *, for_training: bool = False) -> float:
 class StoredResidual:
     """How a merged export of a widened model (`conversion.merged`) stores its residual stream.
 
-    The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`, a power of two, so
-    that an ordinary RMSNorm hardly counts them; a norm after attention or FFN keeps their scale. AdamW cannot train
-    them at that scale: its steps are as large for a weight of 10⁻⁸ as for one of 10⁻². So reading undoes the scale,
-    which is exact for a power of two, and the norms count those channels as the folder's norms do.
-    `read_unnormed`: the layers have no norm before them, so the maps that read the stream undo the scale.
+    The channels from `normed_size` on, which an earlier expansion added, are stored times `scale`,
+    a power of two, so that an ordinary RMSNorm hardly counts them; a norm after attention or FFN
+    keeps their scale. AdamW cannot train them at that scale: its steps are as large for a weight of
+    10⁻⁸ as for one of 10⁻². So reading undoes the scale, which is exact for a power of two, and the
+    norms count those channels as the folder's norms do.
+
+    Attributes:
+        normed_size: how many channels the base had before it was widened.
+        scale: by which the folder stores the other channels.
+        read_unnormed: whether the layers have no norm before attention and FFN, so that the maps
+            that read the stream undo the scale.
     """
 
     normed_size: int
@@ -197,7 +221,10 @@ class StoredResidual:
         return NormedChannels(self.normed_size, self.scale)
 
     def store(self, name: str, values: Tensor) -> Tensor:
-        """The whole base parameter `name` (ours) as the folder stores it; changes `values` in place."""
+        """The whole base parameter `name` (ours) as the folder stores it.
+
+        Changes `values` in place.
+        """
         return self._times(name, values, self.scale, first_row=0)
 
     def restore(self, name: str, stored: Tensor, first_row: int = 0) -> Tensor:
@@ -208,10 +235,12 @@ class StoredResidual:
         if name == "embedding.base.weight":
             values[:, self.normed_size :] *= factor
         elif name.endswith(_WRITE_STREAM):
-            rows = values.movedim(-2, 0) if values.dim() > 1 else values  # of every expert at once
+            # The rows of a matrix, of every expert's matrix at once, or the entries of a bias.
+            rows = values.movedim(-2, 0) if values.dim() > 1 else values
             rows[max(0, self.normed_size - first_row) :] *= factor
         elif self.read_unnormed and name.endswith(_READ_STREAM):
             values[:, self.normed_size :] /= factor
-        elif name.endswith(_GAINS_OF_STREAM):  # a gain undoes the scale of the stream
+        elif name.endswith(_GAINS_OF_STREAM):
+            # A gain undoes the scale of the stream.
             values[max(0, self.normed_size - first_row) :] /= factor
         return values

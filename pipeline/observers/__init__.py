@@ -1,4 +1,4 @@
-"""The observers of a run, which receive the events of the training loop (`pipeline.training.observer`)."""
+"""The observers of a run, which receive the events of `pipeline.training.observer`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from pipeline.training.trainer import Trainer
 
 
 def make_observers(trainer: Trainer) -> list[Observer]:
-    """The observers of the run's configuration, those that measure first; every rank must call it."""
-    config, position = trainer.config, trainer.position
+    """The observers of the run's configuration; every rank must call it.
+
+    Those that measure come first: the others write what they have measured.
+    """
+    config = trainer.config
+    step = trainer.position.step
     observers: list[Observer] = [
         Drift(trainer),
         ForgettingBudget(config),
@@ -22,8 +26,14 @@ def make_observers(trainer: Trainer) -> list[Observer]:
         Profiler(trainer),
     ]
     if trainer.rank == 0:
-        observers.append(MetricsFiles(config.folder, position.step))
-        observers.append(
-            ProgressDisplay(position.step, config.schedule.steps, config.metrics.log_every_s)
-        )
-    return observers + run_on_all_ranks(lambda: make_trackers(config) if trainer.rank == 0 else [])
+        observers.append(MetricsFiles(config.folder, step))
+        observers.append(ProgressDisplay(step, config.schedule.steps, config.metrics.log_every_s))
+
+    def make_on_rank0() -> list[Observer]:
+        if trainer.rank != 0:
+            return []
+        return make_trackers(config)
+
+    # Together: where a tracker cannot start, all ranks end.
+    observers += run_on_all_ranks(make_on_rank0)
+    return observers

@@ -1,54 +1,61 @@
-"""How far a model has drifted from its base: their KL divergence at every validation, on a single batch."""
+"""How far a model has drifted from its base: their KL divergence at every validation."""
 
 from __future__ import annotations
 
 import torch
 
-from pipeline.parallel.layers import kl_and_logit_gradient_
+from pipeline.parallel.cross_entropy import kl_and_logit_gradient_
 from pipeline.training.batches import collate
 from pipeline.training.observer import Observer, ValidationEvent
 from pipeline.training.trainer import Trainer
 
 
 class Drift(Observer):
-    """Measures a model on the first held-out samples of the base's own domain, which are the same on every rank.
+    """Measures KL(base || model) on a single batch of the base's own domain.
 
-    Nothing without a held-out part of role replay, or if the base itself trains: then there is no reference.
+    The batch has the first held-out samples of a replayed corpus, the same on every rank. Nothing
+    is measured if there is no such corpus, or if the base itself trains: then there is no
+    reference.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        config, self.engine = trainer.config, trainer.engine
-        self.corpus: str | None = None
-        for name, samples in trainer.inputs.samples.heldout.items():
-            if self.engine.model.keeps_base and config.data.corpora[name].role == "replay":
-                rows = [
-                    samples[index]
-                    for index in range(min(config.schedule.micro_batch_size, len(samples)))
-                ]
-                self.corpus, self.probe = (
-                    name,
-                    collate(rows, config.data.document_mask).on(trainer.device),
-                )
-                break
+        self.engine = trainer.engine
+        self.corpus = _replayed_corpus(trainer)
+        if self.corpus is not None:
+            config = trainer.config
+            samples = trainer.inputs.samples.heldout[self.corpus]
+            count = min(config.schedule.micro_batch_size, len(samples))
+            rows = [samples[index] for index in range(count)]
+            self.probe = collate(rows, config.data.document_mask).on(trainer.device)
 
     def on_validation(self, event: ValidationEvent) -> None:
         if self.corpus is None:
             return
-        output, tp, total = self.engine.model.output, self.engine.tensor_parallel, 0.0
+        output = self.engine.model.output
+        total = 0.0
         with self.engine.evaluating():
-            model, base = (
-                self.engine.hidden_states(self.probe, "model"),
-                self.engine.hidden_states(self.probe, "base"),
-            )
+            model = self.engine.hidden_states(self.probe, "model")
+            base = self.engine.hidden_states(self.probe, "base")
             for logits, reference in self.engine.logit_chunks(model, base):
                 ignored = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+                # It sums over the tensor-parallel ranks' columns: all of them call it.
                 kl, _ = kl_and_logit_gradient_(
                     logits,
                     reference,
                     ignored,
-                    first=output.first,
+                    first=output.vocabulary.first,
                     vocab_size=output.vocab_size,
-                    tp=tp,
+                    tp=self.engine.tensor_parallel,
                 )
                 total += float(kl.sum())
         event.figures[f"kl_from_base/{self.corpus}"] = total / self.probe.tokens.numel()
+
+
+def _replayed_corpus(trainer: Trainer) -> str | None:
+    """The first replayed corpus that has a held-out part."""
+    if not trainer.engine.model.keeps_base:
+        return None
+    for name in trainer.inputs.samples.heldout:
+        if trainer.config.data.corpora[name].role == "replay":
+            return name
+    return None

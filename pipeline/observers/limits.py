@@ -13,39 +13,55 @@ from pipeline.training.observer import Observer, ValidationEvent
 _logger = log.get_logger(__name__)
 
 
+# A float's exponential overflows not far above.
+_MAX_NATS = math.log(1e300)
+
+
 class ForgettingBudget(Observer):
-    """Measures forgetting, the growth of perplexity on replayed corpora since step 0; beyond the budget, acts."""
+    """Measures forgetting, and acts where it is beyond the budget.
+
+    Forgetting is the relative growth of the perplexity on a replayed corpus since step 0.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.budget = config.forgetting
         self.has_gate = config.gate is not None
-        self.corpora = [
-            name for name, corpus in config.data.corpora.items() if corpus.role == "replay"
-        ]
+        self.corpora: list[str] = []
+        for name, corpus in config.data.corpora.items():
+            if corpus.role == "replay":
+                self.corpora.append(name)
 
     def on_validation(self, event: ValidationEvent) -> None:
         for name, initial in event.position.initial_nll_per_token.items():
-            if name in event.scores and name in self.corpora:
-                nats = event.scores[name].nll_per_token - initial
-                event.figures[f"forgetting/{name}"] = (
-                    math.expm1(nats) if nats < math.log(1e300) else math.inf
-                )
+            if name not in event.scores or name not in self.corpora:
+                continue
+            nats = event.scores[name].nll_per_token - initial
+            forgetting = math.inf
+            if nats < _MAX_NATS:
+                forgetting = math.expm1(nats)
+            event.figures[f"forgetting/{name}"] = forgetting
         apply_forgetting_budget(event, self.budget, has_gate=self.has_gate)
 
 
 def apply_forgetting_budget(
     event: ValidationEvent, budget: Forgetting, *, has_gate: bool = False
 ) -> None:
-    """Compares rank 0's figures with the budget and acts alike on all ranks; every rank must call it.
+    """Compares rank 0's figures with the budget and acts alike on all ranks.
 
-    `has_gate`: a gate is fitted after training. Messages then say that the figures are of the model without it.
+    Every rank must call it.
+
+    Args:
+        has_gate: whether a gate is fitted after training. Messages then say that the figures are
+            those of the model without it.
     """
-    limits = {"forgetting": budget.max_increase, "kl_from_base": budget.max_kl_from_base}
 
     def first_beyond() -> str | None:
+        limits = {"forgetting": budget.max_increase, "kl_from_base": budget.max_kl_from_base}
         for name, value in event.figures.items():
-            limit = limits.get(name.partition("/")[0])
-            if limit is not None and not value <= limit:  # NaN is beyond too
+            figure, _, _ = name.partition("/")
+            limit = limits.get(figure)
+            # Written so that NaN, which is not below any number, is beyond the limit too.
+            if limit is not None and not value <= limit:
                 found = f"{name} {value:.4f} is beyond {limit}"
                 if has_gate:
                     found += " for the model without its gate, which is fitted after training"
@@ -63,6 +79,6 @@ def apply_forgetting_budget(
     warn_on_rank0(_logger, "step %d: %s", step, beyond)
     if budget.action == "stop":
         event.stop = ForgettingError(
-            f"step {step}: {beyond}; this step is saved. Convert it, or raise the budget in `forgetting` and start "
-            "again"
+            f"step {step}: {beyond}; this step is saved. Convert it, or raise the budget in "
+            "`forgetting` and start again"
         )

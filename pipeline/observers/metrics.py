@@ -1,14 +1,14 @@
 """The figures of every step: in metrics.jsonl, in TensorBoard's format, and as a line of progress.
 
-A run that resumes from step k, or rolls back to it, drops what was written after k, so that each step has one line. A
-run that begins again keeps what was written, as metrics.jsonl.1.
+A run that resumes from step k, or rolls back to it, drops what was written after k, so that each
+step has one line. A run that begins again keeps what was written, as metrics.jsonl.1.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,15 +24,23 @@ _logger = log.get_logger(__name__)
 
 
 def board_folder(folder: Path) -> Path:
-    """Where TensorBoard's files of the run in `folder` are: it names a run by the path below what it is shown."""
+    """The folder of TensorBoard's files of the run in `folder`.
+
+    TensorBoard names a run by the path below the folder that it is shown.
+    """
     board = folder / BOARD
-    if any(board.glob("events.*")):  # of an attempt of an earlier version, which goes on there
+    has_older_files = any(board.glob("events.*"))
+    if has_older_files:
+        # An attempt of an earlier version wrote them there: the run goes on in them.
         return board
     return board / folder.resolve().name
 
 
 class MetricsFiles(Observer):
-    """Writes the figures of every step. A full disk delays lines of metrics.jsonl, and TensorBoard lacks its steps."""
+    """Writes the figures of every step.
+
+    On a full disk the lines of metrics.jsonl wait in memory, and TensorBoard lacks the steps.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder = folder
@@ -44,8 +52,10 @@ class MetricsFiles(Observer):
         self._go_back_to(step)
 
     def on_step(self, event: StepEvent) -> None:
-        values = {"step": event.step, **event.figures}  # what is not finite becomes null
-        self._waiting.append((event.step, orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE)))
+        values = {"step": event.step, **event.figures}
+        # orjson writes null for a number that is not finite.
+        line = orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE)
+        self._waiting.append((event.step, line))
         try:
             self._write_lines()
             self._write_board(event)
@@ -79,27 +89,27 @@ class MetricsFiles(Observer):
         if step == 0:
             keep_aside(self.folder / METRICS)
         cut_after(self.folder / METRICS, step)
-        self._waiting = [(of_step, line) for of_step, line in self._waiting if of_step <= step]
+        self._waiting = [waiting for waiting in self._waiting if waiting[0] <= step]
         self._board = None
         self._purge_step = step + 1 if step else 0
 
     def _write_lines(self) -> None:
         """Appends what waits: all of it, or nothing."""
         with (self.folder / METRICS).open("ab", buffering=0) as file:
-            whole, rest = (
-                file.seek(0, os.SEEK_END),
-                memoryview(b"".join(line for _, line in self._waiting)),
-            )
+            end = file.seek(0, os.SEEK_END)
+            rest = memoryview(b"".join(line for _, line in self._waiting))
             try:
                 while rest:
-                    rest = rest[file.write(rest) :]
+                    written = file.write(rest)
+                    rest = rest[written:]
             except OSError:
-                file.truncate(whole)
+                file.truncate(end)
                 raise
         self._waiting.clear()
 
     def _write_board(self, event: StepEvent) -> None:
-        if self._board is None:  # or its thread has met a full disk
+        # It is made anew after a rollback, and after a full disk, which ends the writer's thread.
+        if self._board is None:
             self._board = SummaryWriter(str(board_folder(self.folder)), purge_step=self._purge_step)
         for name, value in event.figures.items():
             self._board.add_scalar(name, value, event.step)
@@ -108,11 +118,16 @@ class MetricsFiles(Observer):
 
 
 def keep_aside(path: Path) -> None:
-    """Renames a metrics.jsonl with figures of steps, and says so: a run that begins again replaces none of them."""
+    """Renames a metrics.jsonl with figures of steps, and says so.
+
+    A run that begins again replaces no figures of its earlier attempt.
+    """
     if not any(line["step"] for line in read_metrics(path)):
         return
-    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.{number}")
+        if not aside.exists():
+            break
     path.rename(aside)
     _logger.warning(
         "%s: the run begins at step 0; the figures of its earlier attempt are in %s",
@@ -122,17 +137,28 @@ def keep_aside(path: Path) -> None:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0; needs no room on the disk."""
+    """Truncates a metrics.jsonl after the line of `step`, or to nothing for step 0.
+
+    It needs no room on the disk.
+    """
     with suppress(FileNotFoundError), path.open("rb+") as file:
-        end = at = 0
-        for line in file if step else ():
-            at += len(line)
-            with suppress(
-                ValueError, TypeError, KeyError
-            ):  # a line that the disk damaged, or a kill cut short
-                if orjson.loads(line)["step"] <= step and line.endswith(b"\n"):
-                    end = at
+        end = 0
+        if step > 0:
+            end = _end_of(file, step)
         file.truncate(end)
+
+
+def _end_of(file: Iterable[bytes], step: int) -> int:
+    """The position after the last complete line of a step up to `step`."""
+    end = 0
+    position = 0
+    for line in file:
+        position += len(line)
+        # A disk may have damaged a line, and a kill cut it short.
+        with suppress(ValueError, TypeError, KeyError):
+            if orjson.loads(line)["step"] <= step and line.endswith(b"\n"):
+                end = position
+    return end
 
 
 class ProgressDisplay(Observer):
@@ -158,10 +184,14 @@ class ProgressDisplay(Observer):
 def worded(figures: Mapping[str, float]) -> list[str]:
     """The most important figures as text, as far as they are known."""
     device = "GPU" if "memory_peak_allocated_gib" in figures else "rank"
-    words = {
+    formats = {
         "loss": "loss {:.4f}",
         "learning_rate": "learning rate {:.2e}",
         "tokens_per_second_per_gpu": f"{{:,.0f}} tokens/s per {device}",
         "mfu": "MFU {:.1%}",
     }
-    return [form.format(figures[name]) for name, form in words.items() if name in figures]
+    texts = []
+    for name, text in formats.items():
+        if name in figures:
+            texts.append(text.format(figures[name]))
+    return texts

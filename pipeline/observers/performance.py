@@ -17,7 +17,7 @@ from pipeline.training.trainer import Trainer
 PROFILE = "profile"
 """The folder of the traces, in the run folder."""
 MEASURED = ("tokens_per_second_per_gpu", "mfu", "seconds/", "memory_")
-"""Prefixes of measured figures, the only ones in which identical runs differ."""
+"""Prefixes of figures that are measured. Only in these do identical runs differ."""
 _GIB = 2**30
 _logger = log.get_logger(__name__)
 
@@ -26,63 +26,74 @@ class PerformanceMetrics(Observer):
     """Adds speed, time and memory to the figures of every step."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.device, self.phases = trainer.device, trainer.phases
+        self.device = trainer.device
+        self.phases = trainer.phases
         self.mfu_per_token_rate: float | None = None
-        if trainer.rank == 0:  # whose figures are written
+        if trainer.rank == 0:  # rank 0's figures are those that are written
             inputs = trainer.inputs
             peak = peak_flops(inputs.config, inputs.deepspeed_config.dtype, trainer.device)
             self.mfu_per_token_rate = mfu_per_token_rate(inputs.config, inputs.base.spec, peak)
 
     def on_step(self, event: StepEvent) -> None:
         if event.seconds is not None:
+            # Of training alone: validations and saves are not in the seconds of a step.
             rate = event.tokens / event.seconds / dist.get_world_size()
             event.figures["tokens_per_second_per_gpu"] = rate
             if self.mfu_per_token_rate is not None:
                 event.figures["mfu"] = rate * self.mfu_per_token_rate
         # Since the previous step. The GPU has finished its work, because the loss was read.
-        event.figures.update(
-            {f"seconds/{phase}": spent for phase, spent in self.phases.seconds().items()}
-        )
+        for phase, seconds in self.phases.seconds().items():
+            event.figures[f"seconds/{phase}"] = seconds
         if self.device.type == "cuda":
-            event.figures["memory_peak_allocated_gib"] = (
-                torch.cuda.max_memory_allocated(self.device) / _GIB
-            )
-            event.figures["memory_peak_reserved_gib"] = (
-                torch.cuda.max_memory_reserved(self.device) / _GIB
-            )
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            reserved = torch.cuda.max_memory_reserved(self.device)
+            event.figures["memory_peak_allocated_gib"] = allocated / _GIB
+            event.figures["memory_peak_reserved_gib"] = reserved / _GIB
         else:
             peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             event.figures["memory_peak_resident_gib"] = peak_kib * 1024 / _GIB
 
 
 class Profiler(Observer):
-    """Traces the configured steps with torch.profiler, on the configured ranks, each as a span `ProfilerStep#<step>`.
+    """Traces the configured steps with torch.profiler, on the configured ranks.
 
-    A step begins where the one before it is reported, and so includes that one's save.
+    Each step is a span `ProfilerStep#<step>`. It begins where the one before it is reported, and so
+    includes that one's save.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        settings, self._folder = trainer.config.profile, trainer.config.folder / PROFILE
+        settings = trainer.config.profile
+        self._folder = trainer.config.folder / PROFILE
         self._profile: profile | None = None
         if settings.steps is None or trainer.rank not in settings.ranks:
             return
-        (first, last), name = settings.steps, f"rank_{trainer.rank:05d}"
-        actions = dict.fromkeys(range(first, last), ProfilerAction.RECORD) | {
-            last: ProfilerAction.RECORD_AND_SAVE
-        }
+        first, last = settings.steps
         _logger.info("traces steps %d to %d into %s", first, last, self._folder)
+
+        def action_at(step: int) -> ProfilerAction:
+            if step == last:
+                return ProfilerAction.RECORD_AND_SAVE
+            if first <= step < last:
+                return ProfilerAction.RECORD
+            return ProfilerAction.NONE
+
         self._profile = profile(
-            schedule=lambda step: actions.get(step, ProfilerAction.NONE),
-            on_trace_ready=tensorboard_trace_handler(str(self._folder), name, use_gzip=True),
+            schedule=action_at,
+            on_trace_ready=tensorboard_trace_handler(
+                str(self._folder), f"rank_{trainer.rank:05d}", use_gzip=True
+            ),
         )
         self._profile.start()
-        if trainer.position.step > 0:  # a new run reports its step 0
-            self.on_rollback(trainer.position.step)
+        if trainer.position.step > 0:  # a new run reports its step 0 itself
+            self._finish_step(trainer.position.step)
 
     def on_step(self, event: StepEvent) -> None:
-        self.on_rollback(event.step)
+        self._finish_step(event.step)
 
     def on_rollback(self, step: int) -> None:
+        self._finish_step(step)
+
+    def _finish_step(self, step: int) -> None:
         if self._profile is not None:
             self._profile.step_num = step
             self._guarded(self._profile.step)

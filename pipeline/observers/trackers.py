@@ -1,8 +1,8 @@
 """Experiment trackers: log the figures of each step to Weights & Biases or MLflow too.
 
-A fault of a tracker ends no run: it is one error line, and the attempt continues without it. All attempts at a run log
-into one tracked run, whose id is recorded in the run folder. Both services only append: a step that is computed again
-is there twice, and the later value is valid.
+A fault of a tracker ends no run: it is one error line, and the attempt continues without it. All
+attempts at a run log into one tracked run, whose id is recorded in the run folder. Both services
+only append: a step that is computed again is there twice, and the later value is valid.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from pipeline.files import write_text
 from pipeline.training.observer import Observer, StepEvent
 
 _PARAMETERS_PER_REQUEST = 100
-"""MLflow takes no more."""
+"""How many parameters MLflow takes in one request."""
 _FINISH_TIMEOUT_S = 60.0
-"""W&B would wait for its server without end, and a job would miss its time limit."""
+"""How long W&B may wait for its server at the end.
+
+Otherwise it would wait without end, and a job would miss its time limit.
+"""
 _logger = log.get_logger(__name__)
 Log = Callable[[StepEvent], None]
 End = Callable[[bool], None]
@@ -31,14 +34,16 @@ End = Callable[[bool], None]
 
 
 class Tracker(Observer):
-    """A run that is tracked by `service`: `start` begins or continues it, and returns how to log a step and to end."""
+    """A run that is tracked by `service`."""
 
     def __init__(self, service: str, start: Callable[[], tuple[Log, End]]) -> None:
-        self._service, self._failed = service, False
-        self._guarded(lambda: self._keep(*start()))
+        """`start` begins or continues the tracked run; it returns how to log a step and to end."""
+        self._service = service
+        self._failed = False
+        self._guarded(lambda: self._start(start))
 
-    def _keep(self, log_step: Log, end: End) -> None:
-        self._log, self._end = log_step, end
+    def _start(self, start: Callable[[], tuple[Log, End]]) -> None:
+        self._log, self._end = start()
 
     def on_step(self, event: StepEvent) -> None:
         self._guarded(lambda: self._log(event))
@@ -61,29 +66,38 @@ class Tracker(Observer):
 def make_trackers(config: RunConfig) -> list[Observer]:
     """The trackers that `observers` of the configuration names, for rank 0."""
     trackers: list[Observer] = []
-    if (wandb := config.observers.wandb) is not None:
+    wandb = config.observers.wandb
+    if wandb is not None:
         trackers.append(Tracker("wandb", partial(_start_wandb, config, wandb)))
-    if (mlflow := config.observers.mlflow) is not None:
+    mlflow = config.observers.mlflow
+    if mlflow is not None:
         trackers.append(Tracker("mlflow", partial(_start_mlflow, config, mlflow)))
     return trackers
 
 
-def _recorded_id(config: RunConfig, service: str) -> tuple[Path, str | None]:
-    """The file of the tracked run's id in the run folder, and the id that an earlier attempt has recorded there."""
-    path = config.folder / f"{service}_run_id"
-    return path, path.read_text(encoding="utf-8").strip() if path.exists() else None
+def _id_file(config: RunConfig, service: str) -> Path:
+    """The file, in the run folder, with the id of the tracked run."""
+    return config.folder / f"{service}_run_id"
+
+
+def _recorded_id(path: Path) -> str | None:
+    """The id that an earlier attempt has recorded."""
+    if not path.exists():
+        return None
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
     from wandb import Settings, init, teardown
 
-    path, recorded = _recorded_id(config, "wandb")
+    path = _id_file(config, "wandb")
+    is_online = settings.mode == "online"
     run = init(
         project=settings.project,
         entity=settings.entity,
         name=config.name,
-        id=recorded or secrets.token_hex(4),
-        resume="allow" if settings.mode == "online" else None,  # offline W&B warns that it cannot
+        id=_recorded_id(path) or secrets.token_hex(4),
+        resume="allow" if is_online else None,  # offline W&B would warn that it cannot
         mode=settings.mode,
         dir=str(config.folder),
         config=config.model_dump(mode="json"),
@@ -94,18 +108,25 @@ def _start_wandb(config: RunConfig, settings: WandbTracker) -> tuple[Log, End]:
     # The x axis is our step: W&B drops values for earlier values of its own.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    _logger.info("wandb: logs into %s", run.url if settings.mode == "online" else run.dir)
+    _logger.info("wandb: logs into %s", run.url if is_online else run.dir)
+
+    def log_step(event: StepEvent) -> None:
+        run.log({"step": event.step, **event.figures})
 
     def end(finished: bool) -> None:
         run.finish(exit_code=int(not finished))
-        # `finish` does not wait until W&B's own process has written the last figures to the offline file.
+        # `finish` does not wait until W&B's own process has written the last figures to the
+        # offline file.
         teardown(exit_code=int(not finished))
 
-    return lambda event: run.log({"step": event.step, **event.figures}), end
+    return log_step, end
 
 
 def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]:
-    """On a server, or in a database such as sqlite:///runs/mlflow.db (MLflow 3 refuses plain folders)."""
+    """Logs to a server, or into a database such as sqlite:///runs/mlflow.db.
+
+    MLflow 3 refuses plain folders.
+    """
     # By default MLflow retries an unreachable server for minutes, while all ranks would wait.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -113,7 +134,8 @@ def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]
 
     mlflow.set_tracking_uri(settings.tracking_uri)
     mlflow.set_experiment(settings.experiment)
-    path, recorded = _recorded_id(config, "mlflow")
+    path = _id_file(config, "mlflow")
+    recorded = _recorded_id(path)
     run = mlflow.start_run(recorded, run_name=config.name)
     write_text(path, f"{run.info.run_id}\n")
     if recorded is None:  # MLflow allows no change of parameters
@@ -121,7 +143,10 @@ def _start_mlflow(config: RunConfig, settings: MlflowTracker) -> tuple[Log, End]
         for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
             mlflow.log_params(dict(parameters[start : start + _PARAMETERS_PER_REQUEST]))
 
+    def log_step(event: StepEvent) -> None:
+        mlflow.log_metrics(event.figures, step=event.step)
+
     def end(finished: bool) -> None:
         mlflow.end_run("FINISHED" if finished else "KILLED")
 
-    return lambda event: mlflow.log_metrics(event.figures, step=event.step), end
+    return log_step, end

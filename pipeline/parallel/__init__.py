@@ -1,1 +1,2 @@
-"""Tensor parallelism, independent of SCALE: which rank holds which part of a tensor, and the collectives."""
+"""Tensor parallelism, independent of SCALE: which rank holds which part of a tensor, and the
+collectives."""

@@ -9,25 +9,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNED_BYTES = 16
-"""What the rows of every matrix in a grouped product, and in its backward pass, must be a multiple of."""
+"""What the rows of every matrix in a grouped product, and in its backward pass, must be a multiple
+of."""
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """x: [N, in] sorted by expert, weights: [experts, out, in], ends: [experts] -> [N, out]."""
-    if x.is_meta:  # the sizes and costs are the same whichever experts are chosen
+    if x.is_meta:
+        # The sizes and costs are the same whichever experts are chosen.
         return F.linear(x, weights[0])
-    aligned = all(size * x.element_size() % _ALIGNED_BYTES == 0 for size in weights.shape[1:])
-    if aligned and has_grouped_product(x.device.type, x.dtype):
+    _, rows, columns = weights.shape
+    has_aligned_rows = rows * x.element_size() % _ALIGNED_BYTES == 0
+    has_aligned_columns = columns * x.element_size() % _ALIGNED_BYTES == 0
+    if has_aligned_rows and has_aligned_columns and has_grouped_product(x.device.type, x.dtype):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     return product_of_each(x, weights, ends)
 
 
 def product_of_each(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As `grouped_product`, expert by expert."""
+    """As `grouped_product`, expert by expert. On a GPU the host waits for the counts."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return torch.cat(
-        [F.linear(rows, weight) for rows, weight in zip(x.split(counts), weights, strict=True)]
-    )
+    products: list[Tensor] = []
+    for rows, weight in zip(x.split(counts), weights, strict=True):
+        products.append(F.linear(rows, weight))
+    return torch.cat(products)
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,15 +15,17 @@ from pipeline.parallel.sharding import (
     used_between_regions,
 )
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale_math import layer_norm_by, rms_normalised, sum_of_squares, with_gain
 
 NormKind = Literal["rmsnorm", "layernorm"]
 
 
 @dataclass(frozen=True)
 class NormedChannels:
-    """How an RMSNorm's mean square counts channels: the first `size` fully, the others times `rest_scale`.
+    """How an RMSNorm's mean square counts the channels of a base that was widened before.
 
-    Such a base was widened before, and its folder stores the others times `rest_scale`. The divisor is the full width.
+    It counts the first `size` channels fully and the others times `rest_scale`, by which the base's
+    folder stores them. The divisor is the full width.
     """
 
     size: int
@@ -32,15 +33,16 @@ class NormedChannels:
 
     def sum_of_squares(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., 1], in fp32."""
-        squares = x.float().square()
-        rest = squares[..., self.size :].sum(-1, keepdim=True)
-        return squares[..., : self.size].sum(-1, keepdim=True) + self.rest_scale**2 * rest
+        return sum_of_squares(x, self.size, self.rest_scale)
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, computed in fp32; x: [..., size].
 
-    With `gain_offset` the gain is 1 + weight. `in_region`: x is this rank's heads, not its positions.
+    Attributes:
+        gain_offset: the gain is 1 + weight.
+        shared: how the weight's gradient is summed over ranks. In a region (`in_region`) x is this
+            rank's heads; between regions it is, under sequence parallelism, this rank's positions.
     """
 
     def __init__(
@@ -63,24 +65,26 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: Tensor, mean_square: Tensor | None = None, *, x_fp32: Tensor | None = None
     ) -> Tensor:
-        """`mean_square` [..., 1] takes the place of that of x. `x_fp32` is x in fp32, where the caller has it: a second
-        copy would be kept for the backward pass."""
+        """`mean_square` [..., 1], if given, takes the place of the mean square of x.
+
+        `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for the backward
+        pass.
+        """
         weight = self.shared(self.weight, self.tp)
-        x_fp32 = x.float() if x_fp32 is None else x_fp32
+        if x_fp32 is None:
+            x_fp32 = x.float()
         if mean_square is None:
             normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
         else:
-            normal = x_fp32 * torch.rsqrt(mean_square + self.eps)
-        # As in transformers, which multiplies by 1 + weight in fp32.
-        return (
-            (normal * (1 + weight.float())).to(x.dtype)
-            if self.gain_offset
-            else weight * normal.to(x.dtype)
-        )
+            normal = rms_normalised(x_fp32, mean_square, self.eps)
+        return with_gain(normal, weight, x.dtype, self.gain_offset)
 
 
 class LayerNorm(nn.Module):
-    """(x − mean) / std · weight + bias; x: [..., size]. Mean and variance are those of `statistics_of` where given."""
+    """(x − mean) / std · weight + bias; x: [..., size].
+
+    Mean and variance are taken of `statistics_of` where it is given.
+    """
 
     def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
@@ -90,12 +94,8 @@ class LayerNorm(nn.Module):
         self.bias = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
-        weight, bias = (
-            used_between_regions(parameter, self.tp) for parameter in (self.weight, self.bias)
-        )
+        weight = used_between_regions(self.weight, self.tp)
+        bias = used_between_regions(self.bias, self.tp)
         if statistics_of is None:
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
-        source = statistics_of.float()
-        variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
-        normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
-        return weight * normal.to(x.dtype) + bias
+        return layer_norm_by(statistics_of, x, weight, bias, self.eps)

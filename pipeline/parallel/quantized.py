@@ -1,7 +1,8 @@
 """A frozen matrix stored in 8 or 4 bits, and its product with activations.
 
-The stored form is one tensor of bytes: the codes of the elements, row after row, then their scales in fp32. Bytes
-survive what DeepSpeed and `Module.to` do to weights of a floating-point type: they would cast the scales to 16 bits.
+The stored form is one tensor of bytes: the codes of the elements, row after row, then their scales
+in fp32. Bytes survive what DeepSpeed and `Module.to` do to weights of a floating-point type: they
+would cast the scales to 16 bits.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _NF4 = (
 )  # fmt: skip
 _TABLE_BYTES = 256 * 2 * 4
 _ALIGNED = 16
-"""Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it, too."""
+"""Where scales may begin; the matrix product in fp8 wants dimensions that are multiples of it,
+too."""
 _ENCODED = 2**20
 """Elements that are encoded at a time: their copies in fp32 stay in a processor's cache."""
 
@@ -50,12 +52,12 @@ _ENCODED = 2**20
 class Quantization:
     """How a matrix [rows, columns] is stored.
 
-    fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns, packed and decoded as
-    by bitsandbytes; after the scales comes the table of the two values of each byte, because a table made on the host
-    would be a copy to the device in every product.
+    fp8: e4m3, with a scale for each row. nf4: 4 bits with a scale for each block of 64 columns,
+    packed and decoded as by bitsandbytes; after the scales comes the table of the two values of
+    each byte, because a table made on the host would be a copy to the device in every product.
 
-    `fp8_device`: the type of the devices that compute products in fp8, if any: a field, because a layer that is
-    compiled cannot ask for a GPU's generation.
+    `fp8_device`: the type of the devices that compute products in fp8, if any: a field, because a
+    layer that is compiled cannot ask for a GPU's generation.
     """
 
     precision: QuantizedPrecision
@@ -65,13 +67,17 @@ class Quantization:
 
     @property
     def blocks(self) -> int:
-        """The scales of a row."""
-        return 1 if self.precision == "fp8" else -(-self.columns // BLOCK)
+        """The number of scales of a row."""
+        if self.precision == "fp8":
+            return 1
+        return -(-self.columns // BLOCK)  # rounded up
 
     @property
     def row_bytes(self) -> int:
         """The bytes of a row's codes; in nf4 the last block is padded with zeros."""
-        return self.columns if self.precision == "fp8" else self.blocks * BLOCK // 2
+        if self.precision == "fp8":
+            return self.columns
+        return self.blocks * BLOCK // 2
 
     @property
     def _scales_at(self) -> int:
@@ -83,7 +89,10 @@ class Quantization:
 
     @property
     def size(self) -> int:
-        return self._table_at + (_TABLE_BYTES if self.precision == "nf4" else 0)
+        """The bytes of the stored form: codes, scales, and in nf4 the table."""
+        if self.precision == "nf4":
+            return self._table_at + _TABLE_BYTES
+        return self._table_at
 
     def codes(self, stored: Tensor) -> Tensor:
         """A view of `stored`: uint8 [rows, row_bytes]."""
@@ -91,11 +100,8 @@ class Quantization:
 
     def scales(self, stored: Tensor) -> Tensor:
         """A view of `stored`: fp32 [rows, blocks]."""
-        return (
-            stored[self._scales_at : self._table_at]
-            .view(torch.float32)
-            .view(self.rows, self.blocks)
-        )
+        stored_scales = stored[self._scales_at : self._table_at]
+        return stored_scales.view(torch.float32).view(self.rows, self.blocks)
 
     def _table(self, stored: Tensor) -> Tensor:
         """A view of `stored`: fp32 [256, 2], the two values of each byte."""
@@ -103,10 +109,12 @@ class Quantization:
 
     def write(self, stored: Tensor, matrix: Tensor, left: int = 0) -> None:
         """Encodes whole rows, `matrix` [rows, ...], and stores their codes from byte `left` on."""
-        codes, scales, first = self.codes(stored), self.scales(stored), 0
-        for piece in matrix.split(max(1, _ENCODED // self.columns)):
-            rows = slice(first, first := first + len(piece))
-            own_codes, scales[rows] = encode(piece, self.precision)
+        codes = self.codes(stored)
+        scales = self.scales(stored)
+        rows_at_once = max(1, _ENCODED // self.columns)
+        for first in range(0, len(matrix), rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            own_codes, scales[rows] = encode(matrix[rows], self.precision)
             codes[rows] = own_codes[:, left : left + self.row_bytes]
         if self.precision == "nf4":
             values = torch.tensor(_NF4)
@@ -114,7 +122,8 @@ class Quantization:
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """The matrix in `dtype`: [rows, columns]; computed in fp32 and rounded once."""
-        codes, scales = self.codes(stored), self.scales(stored)
+        codes = self.codes(stored)
+        scales = self.scales(stored)
         if self.precision == "fp8":
             return (codes.view(FP8).float() * scales).to(dtype)
         values = F.embedding(codes.int(), self._table(stored)).view(self.rows, self.blocks, BLOCK)
@@ -122,9 +131,10 @@ class Quantization:
 
 
 def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tensor]:
-    """Whole rows [rows, columns] -> their codes: uint8 [rows, row_bytes], and scales: fp32 [rows, blocks].
+    """Encodes whole rows [rows, columns].
 
-    A scale depends on the whole row, or block. So what is stored of an element is the same however rows are split.
+    Returns their codes, uint8 [rows, row_bytes], and scales, fp32 [rows, blocks]. A scale depends
+    on the whole row, or block. So what is stored of an element is the same however rows are split.
     """
     matrix = matrix.float()
     if precision == "fp8":
@@ -133,22 +143,27 @@ def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tenso
     blocks = F.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     scaled = (blocks * (1 / scales.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
-    values, codes = torch.tensor(_NF4), torch.zeros_like(scaled, dtype=torch.uint8)
-    for bound in (
-        (values[1:] + values[:-1]) / 2
-    ).tolist():  # several times as fast as a binary search
+    values = torch.tensor(_NF4)
+    codes = torch.zeros_like(scaled, dtype=torch.uint8)
+    bounds = (values[1:] + values[:-1]) / 2
+    # Counting the bounds below an element is several times as fast as a binary search.
+    for bound in bounds.tolist():
         codes += scaled > bound
     codes = codes.flatten(1)
     return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
 
 def _fp8_scales(matrix: Tensor) -> Tensor:
-    """The scale of each row [rows, columns], so that its largest element becomes the largest in fp8: fp32 [rows, 1]."""
+    """The scale of each row [rows, columns]: fp32 [rows, 1].
+
+    It makes the row's largest element the largest number in fp8.
+    """
     return matrix.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(FP8).max
 
 
 def rounded(matrix: Tensor, precision: QuantizedPrecision) -> Tensor:
-    """The matrix [..., columns] that a model computes with which stores `matrix` in `precision`, in fp32."""
+    """`matrix` [..., columns] stored in `precision` and decoded: what a model computes with, in
+    fp32."""
     flat = matrix.flatten(0, -2)
     quantization = Quantization(precision, *flat.shape)
     stored = torch.empty(quantization.size, dtype=torch.uint8)
@@ -164,45 +179,63 @@ def quantization_of(parameter: Tensor) -> Quantization | None:
 def stored_parameter(
     parameter: nn.Parameter, precision: QuantizedPrecision, name: str, tp_size: int
 ) -> nn.Parameter:
-    """The bytes, unset, of this rank's shard of the frozen matrix `parameter`, which is called `name` in messages.
+    """The stored form, unset, of this rank's shard of the frozen matrix `parameter`.
 
-    Those of all experts [experts, out, in] are stored as one, with experts · out rows. Raises ConfigError if
-    `parameter` trains, or the split over the ranks cuts blocks.
+    The matrices of all experts [experts, out, in] are stored as one, with experts · out rows.
+
+    Args:
+        parameter: the matrix, or all experts' matrices.
+        precision: the form.
+        name: what messages call it.
+        tp_size: the number of tensor-parallel ranks.
+
+    Raises:
+        ConfigError: `parameter` trains, or the split over the ranks cuts blocks.
     """
     if parameter.requires_grad:
         raise ConfigError(
-            f"base_precision: {name} trains, which a matrix in {precision} cannot; set base_precision: bf16, or take "
-            "method scale or lora"
+            f"base_precision: {name} trains, which a matrix in {precision} cannot; set "
+            "base_precision: bf16, or take method scale or lora"
         )
-    shape, partition = full_shape_of(parameter), partition_of(parameter)
+    shape = full_shape_of(parameter)
+    partition = partition_of(parameter)
     *rows_of, columns = local_shape(shape, partition, tp_size)
     if precision == "nf4" and columns < shape[-1] and columns % BLOCK:
         raise ConfigError(
-            f"base_precision: nf4 has blocks of {BLOCK} columns, which parallel.tp_size {tp_size} would cut in {name} "
-            f"with {shape[-1]} columns; take a smaller parallel.tp_size, or fp8"
+            f"base_precision: nf4 has blocks of {BLOCK} columns, which parallel.tp_size {tp_size} "
+            f"would cut in {name} with {shape[-1]} columns; take a smaller parallel.tp_size, or fp8"
         )
     rows = prod(rows_of)
-    aligned = precision == "fp8" and len(shape) == 2 and rows % _ALIGNED == columns % _ALIGNED == 0
-    fp8_device = "cuda" if aligned and not parameter.is_meta and _gpu_computes_in_fp8() else None
+    is_aligned = rows % _ALIGNED == 0 and columns % _ALIGNED == 0
+    fp8_device: str | None = None
+    # The product in fp8 takes one matrix, not all experts'.
+    if precision == "fp8" and len(shape) == 2 and is_aligned and not parameter.is_meta:
+        fp8_device = "cuda" if _gpu_computes_in_fp8() else None
     quantization = Quantization(precision, rows, columns, fp8_device)
     stored: Any = nn.Parameter(
         torch.empty(quantization.size, dtype=torch.uint8, device=parameter.device),
         requires_grad=False,
     )
-    stored.quantization, stored.tp_partition, stored.full_shape = quantization, partition, shape
+    stored.quantization = quantization
+    stored.tp_partition = partition
+    stored.full_shape = shape
     stored.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
     return stored
 
 
 def _gpu_computes_in_fp8() -> bool:
-    """Whether this rank's GPU computes products in fp8: Hopper does, later ones if this torch has kernels for them."""
+    """Whether this rank's GPU computes products in fp8.
+
+    Hopper does, later ones if this torch has kernels for them.
+    """
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     return is_hopper and computes_in_fp8("cuda")
 
 
 @cache
 def computes_in_fp8(device: str) -> bool:
-    """Whether this torch has a product in fp8 with a scale for each row for the device, by trying one."""
+    """Whether torch has a product in fp8 with a scale for each row for the device, by trying
+    one."""
     quantization = Quantization("fp8", _ALIGNED, _ALIGNED)
     stored = torch.empty(quantization.size, dtype=torch.uint8, device=device)
     ones = torch.ones(_ALIGNED, _ALIGNED, dtype=torch.bfloat16, device=device)
@@ -215,28 +248,34 @@ def computes_in_fp8(device: str) -> bool:
 
 
 def read_partition(parameter: Tensor) -> Partition:
-    """How the matrix is split of which a rank reads its part to quantise it: with all that its scales depend on."""
-    quantization, partition = quantization_of(parameter), partition_of(parameter)
+    """How the matrix is split that a rank reads to quantise its shard of `parameter`.
+
+    A scale of fp8 depends on a whole row. So where rows are cut, every rank reads all of them.
+    """
+    quantization = quantization_of(parameter)
     assert quantization is not None
+    partition = partition_of(parameter)
     splits_columns = partition.dim == len(full_shape_of(parameter)) - 1
-    return REPLICATED if splits_columns and quantization.precision == "fp8" else partition
+    if splits_columns and quantization.precision == "fp8":
+        return REPLICATED
+    return partition
 
 
 @torch.no_grad()
 def fill_quantized(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets this rank's shard of a quantised `parameter`; `read` returns rows of what `read_partition` says."""
-    quantization, partition, shape = (
-        quantization_of(parameter),
-        partition_of(parameter),
-        full_shape_of(parameter),
-    )
+    """Sets this rank's shard of a quantised `parameter`.
+
+    `read` returns rows of the matrix that is split as `read_partition` says.
+    """
+    quantization = quantization_of(parameter)
     assert quantization is not None
-    matrix = read((0, local_shape(shape, read_partition(parameter), tp.size)[0])).flatten(0, -2)
-    left = (
-        0
-        if matrix.shape[1] == quantization.columns
-        else partition.bounds(shape[-1], tp.rank, tp.size)[0]
-    )
+    shape = full_shape_of(parameter)
+    rows, *_ = local_shape(shape, read_partition(parameter), tp.size)
+    matrix = read((0, rows)).flatten(0, -2)
+    left = 0
+    if matrix.shape[1] != quantization.columns:
+        # Whole rows were read, of which this rank keeps its columns.
+        left, _ = partition_of(parameter).bounds(shape[-1], tp.rank, tp.size)
     quantization.write(parameter, matrix, left)
 
 
@@ -249,9 +288,10 @@ def frozen_product(
 ) -> Tensor:
     """`W x + b` with a stored W: [out, in] and a frozen b: [out]. x: [..., in] -> [..., out].
 
-    With `ends` W holds the maps of all experts, as in `grouped_product`. On GPUs from Hopper on for which torch has the
-    kernel, a product with fp8 in bf16 is computed in fp8, with a scale for each row of x; elsewhere W is decoded. The
-    backward pass decodes it again, so that only its bytes are held between the two.
+    With `ends` W holds the maps of all experts, as in `grouped_product`. On GPUs from Hopper on for
+    which torch has the kernel, a product with fp8 in bf16 is computed in fp8, with a scale for each
+    row of x; elsewhere W is decoded. The backward pass decodes it again, so that only its bytes are
+    held between the two.
     """
     product: Tensor = _FrozenProduct.apply(x, stored, bias, ends, quantization)
     return product
@@ -272,25 +312,19 @@ class _FrozenProduct(torch.autograd.Function):
         if x.device.type == quantization.fp8_device and x.dtype == torch.bfloat16:
             return product_in_fp8(x, stored, quantization, bias)
         weights = quantization.decode(stored, x.dtype)
-        return (
-            F.linear(x, weights, bias)
-            if ends is None
-            else grouped_product(x, _of_each(weights, ends), ends)
-        )
+        if ends is None:
+            return F.linear(x, weights, bias)
+        return grouped_product(x, _of_each(weights, ends), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         stored, ends = ctx.saved_tensors
         weights = ctx.quantization.decode(stored, gradient.dtype)
         if ends is None:
-            return gradient @ weights, None, None, None, None
-        return (
-            grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends),
-            None,
-            None,
-            None,
-            None,
-        )
+            of_x = gradient @ weights
+        else:
+            of_x = grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends)
+        return of_x, None, None, None, None
 
 
 def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
@@ -301,7 +335,10 @@ def _of_each(weights: Tensor, ends: Tensor) -> Tensor:
 def product_in_fp8(
     x: Tensor, stored: Tensor, quantization: Quantization, bias: Tensor | None
 ) -> Tensor:
-    """`W x + b` for a W in fp8, with x: [..., in] rounded to fp8 row by row; [..., out] in the type of x."""
+    """`W x + b` for a W in fp8: x [..., in] -> [..., out] in the type of x.
+
+    x is rounded to fp8 row by row.
+    """
     rows = x.flatten(0, -2)
     scales = _fp8_scales(rows)
     product = torch._scaled_mm(
@@ -311,5 +348,8 @@ def product_in_fp8(
         scale_b=quantization.scales(stored).t(),
         out_dtype=x.dtype,
         use_fast_accum=True,
-    ).view(*x.shape[:-1], quantization.rows)
-    return product if bias is None else product + bias
+    )
+    product = product.view(*x.shape[:-1], quantization.rows)
+    if bias is None:
+        return product
+    return product + bias

@@ -1,4 +1,5 @@
-"""Work that may fail on any rank: afterwards all ranks continue, or all stop and one reports the error."""
+"""Work that may fail on any rank: afterwards all ranks continue, or all stop and one reports the
+error."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ def run_on_all_ranks(work: Callable[[], Result]) -> Result:
     """Runs `work`, which must contain no collective, on every rank, and returns this rank's result.
 
     Raises:
-        Exception: whatever `work` raised, on the lowest rank that failed. If other ranks succeeded, the message of a
-            UserError names the rank and its node.
-        SystemExit: on the other ranks, with the same exit code, so that the user reads one line and no rank waits.
+        Exception: whatever `work` raised, on the lowest rank that failed. If other ranks succeeded,
+            the message of a UserError names the rank and its node.
+        SystemExit: on the other ranks, with the same exit code, so that the user reads one line and
+            no rank waits.
     """
     result: Result | None = None
     error: Exception | None = None
@@ -63,7 +65,8 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
 
 
 def raise_on_all_ranks(error: UserError) -> NoReturn:
-    """Stops the run for an error that every rank has found: rank 0 raises `error`, the others SystemExit."""
+    """Stops the run for an error that every rank has found: rank 0 raises `error`, the others
+    SystemExit."""
 
     def fail() -> NoReturn:
         raise error
@@ -80,10 +83,11 @@ def all_gathered(value: Result, group: dist.ProcessGroup | None = None) -> list[
 
 
 def summed(values: Tensor) -> Tensor:
-    """The sum of all ranks' `values`, on the host; every rank must call it. `values` become the sum too.
+    """The sum of all ranks' `values`, on the host; every rank must call it. `values` become the sum
+    too.
 
-    An NCCL collective returns before it is done. The wait for the other ranks happens in the copy to the host, inside
-    this function, which the watchdog recognises as waiting.
+    An NCCL collective returns before it is done. The wait for the other ranks happens in the copy
+    to the host, inside this function, which the watchdog recognises as waiting.
     """
     dist.all_reduce(values)
     return values.cpu()

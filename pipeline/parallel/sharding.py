@@ -22,11 +22,12 @@ from pipeline.parallel.topology import TensorParallel
 class Partition:
     """How one tensor is split over `tp_size` ranks.
 
-    `dim` is the dimension that is split (None: replicated). `units` is how many indivisible parts that dimension has:
-    attention heads, or single rows. If `units` divides by `tp_size`, each rank holds consecutive units; if `tp_size` is
-    a multiple of `units`, `tp_size / units` consecutive ranks hold the same unit. A `padded` dimension, the vocabulary,
-    is zero-padded to a multiple of `tp_size` instead. Other sizes are refused before a model is built: by `model.spec`
-    for the base, by `scale.plan` for the expansion.
+    `dim` is the dimension that is split (None: replicated). `units` is how many indivisible parts
+    that dimension has: attention heads, or single rows. If `units` divides by `tp_size`, each rank
+    holds consecutive units; if `tp_size` is a multiple of `units`, `tp_size / units` consecutive
+    ranks hold the same unit. A `padded` dimension, the vocabulary, is zero-padded to a multiple of
+    `tp_size` instead. Other sizes are refused before a model is built: by `model.spec` for the
+    base, by `scale.plan` for the expansion.
     """
 
     dim: int | None = None
@@ -37,7 +38,9 @@ class Partition:
         """How many ranks hold the same shard."""
         if self.dim is None:
             return tp_size
-        return 1 if self.padded else max(1, tp_size // self.units)
+        if self.padded:
+            return 1
+        return max(1, tp_size // self.units)
 
     def bounds(self, size: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         """The shard of `tp_rank`: its first index along `dim` and the one past its last.
@@ -69,7 +72,10 @@ def split(full: Tensor, partition: Partition, tp_rank: int, tp_size: int) -> Ten
         return full
     size = full.shape[partition.dim]
     start, stop = partition.bounds(size, tp_rank, tp_size)
-    shard = full.narrow(partition.dim, min(start, size), max(0, min(stop, size) - min(start, size)))
+    # In a padded dimension both may lie beyond the tensor.
+    held_start = min(start, size)
+    held_stop = min(stop, size)
+    shard = full.narrow(partition.dim, held_start, held_stop - held_start)
     if stop <= size:
         return shard
     padding = list(full.shape)
@@ -78,7 +84,8 @@ def split(full: Tensor, partition: Partition, tp_rank: int, tp_size: int) -> Ten
 
 
 def merge(shards: Sequence[Tensor], partition: Partition, size: int) -> Tensor:
-    """The whole tensor from all ranks' shards, in rank order; `size` is the unpadded length of the split dimension."""
+    """The whole tensor from all ranks' shards, in rank order; `size` is the unpadded length of the
+    split dimension."""
     if partition.dim is None or len(shards) == 1:
         return shards[0]
     step = partition.replicas(len(shards))
@@ -102,17 +109,24 @@ class StoredTensor(Protocol):
 def read_shard(
     stored: StoredTensor, partition: Partition, tp_rank: int, tp_size: int, rows: Rows | None = None
 ) -> Tensor:
-    """The shard of `stored` that `tp_rank` holds, as `split` gives it, or `rows` of it; reads nothing else."""
+    """The shard of `stored` that `tp_rank` holds, as `split` gives it, or `rows` of it; reads
+    nothing else."""
     shape = stored.get_shape()
-    first, stop = rows or (0, local_shape(shape, partition, tp_size)[0])
+    if rows is None:
+        rows = (0, local_shape(shape, partition, tp_size)[0])
+    first, stop = rows
     if partition.dim == 1:
         left, right = partition.bounds(shape[1], tp_rank, tp_size)
         return stored[first:stop, left:right]
-    above = 0 if partition.dim is None else partition.bounds(shape[0], tp_rank, tp_size)[0]
-    first, stop = above + first, above + stop
+    if partition.dim is not None:
+        above, _ = partition.bounds(shape[0], tp_rank, tp_size)
+        first += above
+        stop += above
     held = stored[min(first, shape[0]) : min(stop, shape[0])]
-    if missing := (stop - first) - len(held):
-        held = torch.cat([held, held.new_zeros(missing, *shape[1:])])  # a padded vocabulary
+    missing = (stop - first) - len(held)
+    if missing > 0:
+        # A padded vocabulary: the last ranks hold rows beyond the stored ones.
+        held = torch.cat([held, held.new_zeros(missing, *shape[1:])])
     return held
 
 
@@ -121,8 +135,9 @@ def sharded_parameter(
 ) -> nn.Parameter:
     """An empty parameter holding this rank's shard of a tensor of `shape`.
 
-    It carries `tp_partition` (ZeRO-3 sets an attribute `partition`) and `full_shape`. DeepSpeed counts a parameter in
-    the gradient norm on rank 0, or wherever `tensor_model_parallel` is set: on one holder of every shard.
+    It carries `tp_partition` (ZeRO-3 sets an attribute `partition`) and `full_shape`. DeepSpeed
+    counts a parameter in the gradient norm on rank 0, or wherever `tensor_model_parallel` is set:
+    on one holder of every shard.
     """
     parameter = nn.Parameter(torch.empty(local_shape(shape, partition, tp.size)))
     parameter.tp_partition = partition  # type: ignore[attr-defined]
@@ -143,7 +158,8 @@ def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """`parameter`, of any shape; if several ranks hold the same shard, a view whose gradient is summed over them.
+    """`parameter`, of any shape; if several ranks hold the same shard, a view whose gradient is
+    summed over them.
 
     For a parameter that each of these ranks applies to a different part of the work.
     """
@@ -154,7 +170,8 @@ def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """The replicated `parameter`, of any shape, with its gradient summed over the ranks under sequence parallelism.
+    """The replicated `parameter`, of any shape, with its gradient summed over the ranks under
+    sequence parallelism.
 
     A norm or map between regions then sees one rank's positions only.
     """
@@ -164,19 +181,23 @@ def used_between_regions(parameter: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def named_trained_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return (
-        (name, parameter)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    )
+    """The parameters of `module` that train, by name."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter
 
 
 @dataclass(frozen=True)
 class ZeroPartition:
-    """The part of a flattened shard that this data-parallel rank holds: `length` elements from element `first` on.
+    """The part of a flattened shard that this data-parallel rank holds under ZeRO-3.
 
-    Under ZeRO-3 every parameter has one as `zero_partition`, set by `pipeline.training`. `values` have the same length
-    on all ranks, so those of the last ranks end in padding, or consist of it.
+    Every parameter has one as `zero_partition`, set by `pipeline.training`.
+
+    Attributes:
+        values: the part. It has the same length on all ranks, so on the last ranks it ends in
+            padding, or consists of it.
+        first: the index of its first element in the flattened shard.
+        length: the number of elements without padding.
     """
 
     values: Tensor
@@ -192,9 +213,13 @@ def zero_partition_of(parameter: Tensor) -> ZeroPartition | None:
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """The run of a parameter's flattened shard, from element `first` on, that this rank's optimizer updates.
+    """The run of a parameter's flattened shard that this rank's optimizer updates.
 
-    `flat` holds the fp32 weights of many parameters in a row, this piece's from `start` on; so does each moment.
+    Attributes:
+        parameter: the parameter.
+        flat: the fp32 weights of many parameters in a row; each moment has the same layout.
+        start: where this shard begins in `flat`.
+        first, length: which elements of the parameter's flattened shard it is.
     """
 
     parameter: nn.Parameter
@@ -204,14 +229,16 @@ class OptimizerShard:
     length: int
 
     def within(self, flat: Tensor) -> Tensor:
-        """This piece of `flat`, or of a moment of it."""
+        """This rank's run of `flat`, or of a moment with its layout."""
         return flat.detach().narrow(0, self.start, self.length)
 
 
 def held_values(parameter: Tensor) -> Tensor:
-    """What this rank holds of `parameter`: the shard, or a flat part of it once ZeRO-3 has partitioned it."""
+    """What this rank holds of `parameter`: its shard, or under ZeRO-3 a flat part of it."""
     partition = zero_partition_of(parameter)
-    return parameter if partition is None else partition.values
+    if partition is None:
+        return parameter
+    return partition.values
 
 
 _PARTS_OF_EXPERTS = 8
@@ -219,26 +246,33 @@ _PARTS_OF_EXPERTS = 8
 
 @torch.no_grad()
 def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) -> None:
-    """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed rows are read.
+    """Sets what this rank holds of `parameter`. `read` returns rows of the shard; only the needed
+    rows are read.
 
-    A parameter of all experts of a layer [experts, out, in] is read in parts, so that it is never held twice.
+    A parameter of all experts of a layer [experts, out, in] is read in parts, so that it is never
+    held twice.
     """
     shape = local_shape(full_shape_of(parameter), partition_of(parameter), tp.size)
     held = zero_partition_of(parameter)
     if held is None:
-        at_once = -(-shape[0] // _PARTS_OF_EXPERTS) if len(shape) == 3 else shape[0]
-        for row in range(0, shape[0], at_once):
-            rows = row, min(row + at_once, shape[0])
-            parameter[slice(*rows)].copy_(read(rows))
+        rows_at_once = shape[0]
+        if len(shape) == 3:
+            rows_at_once = -(-shape[0] // _PARTS_OF_EXPERTS)  # rounded up
+        for first in range(0, shape[0], rows_at_once):
+            stop = min(first + rows_at_once, shape[0])
+            parameter[first:stop].copy_(read((first, stop)))
         return
+
     held.values[held.length :].zero_()
-    if held.length:
-        row, stop = prod(shape[1:]), held.first + held.length
-        rows = held.first // row, -(-stop // row)
-        read_values = read(rows).flatten()
-        held.values[: held.length].copy_(
-            read_values[held.first - rows[0] * row : stop - rows[0] * row]
-        )
+    if held.length == 0:
+        return
+    # ZeRO-3 cuts the flattened shard anywhere: read the rows that contain the part, then cut it out.
+    row_size = prod(shape[1:])
+    first_row = held.first // row_size
+    stop_row = -(-(held.first + held.length) // row_size)  # rounded up
+    values = read((first_row, stop_row)).flatten()
+    offset = held.first - first_row * row_size
+    held.values[: held.length].copy_(values[offset : offset + held.length])
 
 
 def fill_whole(parameter: Tensor, tp: TensorParallel, whole: Tensor) -> None:

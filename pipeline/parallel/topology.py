@@ -23,7 +23,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.world_size % self.tp_size:
             raise LayoutError(
-                f"parallel.tp_size: expected a divisor of the number of ranks, {self.world_size}, found {self.tp_size}"
+                f"parallel.tp_size: expected a divisor of the number of ranks, {self.world_size}, "
+                f"found {self.tp_size}"
             )
 
     @property
@@ -40,10 +41,7 @@ class Layout:
 
     def tp_groups(self) -> list[list[int]]:
         """The ranks that hold the shards of one replica."""
-        return [
-            list(range(first, first + self.tp_size))
-            for first in range(0, self.world_size, self.tp_size)
-        ]
+        return self.replica_groups(self.tp_size)
 
     def dp_groups(self) -> list[list[int]]:
         """The ranks that hold the same shard."""
@@ -51,16 +49,18 @@ class Layout:
 
     def replica_groups(self, replicas: int) -> list[list[int]]:
         """Groups of consecutive ranks that hold the same unit (see `sharding.Partition`)."""
-        return [
-            list(range(first, first + replicas)) for first in range(0, self.world_size, replicas)
-        ]
+        firsts = range(0, self.world_size, replicas)
+        return [list(range(first, first + replicas)) for first in firsts]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """One rank's view of its tensor-parallel group. A group of one needs no process group.
 
-    `sequence_parallel`: between regions, activations are split by position; see `parallel.collectives`.
+    Attributes:
+        replica_groups: by how many ranks hold the same unit, the group of those that do.
+        sequence_parallel: whether activations are split by position between regions (see
+            `parallel.collectives`).
     """
 
     rank: int = 0
@@ -71,7 +71,9 @@ class TensorParallel:
 
     def replica_group(self, replicas: int) -> dist.ProcessGroup | None:
         """The group of the ranks that hold the same unit as this one."""
-        return self.group if replicas == self.size else dict(self.replica_groups)[replicas]
+        if replicas == self.size:
+            return self.group
+        return dict(self.replica_groups)[replicas]
 
 
 SINGLE = TensorParallel()
@@ -81,13 +83,16 @@ def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
     """Raises LayoutError if a sequence cannot be split evenly over the ranks."""
     if tp.sequence_parallel and sequence_length % tp.size:
         raise LayoutError(
-            f"data.sequence_length: parallel.sequence_parallel needs a multiple of parallel.tp_size {tp.size}, found "
-            f"{sequence_length}"
+            "data.sequence_length: parallel.sequence_parallel needs a multiple of "
+            f"parallel.tp_size {tp.size}, found {sequence_length}"
         )
 
 
 class ProcessGroups:
-    """The process groups of a layout, created by all ranks in one order; also the `mpu` object of DeepSpeed."""
+    """The process groups of a layout; also the `mpu` object of DeepSpeed.
+
+    Making it is a collective: all ranks of the world create their groups in one order.
+    """
 
     def __init__(
         self, layout: Layout, timeout: timedelta | None = None, *, sequence_parallel: bool = False
@@ -98,19 +103,22 @@ class ProcessGroups:
         self.rank = dist.get_rank()
         self._tp_group = self._own_group(layout.tp_groups())
         self._dp_group = self._own_group(layout.dp_groups())
-        shared = [size for size in range(2, layout.tp_size) if layout.tp_size % size == 0]
+        replica_groups: list[tuple[int, dist.ProcessGroup]] = []
+        for replicas in range(2, layout.tp_size):
+            if layout.tp_size % replicas == 0:
+                own_group = self._own_group(layout.replica_groups(replicas))
+                replica_groups.append((replicas, own_group))
         self.tensor_parallel = TensorParallel(
             rank=layout.tp_rank(self.rank),
             size=layout.tp_size,
             group=self._tp_group,
-            replica_groups=tuple(
-                (size, self._own_group(layout.replica_groups(size))) for size in shared
-            ),
+            replica_groups=tuple(replica_groups),
             sequence_parallel=sequence_parallel and layout.tp_size > 1,
         )
 
     def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        # A rank waits for its own group's ranks only: a thousand groups, made by all ranks each, would take minutes.
+        # A rank waits for its own group's ranks only: a thousand groups, made by all ranks each,
+        # would take minutes.
         own = next(ranks for ranks in groups if self.rank in ranks)
         return dist.new_group(own, timeout=self._timeout, use_local_synchronization=True)
 

@@ -1,7 +1,7 @@
 """The attempts at a run, recorded in its folder, and whether a failed one is retried.
 
-A line is appended when a stage starts and when it ends. A killed attempt has no end, unless the script that started it
-appends one.
+A line is appended when a stage starts and when it ends. A killed attempt has no end, unless the
+script that started it appends one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from time import time
 from typing import NamedTuple
@@ -41,11 +42,17 @@ _logger = log.get_logger(__name__)
 
 
 def this_attempt() -> str:
-    """This attempt's name, `<series>.<number>`, from the script that started it or Slurm's job and restart."""
-    job, restart = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    return os.environ.get("ATTEMPT") or (
-        f"{job}.{restart}" if job else f"{socket.gethostname()}-{os.getpid()}.0"
-    )
+    """This attempt's name, `<series>.<number>`.
+
+    It is what the script that started it says, or Slurm's job and restart, or this process.
+    """
+    attempt = os.environ.get("ATTEMPT")
+    if attempt:
+        return attempt
+    job = os.environ.get("SLURM_JOB_ID")
+    if job:
+        return f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{socket.gethostname()}-{os.getpid()}.0"
 
 
 class Decision(NamedTuple):
@@ -55,14 +62,15 @@ class Decision(NamedTuple):
     why: str
 
 
-class _Record(BaseModel):
+class _StageRecord(BaseModel):
+    """A line of attempts.jsonl; `checkpoint_step` is the step of the newest checkpoint."""
+
     model_config = ConfigDict(frozen=True)
 
     attempt: str = Field(default_factory=this_attempt)
     time: float = Field(default_factory=time)
     stage: str
     checkpoint_step: int
-    """the newest checkpoint's"""
 
 
 class Training(BaseModel):
@@ -74,14 +82,14 @@ class Training(BaseModel):
     tokens_per_step: int
 
 
-class StageStart(_Record):
+class StageStart(_StageRecord):
     """A stage starts in the process `by`."""
 
     by: LockOwner
     training: Training | None = None
 
 
-class StageEnd(_Record):
+class StageEnd(_StageRecord):
     """A stage ended, training after `step`; what is None is unknown."""
 
     exit_code: int
@@ -95,9 +103,12 @@ _RECORD: TypeAdapter[StageEnd | StageStart] = TypeAdapter(StageEnd | StageStart)
 
 @dataclass
 class Attempt:
-    """What the lines of one attempt say: its last stage's start and end, and its training.
+    """What the lines of one attempt say.
 
-    `checkpoint_step` is that of its first line.
+    Attributes:
+        checkpoint_step: the step of the newest checkpoint when the attempt began.
+        start, end: the start and end of its last stage.
+        training: what it trains, if it has begun to.
     """
 
     name: str
@@ -107,38 +118,57 @@ class Attempt:
     training: Training | None = None
 
     @property
-    def is_excused(self) -> bool:
-        """Whether it may bring no checkpoint: a serial stage that was killed, or resumes where a signal stopped it."""
+    def needs_no_checkpoint(self) -> bool:
+        """Whether it may end without a newer checkpoint, and does not count as one in vain.
+
+        It may if it was a serial stage that was killed, or that continues where a signal stopped
+        it.
+        """
         if self.training is not None:
             return False
-        return self.end is None or (
-            self.end.stage in _RESUMING and self.end.exit_code == RESUME_LATER
-        )
+        if self.end is None:
+            return True
+        return self.end.stage in _RESUMING and self.end.exit_code == RESUME_LATER
 
     @property
     def newest_checkpoint_step(self) -> int:
-        """The newest checkpoint's, of all that its lines say."""
-        lines = [line.checkpoint_step for line in (self.start, self.end) if line is not None]
-        return max(self.checkpoint_step, *lines, 0)
+        """The step of the newest checkpoint, of all that its lines say."""
+        newest = max(self.checkpoint_step, 0)
+        for line in (self.start, self.end):
+            if line is not None:
+                newest = max(newest, line.checkpoint_step)
+        return newest
 
     def add(self, record: StageStart | StageEnd) -> None:
+        """Adds the next of its lines."""
         if isinstance(record, StageEnd):
             self.end = record
-        else:
-            self.start, self.end, self.training = record, None, record.training or self.training
+            return
+        self.start = record
+        self.end = None
+        # A later stage of the same attempt, such as the conversion, trains nothing.
+        if record.training is not None:
+            self.training = record.training
 
 
 def series_and_number(attempt: str) -> tuple[str, int]:
-    """What all attempts of a job, or of a script's call, share: its number; and how many restarts came before."""
+    """The parts of an attempt's name.
+
+    The series is common to all attempts of a job, or of a call of a script; the number says how
+    many restarts came before.
+    """
     series, _, number = attempt.rpartition(".")
-    return series, int(number) if number.isdecimal() else 0
+    if not number.isdecimal():
+        return series, 0
+    return series, int(number)
 
 
 def record_training(config: RunConfig, world_size: int, step: int) -> None:
     """Records that this attempt starts to train, after `step` steps, and the run that it trains."""
     try:
         write_run(config)
-    except OSError as error:  # a full disk must not end the work
+    except OSError as error:
+        # A full disk must not end the work.
         _logger.error("%s: this run is not recorded: %s", config.folder / RUN_FILE, error.strerror)
     training = Training(
         world_size=world_size,
@@ -150,8 +180,16 @@ def record_training(config: RunConfig, world_size: int, step: int) -> None:
 
 
 def record_start(folder: Path, stage: str, training: Training | None = None) -> None:
-    saved, by = newest_checkpoint_step(folder), LockOwner.this_process()
-    _append(folder, StageStart(stage=stage, checkpoint_step=saved, by=by, training=training))
+    """Records that `stage` starts in this attempt, in this process."""
+    _append(
+        folder,
+        StageStart(
+            stage=stage,
+            checkpoint_step=newest_checkpoint_step(folder),
+            by=LockOwner.this_process(),
+            training=training,
+        ),
+    )
 
 
 def record_end(
@@ -163,16 +201,20 @@ def record_end(
     stage: str = "train",
     retry: Decision | None = None,
 ) -> None:
-    """Records how `stage` ended in this attempt. Without an `error`, the error recorded before stays."""
-    before = next((one.end for one in read_attempts(folder) if one.name == this_attempt()), None)
-    if error is None and before is not None and exit_code != FINISHED:
-        error, step = before.error, before.step
-    saved = newest_checkpoint_step(folder)
+    """Records how `stage` ended in this attempt.
+
+    Without an `error`, the error and the step that were recorded before stay.
+    """
+    if error is None and exit_code != FINISHED:
+        for attempt in read_attempts(folder):
+            if attempt.name == this_attempt() and attempt.end is not None:
+                error = attempt.end.error
+                step = attempt.end.step
     _append(
         folder,
         StageEnd(
             stage=stage,
-            checkpoint_step=saved,
+            checkpoint_step=newest_checkpoint_step(folder),
             exit_code=exit_code,
             step=step,
             error=error,
@@ -181,16 +223,15 @@ def record_end(
     )
 
 
-def _append(folder: Path, record: _Record) -> None:
+def _append(folder: Path, record: _StageRecord) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A single write to a file opened for appending: lines of several processes do not mix.
         with (folder / NAME).open("a+b", buffering=0) as file:
-            cut_short = (
-                file.seek(0, os.SEEK_END) > 0
-                and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
-            )
-            file.write(b"\n" * cut_short + record.model_dump_json().encode() + b"\n")
+            line = record.model_dump_json().encode() + b"\n"
+            if _is_cut_short(file):
+                line = b"\n" + line
+            # A single write to a file opened for appending: lines of several processes do not mix.
+            file.write(line)
             os.fsync(file.fileno())
     except OSError as error:
         if isinstance(record, StageStart) and exit_code_of(error) == USER_ERROR:
@@ -199,12 +240,20 @@ def _append(folder: Path, record: _Record) -> None:
         _logger.error("%s: this attempt is not recorded: %s", folder / NAME, error.strerror)
 
 
-def read_attempts(folder: Path) -> list[Attempt]:
-    """The attempts at the run in `folder`, the one with the newest line last; none where they cannot be read.
+def _is_cut_short(file: FileIO) -> bool:
+    """Whether a kill left the last line without its end."""
+    length = file.seek(0, os.SEEK_END)
+    if length == 0:
+        return False
+    return os.pread(file.fileno(), 1, length - 1) != b"\n"
 
-    It omits lines that a kill cut short, and attempts that were refused because another job was using the folder.
+
+def read_attempts(folder: Path) -> list[Attempt]:
+    """The attempts at the run in `folder`, the one with the newest line last.
+
+    Where the file cannot be read there are none. Left out are lines that a kill cut short, and
+    attempts that were refused because another job was using the folder.
     """
-    attempts: dict[str, Attempt] = {}
     lines: list[bytes] = []
     try:
         lines = (folder / NAME).read_bytes().splitlines()
@@ -212,103 +261,123 @@ def read_attempts(folder: Path) -> list[Attempt]:
         pass
     except OSError as error:
         _logger.error("%s: cannot be read (%s); move it away", folder / NAME, error.strerror)
+
+    attempts: dict[str, Attempt] = {}
     for line in lines:
         try:
             record = _RECORD.validate_json(line)
         except ValidationError:
             continue
-        attempt = attempts.pop(record.attempt, None) or Attempt(
-            record.attempt, record.checkpoint_step
-        )
+        # Taken out and put back: the order is that of the newest lines.
+        attempt = attempts.pop(record.attempt, None)
+        if attempt is None:
+            attempt = Attempt(record.attempt, record.checkpoint_step)
         attempt.add(record)
         attempts[record.attempt] = attempt
-    return [
-        one for one in attempts.values() if one.end is None or one.end.exit_code != FOLDER_TAKEN
-    ]
+
+    found = []
+    for attempt in attempts.values():
+        was_refused = attempt.end is not None and attempt.end.exit_code == FOLDER_TAKEN
+        if not was_refused:
+            found.append(attempt)
+    return found
 
 
 def decide(
     folder: Path, *, stage: str, exit_code: int, without_progress: int, most: int
 ) -> Decision:
-    """Decides whether the attempt that just ended in `stage` of the run in `folder` is retried, and records it.
+    """Decides whether the attempt that just ended in `stage` is retried, and records it.
 
-    A series has at most `most` restarts, of which at most `without_progress` in a row bring no newer checkpoint. An
-    attempt that saved and stopped counts like a failed one, so that a stage too long for a job's time limit ends.
+    A series has at most `most` restarts, of which at most `without_progress` in a row bring no
+    newer checkpoint. An attempt that saved and stopped counts like a failed one, so that a stage
+    too long for a job's time limit ends.
     """
     _, restarts = series_and_number(this_attempt())
     idle = _idle_attempts(folder, stage, exit_code)
-    again, why = (
-        False,
-        f"restart {restarts + 1}, {idle} of at most {without_progress} without progress",
-    )
     if not worth_another_attempt(exit_code):
-        why = "its cause must be fixed first"
+        decision = Decision(False, "its cause must be fixed first")
     elif restarts >= most:
         why = f"it was restarted {restarts} times, and MAX_RESTARTS is {most}"
+        decision = Decision(False, why)
     elif idle > without_progress:
         limit = f"MAX_RESTARTS_WITHOUT_PROGRESS is {without_progress}"
         why = f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}"
+        decision = Decision(False, why)
     else:
-        again = True
-    decision = Decision(again, why)
+        why = f"restart {restarts + 1}, {idle} of at most {without_progress} without progress"
+        decision = Decision(True, why)
     record_end(folder, exit_code=exit_code, stage=stage, retry=decision)
     return decision
 
 
 def _idle_attempts(folder: Path, stage: str, exit_code: int) -> int:
-    """How many attempts of this series, up to the one that just ended, came after the one that saved last.
+    """How many attempts of this series, up to the one that just ended, came after the last save.
 
     Attempts that left no line count too, so that a disk that takes no records ends a run as well.
     """
-    newest, (series, own) = newest_checkpoint_step(folder), series_and_number(this_attempt())
-    attempts = {}
+    newest = newest_checkpoint_step(folder)
+    series, own_number = series_and_number(this_attempt())
+    attempts: dict[int, Attempt] = {}
     for attempt in read_attempts(folder):
-        of, number = series_and_number(attempt.name)
-        if of == series and number <= own:
+        attempt_series, number = series_and_number(attempt.name)
+        if attempt_series == series and number <= own_number:
             attempts[number] = attempt
-    ended = attempts.setdefault(own, Attempt(this_attempt(), newest))
-    ended.add(StageEnd(stage=stage, checkpoint_step=newest, exit_code=exit_code))
-    saved_last = max(
-        (number for number, attempt in attempts.items() if attempt.checkpoint_step < newest),
-        default=-1,
-    )
-    return (
-        own
-        - saved_last
-        - sum(attempt.is_excused for number, attempt in attempts.items() if number > saved_last)
-    )
+    # Its own end is not on record yet, and perhaps not even its start.
+    just_ended = attempts.setdefault(own_number, Attempt(this_attempt(), newest))
+    just_ended.add(StageEnd(stage=stage, checkpoint_step=newest, exit_code=exit_code))
+
+    # An attempt saved if it began at an older checkpoint than the newest one.
+    saved_last = -1
+    for number, attempt in attempts.items():
+        if attempt.checkpoint_step < newest:
+            saved_last = max(saved_last, number)
+    idle = own_number - saved_last
+    for number, attempt in attempts.items():
+        if number > saved_last and attempt.needs_no_checkpoint:
+            idle -= 1
+    return idle
 
 
 @contextmanager
 def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> Iterator[None]:
     """Runs the block as a serial stage of the run `config`; without `config` it is of no run.
 
-    A run's first stage writes `run.yaml`, at the latest when it is done. Start and end are recorded if a script, which
-    sets ATTEMPT, started the stage. `alone`: takes the stage's lock; raises FolderTakenError where another has it.
+    A run's first stage writes `run.yaml`, at the latest when it is done. Start and end are recorded
+    if a script, which sets ATTEMPT, started the stage.
+
+    Args:
+        alone: whether it takes the stage's lock.
+
+    Raises:
+        FolderTakenError: another process has the lock.
     """
     if config is None:
         yield
         return
-    folder, recorded = config.folder, "ATTEMPT" in os.environ
-    if recorded:
+    folder = config.folder
+    is_recorded = "ATTEMPT" in os.environ
+    if is_recorded:
         record_start(folder, stage)
     try:
         with RunLock(folder, stage) if alone else nullcontext():
             yield
             begin_run(config)
-    except (Exception, KeyboardInterrupt) as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        code, said = (
-            (INTERRUPTED, None) if interrupted else (exit_code_of(error), in_one_line(error))
-        )
-        if recorded:
-            record_end(folder, stage=stage, exit_code=code, error=said)
+    except KeyboardInterrupt:
+        if is_recorded:
+            record_end(folder, stage=stage, exit_code=INTERRUPTED)
         raise
-    if recorded:
+    except Exception as error:
+        if is_recorded:
+            record_end(folder, stage=stage, exit_code=exit_code_of(error), error=in_one_line(error))
+        raise
+    if is_recorded:
         record_end(folder, stage=stage, exit_code=FINISHED)
 
 
 def begin_run(config: RunConfig) -> None:
-    """Writes `run.yaml`, unless it is there: a stage that takes hours calls this once its checks have passed."""
+    """Writes `run.yaml`, unless it is there.
+
+    A stage that takes hours calls it when its checks have passed.
+    """
     if not (config.folder / RUN_FILE).exists():
         write_run(config)

@@ -1,8 +1,9 @@
-"""A lock for a single process per run folder, or per stage, on shared file systems where flock is unreliable.
+"""A lock for one process per run folder and stage, without flock.
 
-The lock is a file that is created exclusively and names its owner, which touches it every few seconds. Another process
-removes it once the owner is known to be gone, as a process of the same machine can be, or has not touched it for a
-minute by the file server's clock: docs/adr/0011-one-job-a-run-folder.md.
+flock is unreliable on shared file systems. The lock is a file that is created exclusively and names
+its owner, which touches it every few seconds. Another process removes it once the owner is known to
+be gone, as a process of the same machine can be, or has not touched it for a minute by the file
+server's clock: docs/adr/0011-one-job-a-run-folder.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline import log
 from pipeline.errors import LOST_RANK, FolderTakenError, RunFolderError
-from pipeline.files import machine, own_temporary, process_exists, read_bytes
+from pipeline.files import (
+    machine,
+    nearest_existing,
+    own_temporary,
+    process_exists,
+    read_bytes,
+)
 from pipeline.log import node
 
 TRAINING = "training"
@@ -29,7 +36,17 @@ _logger = log.get_logger(__name__)
 
 
 class LockOwner(BaseModel):
-    """A process, and Slurm's job (None outside Slurm) and restart that it is of."""
+    """A process, as the owner of a lock or of a record.
+
+    Attributes:
+        job: its Slurm job; None outside Slurm.
+        restart: how often that job was restarted.
+        machine: the id of its machine's last boot, and its PID namespace: containers on one host
+            have their own.
+        process_started: when it started, in clock ticks after the boot. A later process with the
+            same `pid` differs in it.
+        since: when this record was made, in seconds of the epoch.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,12 +54,9 @@ class LockOwner(BaseModel):
     restart: int | None
     node: str
     machine: str
-    """the id of its last boot, and the PID namespace: containers on one host have their own"""
     pid: int
     process_started: int
-    """clock ticks after the boot; a later process with the same `pid` differs in it"""
     since: float
-    """seconds of the epoch"""
 
     @staticmethod
     def this_process() -> LockOwner:
@@ -57,8 +71,11 @@ class LockOwner(BaseModel):
         )
 
     def __str__(self) -> str:
+        who = "a process"
+        if self.job:
+            who = f"job {self.job}"
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"{f'job {self.job}' if self.job else 'a process'} on {self.node} (pid {self.pid}, since {since})"
+        return f"{who} on {self.node} (pid {self.pid}, since {since})"
 
     @property
     def is_gone(self) -> bool:
@@ -78,12 +95,21 @@ _UNKNOWN = LockOwner(
 
 
 def _started(pid: int) -> int | None:
-    """When a process started, in clock ticks after the boot; None if it does not exist or is a zombie."""
+    """When a process started, in clock ticks after the boot.
+
+    None if it does not exist or is a zombie.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    # The program's name, in parentheses, may hold blanks: the numbered fields come after it.
+    _, _, rest = text.rpartition(")")
+    fields = rest.split()
+    state = fields[0]
+    if state in "ZX":
+        return None
+    return int(fields[19])  # the 22nd of proc(5), starttime
 
 
 def _is_hidden(pid: int) -> bool:
@@ -100,7 +126,11 @@ class RunLock:
         self._released = threading.Event()
 
     def __enter__(self) -> RunLock:
-        """Raises FolderTakenError if another process owns the lock."""
+        """Takes the lock.
+
+        Raises:
+            FolderTakenError: another process owns it.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():
             self._remove_dead()
@@ -121,32 +151,50 @@ class RunLock:
         try:
             with file:
                 file.write(self._own.model_dump_json())
-        except OSError:  # a full disk
+        except OSError:  # of a full disk
             self._path.unlink(missing_ok=True)
             raise
         return True
 
     def _remove_dead(self) -> None:
-        """Removes the lock once its owner is gone or silent; refuses one that is touched, or lives, a second later."""
-        first: float | None = None
-        with contextlib.suppress(FileNotFoundError):  # its owner has released it
-            while (owner := living_owner(self._path)) is not None:
-                touched = self._path.stat().st_mtime
-                if first is not None and (owner.machine == machine() or touched != first):
-                    raise _refusal(self._path, owner)
-                first = touched
-                time.sleep(1)
+        """Removes the lock if its owner is gone or silent.
+
+        Raises:
+            FolderTakenError: the owner touched the lock, or is alive, a second later.
+        """
+        with contextlib.suppress(FileNotFoundError):  # the owner has released it
+            self._refuse_living_owner()
             dead = read_lock_owner(self._path)
             aside = own_temporary(self._path)
-            self._path.rename(aside)  # of two processes that do this, one finds no file
+            # Of two processes that do this, one finds no file.
+            self._path.rename(aside)
             if read_lock_owner(aside) != dead:
-                aside.rename(self._path)  # another process took it over just before
+                # Another process took the lock over just before.
+                aside.rename(self._path)
                 return
             aside.unlink()
             _logger.warning("%s: taken over from %s, which is gone", self._path, dead)
 
+    def _refuse_living_owner(self) -> None:
+        """Returns when the owner is gone or silent; FolderTakenError if it lives."""
+        first_touched: float | None = None
+        while True:
+            owner = living_owner(self._path)
+            if owner is None:
+                return
+            touched = self._path.stat().st_mtime
+            if first_touched is not None:
+                is_of_this_machine = owner.machine == machine()
+                if is_of_this_machine or touched != first_touched:
+                    raise _refusal(self._path, owner)
+            first_touched = touched
+            time.sleep(1)
+
     def _touch(self) -> None:
-        """Touches the lock regularly; ends this process if another took the lock over while this one was stopped."""
+        """Touches the lock regularly, on a thread.
+
+        Ends this process if another one took the lock over while this one was stopped.
+        """
         while not self._released.wait(TOUCH_EVERY_S):
             try:
                 owner = read_lock_owner(self._path)
@@ -172,24 +220,31 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
         RunFolderError: nothing can be written there.
         FolderTakenError: another process owns the lock.
     """
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        fault = "cannot be written to" if existing.is_dir() else "is no folder"
-        raise RunFolderError(f"{folder}: {existing} {fault}; name another `folder`")
-    if (owner := living_owner(lock_path(folder, stage))) is not None:
-        raise _refusal(lock_path(folder, stage), owner)
+    existing = nearest_existing(folder)
+    if not existing.is_dir():
+        raise RunFolderError(f"{folder}: {existing} is no folder; name another `folder`")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RunFolderError(f"{folder}: {existing} cannot be written to; name another `folder`")
+    path = lock_path(folder, stage)
+    owner = living_owner(path)
+    if owner is not None:
+        raise _refusal(path, owner)
 
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:
     own = LockOwner.this_process()
-    # An earlier start of this job lives if Slurm lost contact with its node. A later attempt may succeed.
-    is_earlier = owner.job is not None and owner.job == own.job and owner.restart != own.restart
+    # An earlier start of this job lives if Slurm lost contact with its node. A later attempt may
+    # succeed.
+    is_earlier_start = (
+        owner.job is not None and owner.job == own.job and owner.restart != own.restart
+    )
+    remedy = "stop it"
+    if owner.job:
+        remedy = f"scancel {owner.job}"
     return FolderTakenError(
-        f"{path.parent}: {owner} is at the stage {path.stem} in this folder, which only one job may use; wait for it, "
-        f"{f'scancel {owner.job}' if owner.job else 'stop it'}, or give this run a `folder` of its own",
-        LOST_RANK if is_earlier else None,
+        f"{path.parent}: {owner} is at the stage {path.stem} in this folder, which only one job "
+        f"may use; wait for it, {remedy}, or give this run a `folder` of its own",
+        LOST_RANK if is_earlier_start else None,
     )
 
 
@@ -198,22 +253,32 @@ def lock_path(folder: Path, stage: str = TRAINING) -> Path:
 
 
 def living_owner(path: Path) -> LockOwner | None:
-    """The owner of the lock `path`, unless it is known to be gone or has not touched the lock for a while."""
-    owner = read_lock_owner(
-        path
-    )  # opening the file makes a network file system ask its server how old it is
+    """The owner of the lock `path`.
+
+    None if it is known to be gone, or has not touched the lock for a while.
+    """
+    # Read first: opening the file makes a network file system ask its server how old it is.
+    owner = read_lock_owner(path)
+    if owner is None or owner.is_gone:
+        return None
     try:
-        return None if owner is None or owner.is_gone or age_s(path) > STALE_AFTER_S else owner
+        if age_s(path) > STALE_AFTER_S:
+            return None
     except FileNotFoundError:
         return None
+    return owner
 
 
 def age_s(path: Path) -> float:
-    """The seconds since `path` was written, by the clock of its file system, which need not be this machine's."""
+    """The seconds since `path` was written.
+
+    They are measured by the clock of its file system, which need not be this machine's.
+    """
     try:
         with tempfile.TemporaryFile(dir=path.parent) as now:
             return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
-    except OSError:  # nothing can be written there: this machine's clock has to do
+    except OSError:
+        # Nothing can be written there: this machine's clock has to do.
         return time.time() - path.stat().st_mtime
 
 

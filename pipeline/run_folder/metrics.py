@@ -1,8 +1,9 @@
-"""Reads a run's metrics.jsonl, one line per step, even after a kill; means and spreads of figures."""
+"""Reads a run's metrics.jsonl, which has a line per step; means and spreads of figures."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,10 @@ _MEMORY = ("memory_peak_allocated_gib", "memory_peak_resident_gib")
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; infinite if a value is, such as the perplexity of a run that diverged."""
-    return fmean(values) if all(map(math.isfinite, values)) else math.inf
+    """The arithmetic mean; infinite if a value is, as the perplexity of a diverged run."""
+    if not all(map(math.isfinite, values)):
+        return math.inf
+    return fmean(values)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -33,23 +36,35 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The standard deviation of a sample (n - 1); None for fewer than two values, or if one is infinite."""
-    return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+    """The standard deviation of a sample (n - 1).
+
+    None for fewer than two values, or if one is infinite.
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return stdev(values)
 
 
 def read_metrics(path: Path, tail_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, none if there is no file, without the unfinished lines of killed processes.
+    """The lines of a metrics.jsonl, without the unfinished lines of killed processes.
 
-    `tail_bytes`: reads no more than these at its end.
+    Empty if there is no file.
+
+    Args:
+        tail_bytes: how much of the file is read, at its end; by default all.
     """
-    return list(_lines(path, tail_bytes)) if path.exists() else []
+    if not path.exists():
+        return []
+    return list(_lines(path, tail_bytes))
 
 
 def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         if tail_bytes is not None:
-            file.seek(max(0, file.seek(0, 2) - tail_bytes))
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - tail_bytes))
         for text in file:
+            # A kill cuts a line short, and so does a tail that begins within a line.
             with suppress(orjson.JSONDecodeError):
                 line = orjson.loads(text)
                 if isinstance(line, dict) and "step" in line:
@@ -57,21 +72,20 @@ def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]
 
 
 def only_numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Those of `values` that are numbers."""
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    """The entries of `values` that are numbers."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            numbers[name] = value
+    return numbers
 
 
 def _measured(values: object) -> object:
     """The numbers among `values`; null stands for infinity, which JSON cannot hold."""
     if not isinstance(values, Mapping):
         return values
-    return only_numbers(
-        {name: math.inf if value is None else value for name, value in values.items()}
-    )
+    filled = {name: math.inf if value is None else value for name, value in values.items()}
+    return only_numbers(filled)
 
 
 Figures = dict[str, Annotated[dict[str, float], BeforeValidator(_measured)]]
@@ -88,16 +102,20 @@ class ValidationRecord(BaseModel):
 
 
 class History(NamedTuple):
-    """What the metrics.jsonl of a run says of the whole run, None where it does not."""
+    """What the metrics.jsonl of a run says of the whole run; None where it does not.
+
+    Attributes:
+        validations: all validations, the one at step 0 included.
+        forgetting: the corpora with figures of forgetting.
+        learning_rate: the highest learning rate.
+        peak_memory_gib: the highest memory of rank 0: on a GPU its tensors, on a CPU the host
+            memory of its process.
+    """
 
     validations: list[ValidationRecord]
-    """all of them, the one at step 0 included"""
     forgetting: set[str]
-    """the corpora with figures of forgetting"""
     learning_rate: float | None
-    """the highest"""
     peak_memory_gib: float | None
-    """of rank 0: GPU memory of its tensors, or on CPUs host memory of its process"""
 
 
 def read_history(path: Path, *, validated: bool = True) -> History:
@@ -107,28 +125,50 @@ def read_history(path: Path, *, validated: bool = True) -> History:
         RunFolderError: it is to be `validated`, and has fewer than two validations.
     """
     validations: list[ValidationRecord] = []
-    highest: dict[str, float] = {}
     forgetting: set[str] = set()
+    learning_rate: float | None = None
+    peak_memory_gib: float | None = None
     for line in _lines(path) if path.exists() else ():
-        for name, value in only_numbers(
-            {name: line.get(name) for name in ("learning_rate", *_MEMORY)}
-        ).items():
-            highest[name] = max(value, highest.get(name, value))
-        forgetting |= {name.partition("/")[2] for name in line if name.startswith("forgetting/")}
-        # The figures of a validation are named `<figure>/<corpus>`.
-        figures: Figures = {
-            name.removeprefix("perplexity/"): {} for name in line if name.startswith("perplexity/")
-        }
+        learning_rate = _highest(learning_rate, line, ("learning_rate",))
+        peak_memory_gib = _highest(peak_memory_gib, line, _MEMORY)
+        for name in line:
+            figure, _, corpus = name.partition("/")
+            if figure == "forgetting":
+                forgetting.add(corpus)
+        figures = _validation_figures(line)
         if figures:
-            for name, value in line.items():
-                figure, _, corpus = name.partition("/")
-                if corpus in figures and figure not in _NOT_OF_A_CORPUS:
-                    figures[corpus][figure] = value
             validations.append(ValidationRecord(step=line["step"], figures=figures))
     if validated and len(validations) < 2:
         raise RunFolderError(
-            f"{path}: no validation after the first; expected held-out figures of at least two steps: did the run "
-            "finish, and has a corpus a held-out part?"
+            f"{path}: no validation after the first; expected held-out figures of at least two "
+            "steps: did the run finish, and has a corpus a held-out part?"
         )
-    memory = max((highest[name] for name in _MEMORY if name in highest), default=None)
-    return History(validations, forgetting, highest.get("learning_rate"), memory)
+    return History(validations, forgetting, learning_rate, peak_memory_gib)
+
+
+def _highest(
+    highest: float | None, line: Mapping[str, object], names: Sequence[str]
+) -> float | None:
+    """The highest of `highest` and the numbers `names` of a line."""
+    numbers = only_numbers({name: line.get(name) for name in names})
+    for value in numbers.values():
+        if highest is None or value > highest:
+            highest = value
+    return highest
+
+
+def _validation_figures(line: Mapping[str, Any]) -> Figures:
+    """The figures of a line by corpus; empty if its step has no validation.
+
+    In the line they are named `<figure>/<corpus>`.
+    """
+    figures: Figures = {}
+    for name in line:
+        figure, _, corpus = name.partition("/")
+        if figure == "perplexity":
+            figures[corpus] = {}
+    for name, value in line.items():
+        figure, _, corpus = name.partition("/")
+        if corpus in figures and figure not in _NOT_OF_A_CORPUS:
+            figures[corpus][figure] = value
+    return figures

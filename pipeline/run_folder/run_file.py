@@ -1,10 +1,14 @@
-"""`run.yaml` in a run's folder: the run as it was last started, which every command takes in place of its file."""
+"""`run.yaml` in a run's folder: the run as it was last started.
+
+Every command takes the folder in place of the run's file.
+"""
 
 from __future__ import annotations
 
 import difflib
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -14,26 +18,41 @@ from pipeline.config.sources import RUN_FILE
 from pipeline.files import write_text
 from pipeline.hub import source_of
 
-_HEADER = "# This run as it was last started, written by scale-cpt: its commands take this folder in place of a file.\n"
+_HEADER = (
+    "# This run as it was last started, written by scale-cpt: its commands take this folder in "
+    "place of a file.\n"
+)
 _logger = log.get_logger(__name__)
 
 
 def write_run(config: RunConfig) -> None:
-    """Writes `<folder>/run.yaml`, unless the user wrote the file there; logs the lines that change."""
+    """Writes `<folder>/run.yaml`, unless the user wrote it; logs the lines that change."""
     path = config.folder / RUN_FILE
     values = config.model_dump(mode="json", exclude_unset=True)
-    for section, key in ((values, "base"), (values.get("vocabulary") or {}, "folder")):
-        if key in section:  # models of the hub by their names
-            section[key] = source_of(Path(section[key])) or section[key]
+    _name_hub_model(values, "base")
+    _name_hub_model(values.get("vocabulary") or {}, "folder")
     text = _HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     if path.exists():
         before = path.read_text(encoding="utf-8", errors="replace")
-        if before == text or not before.startswith(_HEADER):
+        is_users_own = not before.startswith(_HEADER)
+        if is_users_own or before == text:
             return
-        lines = difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm="")
-        changed = [
-            " ".join(line.split()) for line in islice(lines, 2, None) if not line.startswith("@@")
-        ]
-        _logger.info("%s: changed: %s", path, ", ".join(changed))
+        _logger.info("%s: changed: %s", path, ", ".join(_changed_lines(before, text)))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
+
+
+def _name_hub_model(section: dict[str, Any], key: str) -> None:
+    """Replaces a folder of the hub's cache by the model's name on the hub."""
+    if key in section:
+        section[key] = source_of(Path(section[key])) or section[key]
+
+
+def _changed_lines(before: str, after: str) -> list[str]:
+    """The lines that differ, with + or -."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
+    changed = []
+    for line in islice(lines, 2, None):  # the first two name the files
+        if not line.startswith("@@"):
+            changed.append(" ".join(line.split()))
+    return changed

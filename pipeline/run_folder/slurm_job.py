@@ -1,4 +1,4 @@
-"""What Slurm says of a job: whether it still runs, waits in the queue, was cancelled, or ended otherwise."""
+"""The state of a Slurm job: it runs, waits in the queue, was cancelled, or ended otherwise."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-_PATIENCE_S = 10
-"""Of one question; slurmctld may be busy or failing over."""
+_TIMEOUT_S = 10
+"""How long one question to Slurm may take; slurmctld may be busy or failing over."""
 _RUNNING = (
     "RUNNING",
     "COMPLETING",
@@ -32,9 +32,10 @@ class SlurmJob(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slurm_job(job: str) -> SlurmJob | None:
-    """The state of the job with the number `job`; None where there is no Slurm, or it does not know the job.
+    """The state of the job with the number `job`; None where Slurm does not know it.
 
-    slurmctld forgets a job some minutes after its end; the accounting, where there is one, still knows it.
+    slurmctld forgets a job some minutes after its end; the accounting, where there is one, still
+    knows it.
     """
     name = _state_of_controller(job) or _state_of_accounting(job)
     if name is None:
@@ -43,7 +44,9 @@ def slurm_job(job: str) -> SlurmJob | None:
         return SlurmJob("running", name)
     if name in _QUEUED:
         return SlurmJob("queued", name)
-    return SlurmJob("cancelled" if name == "CANCELLED" else "ended", name)
+    if name == "CANCELLED":
+        return SlurmJob("cancelled", name)
+    return SlurmJob("ended", name)
 
 
 def _state_of_controller(job: str) -> str | None:
@@ -53,23 +56,29 @@ def _state_of_controller(job: str) -> str | None:
     for state in states:
         if state in _RUNNING:
             return state
-    return states[-1] if states else None
+    if not states:
+        return None
+    return states[-1]
 
 
 def _state_of_accounting(job: str) -> str | None:
     answer = _answer_of(
         ["sacct", "--jobs", job, "--allocations", "--noheader", "--parsable2", "--format=State"]
     )
-    words = answer.split()  # "CANCELLED by 1000"
-    return words[0] if words else None
+    words = answer.split()
+    if not words:
+        return None
+    return words[0]  # of "CANCELLED by 1000"
 
 
 def _answer_of(command: Sequence[str]) -> str:
     """What `command` prints; nothing where it is not installed, fails or takes too long."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode != 0:
+        return ""
+    return done.stdout

@@ -1,4 +1,5 @@
-"""The width-expanded linear map of SCALE, Eq. 1 of the paper (https://aclanthology.org/2026.findings-acl.2037/).
+"""The width-expanded linear map of SCALE, Eq. 1 of the paper
+(https://aclanthology.org/2026.findings-acl.2037/).
 
                       in      in_up
                    +-------+-------+
@@ -7,11 +8,13 @@
     [ y_up ] out_up|  W21  |  W22  |  [ x_up ]      W21  base_to_expansion
                    +-------+-------+                W22  expansion_to_expansion
 
-Preserve has no W12, so that y is the base model's own in every layer. Adapt has it in the layers from `l_fp` on.
+Preserve has no W12, so that y is the base model's own in every layer. Adapt has it in the layers
+from `l_fp` on.
 
-The two streams x and x_up are separate tensors, and each block is a separate submodule, for three reasons. The base
-stream runs the same matrix products as the base model, to the bit. Autograd builds no graph for W where x depends on no
-trained parameter. ZeRO-3 gathers W and the new blocks separately.
+The two streams x and x_up are separate tensors, and each block is a separate submodule, for three
+reasons. The base stream runs the same matrix products as the base model, to the bit. Autograd
+builds no graph for W where x depends on no trained parameter. ZeRO-3 gathers W and the new blocks
+separately.
 
 On one tensor-parallel rank, every block is a shard: a new block is split over the ranks like W.
 tests/scale/test_widened_linear.py compares the four blocks with one dense matrix.
@@ -21,24 +24,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from pipeline.parallel.layers import (
+from pipeline.parallel.linear import (
     ColumnParallelLinear,
     ExpertLinear,
     LowRankAdapter,
     RowParallelLinear,
 )
 from pipeline.parallel.topology import TensorParallel
+from pipeline.scale_math import masked_sum
 
 Streams = tuple[Tensor, Tensor | None]
-"""The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U], None where nothing is added."""
+"""The base stream x: [B, S, D], and the expansion stream x_up: [B, S, U].
+
+x_up is None in a model, or on a path, that has no expansion.
+"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The size of one side of a block, and how many indivisible units (heads, or single features) it consists of."""
+    """One side of a block of a widened map.
+
+    Attributes:
+        size: the number of its features.
+        units: how many indivisible units they form, heads or single features: the unit of a shard.
+    """
 
     size: int
     units: int
@@ -51,9 +62,14 @@ Parts = tuple[Part, Part | None]
 class WidenedLinear(nn.Module):
     """Y = W X + W12 X^up and Y^up = W21 X + W22 X^up, or Y = W X alone without an expansion.
 
-    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up]. W12 exists in collaborative layers only.
-    LoRA adds an `adapter` to W. `masked` skips W12 and the adapter, so that y is the base's; as a mask [..., 1] it does
-    so for some of the tokens, exactly, for W12 alone: an adapter counts then for all.
+    x: [..., in], x_up: [..., in_up] -> y: [..., out], y_up: [..., out_up].
+
+    Attributes:
+        base: W, frozen under SCALE.
+        adapter: what LoRA adds to W; None with other methods.
+        expansion_to_base: W12, in collaborative layers only.
+        base_to_expansion: W21.
+        expansion_to_expansion: W22.
     """
 
     kind: type[ColumnParallelLinear] | type[RowParallelLinear]
@@ -81,10 +97,16 @@ class WidenedLinear(nn.Module):
             self.expansion_to_expansion = self._block(source[1], target[1], False)
 
     def _block(self, source: Part, target: Part, bias: bool) -> nn.Module:
+        # A new block is split over the ranks like W: by its columns, or by its rows.
         split = source if self.kind is RowParallelLinear else target
         return self.kind(source.size, target.size, bias=bias, units=split.units, tp=self.tp)
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
+        """`masked` skips W12 and the adapter, so that y is the base's.
+
+        As a mask [..., 1] it skips W12 for some of the tokens, exactly; an adapter then counts for
+        all of them.
+        """
         y: Tensor = self.base(x)
         if self.adapter is not None and masked is not True:
             y = y + self.adapter(x)
@@ -95,27 +117,30 @@ class WidenedLinear(nn.Module):
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 
-def masked_sum(y: Tensor, change: Tensor, masked: bool | Tensor) -> Tensor:
-    """y + change, [..., D]; y alone for the tokens of a mask [..., 1]."""
-    return torch.where(masked, y, y + change) if isinstance(masked, Tensor) else y + change
-
-
 def base_maps(model: nn.Module) -> dict[str, nn.Module]:
     """The base's own maps W in all linear maps of `model`, those of experts too, by their path."""
-    modules = list(model.named_modules())
-    maps = {
-        f"{path}.base": module.base for path, module in modules if isinstance(module, WidenedLinear)
-    }
-    return maps | {path: module for path, module in modules if isinstance(module, ExpertLinear)}
+    maps: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, WidenedLinear):
+            maps[f"{path}.base"] = module.base
+        elif isinstance(module, ExpertLinear):
+            maps[path] = module
+    return maps
 
 
 class WidenedColumnLinear(WidenedLinear):
-    """The widened query, key, value, gate and up maps: blocks are split by rows, inputs are not split."""
+    """The widened query, key, value, gate and up maps.
+
+    Blocks are split by rows; inputs are whole on every rank.
+    """
 
     kind = ColumnParallelLinear
 
 
 class WidenedRowLinear(WidenedLinear):
-    """The widened output and down maps: blocks are split by columns, results are partial sums over the ranks."""
+    """The widened output and down maps.
+
+    Blocks are split by columns; results are partial sums over the ranks.
+    """
 
     kind = RowParallelLinear

@@ -1,6 +1,7 @@
 """The norms of the two streams, and of the added heads' queries and keys.
 
-The paper leaves open which statistics normalise the expansion stream; `WidenedNorm` has both answers.
+The paper leaves open which statistics normalise the expansion stream; `WidenedNorm` has both
+answers.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from torch import Tensor, nn
 from pipeline.parallel.norms import LayerNorm, NormedChannels, NormKind, RMSNorm
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import sum_of_squares
 
 
 class WidenedNorm(nn.Module):
-    """x: [..., D], x_up: [..., U] -> the same shapes, normalised; each stream has its own gains (and biases).
+    """x: [..., D], x_up: [..., U] -> the same shapes, normalised.
 
-    The base stream is normalised by its own statistics only, otherwise it would not be preserved. The paper does not
-    specify which `statistics` normalise the expansion stream: `separate` are its own; `base` are those of the base
-    stream, so that a trained model can be exported as an ordinary wider one. `normed`: how those count its channels.
+    Each stream has its own gains (and biases). The base stream is normalised by its own statistics
+    only, otherwise it would not be preserved.
+
+    Attributes:
+        statistics: what normalises the expansion stream, which the paper leaves open. `separate`:
+            its own statistics. `base`: the base stream's, so that a trained model can be exported
+            as an ordinary wider one.
+        normed: how the base's statistics count its channels, where the base was widened before.
     """
 
     def __init__(
@@ -42,45 +49,70 @@ class WidenedNorm(nn.Module):
         if kind == "rmsnorm":
             norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset)
         self.base = norm(size)
-        self.expansion = None if expansion_size is None else norm(expansion_size)
+        self.expansion: nn.Module | None = None
+        if expansion_size is not None:
+            self.expansion = norm(expansion_size)
         self._stored_scale: float | None = None
 
     def as_stored(self, scale: float) -> None:
-        """From now on computes as an ordinary norm over both streams, where added channels are stored times `scale`."""
+        """From now on computes as a merged export does: as one norm over both streams.
+
+        A merged export stores the added channels times `scale`.
+        """
         self._stored_scale = scale
         if self.normed is not None:
             self.normed = NormedChannels(self.normed.size, scale)
 
     def forward(self, x: Tensor, x_up: Tensor | None) -> Streams:
         if isinstance(self.base, LayerNorm):
-            of_base = x if self.statistics == "base" else None
-            return self.base(x), None if self.expansion is None or x_up is None else self.expansion(
-                x_up, of_base
-            )
-        x_fp32, width = x.float(), x.shape[-1]
-        mean_square = None if self.normed is None else self.normed.sum_of_squares(x_fp32) / width
-        if self.expansion is None or x_up is None:
-            return self.base(x, mean_square, x_fp32=x_fp32), None
-        if self._stored_scale is not None:
-            added = self._stored_scale**2 * x_up.float().square().sum(-1, keepdim=True)
-            mean_square = (
-                (self.normed or NormedChannels(width, 1.0)).sum_of_squares(x_fp32) + added
-            ) / width
-            return self.base(x, mean_square, x_fp32=x_fp32), self.expansion(x_up, mean_square)
+            return self._layer_norm(x, x_up)
+        if self._stored_scale is not None and x_up is not None:
+            return self._merged_norm(x, x_up, self._stored_scale)
+
+        width = x.shape[-1]
+        # One copy in fp32 for the norm and for the mean square: both would be kept for backward.
+        x_fp32 = x.float()
+        mean_square: Tensor | None = None
+        if self.normed is not None:
+            mean_square = self.normed.sum_of_squares(x_fp32) / width
         y = self.base(x, mean_square, x_fp32=x_fp32)
+        if self.expansion is None or x_up is None:
+            return y, None
         if self.statistics == "separate":
             return y, self.expansion(x_up)
         if mean_square is None:
-            mean_square = x_fp32.square().sum(-1, keepdim=True) / width
+            mean_square = sum_of_squares(x_fp32) / width
         return y, self.expansion(x_up, mean_square)
+
+    def _layer_norm(self, x: Tensor, x_up: Tensor | None) -> Streams:
+        """`forward` with LayerNorm, which also subtracts a mean."""
+        if self.expansion is None or x_up is None:
+            return self.base(x), None
+        statistics_of = x if self.statistics == "base" else None
+        return self.base(x), self.expansion(x_up, statistics_of)
+
+    def _merged_norm(self, x: Tensor, x_up: Tensor, scale: float) -> Streams:
+        """`forward` as a merged export computes it: one mean square over both streams.
+
+        Its mean square counts the added channels as it stores them, times `scale`. The divisor is
+        the base's width.
+        """
+        assert self.expansion is not None, "x_up has a norm"
+        width = x.shape[-1]
+        x_fp32 = x.float()
+        normed = NormedChannels(width, 1.0) if self.normed is None else self.normed
+        of_x = normed.sum_of_squares(x_fp32)
+        mean_square = (of_x + scale**2 * sum_of_squares(x_up)) / width
+        return self.base(x, mean_square, x_fp32=x_fp32), self.expansion(x_up, mean_square)
 
 
 class WidenedHeadNorm(nn.Module):
     """The RMSNorm of queries or keys: [..., H·K] and [..., H_up·K] -> the same shapes.
 
-    Every `size` channels, a head or all heads, are normalised by their own statistics, so what the added heads do
-    leaves the base's alone. The added heads have gains of their own (`expansion_size` channels), or with None those of
-    the base: an ordinary wider model has one gain for all its heads.
+    Every `size` channels, a head or all heads, are normalised by their own statistics, so that the
+    base's heads do not depend on the added ones. The added heads have gains of their own
+    (`expansion_size` channels). With None they have the base's: an ordinary wider model has one
+    gain for all its heads.
     """
 
     def __init__(
@@ -95,13 +127,16 @@ class WidenedHeadNorm(nn.Module):
         super().__init__()
         norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset, in_region=True)
         self.base = norm(size)
-        self.expansion = None if expansion_size is None else norm(expansion_size)
+        self.expansion: RMSNorm | None = None
+        if expansion_size is not None:
+            self.expansion = norm(expansion_size)
 
     def forward(self, heads: Tensor, heads_up: Tensor | None) -> Streams:
-        up = self.base if self.expansion is None else self.expansion
-        return self._normed(self.base, heads), None if heads_up is None else self._normed(
-            up, heads_up
-        )
+        normed = self._normed(self.base, heads)
+        if heads_up is None:
+            return normed, None
+        added_norm = self.base if self.expansion is None else self.expansion
+        return normed, self._normed(added_norm, heads_up)
 
     @staticmethod
     def _normed(norm: RMSNorm, flat: Tensor) -> Tensor:

@@ -24,14 +24,14 @@ from pipeline.config.run import RunConfig
 from pipeline.data.corpus.indexed_dataset import (
     FileContent,
     ShardFile,
+    ShardWriter,
     shard_file,
     token_dtype,
     writing_shard,
 )
-from pipeline.data.corpus.token_corpus import InputFile, Manifest, SamplingRecord
+from pipeline.data.corpus.manifest import InputFile, Manifest, SamplingRecord
 from pipeline.data.dataset.blend import mix
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize import queue as jobs
 from pipeline.data.tokenize.corpora import train_folder
 from pipeline.data.tokenize.queue import (
     STATE,
@@ -41,7 +41,10 @@ from pipeline.data.tokenize.queue import (
     UnitPart,
     UnitRecord,
     Work,
+    begun,
+    complete,
     manifest_of,
+    run_units,
 )
 from pipeline.data.tokenize.units import input_files
 from pipeline.data.tokenize.workers import Workers, worker_number
@@ -57,19 +60,20 @@ from pipeline.self_generated.prompts import chosen_prompts, write_prompts
 if TYPE_CHECKING:
     from pipeline.self_generated.generation import BaseWriter
 
-# A unit is the work that a kill can cost, and has at least one batch.
+# A unit is the work that a kill can cost. It has at least one batch.
 _UNITS_PER_CORPUS = 64
 _MAX_UNIT_TOKENS = 2**20
 # Of a small corpus, so that several workers have work.
 _LEAST_UNITS = 8
-# Of keys and values in fp32. More documents at a time are faster up to about the second number.
+# The memory for keys and values in fp32. More documents at a time are faster up to about the second
+# number.
 _CACHE_BYTES = 16 * 2**30
 _MAX_BATCH_SIZE = 128
 
 
 @dataclass(frozen=True)
 class _Unit(Work):
-    """The `number`-th of so many units, which has to write at least `size` tokens."""
+    """The `number`-th of `units` units, which has to write at least `size` tokens."""
 
     number: int
     units: int
@@ -89,8 +93,8 @@ class Prompts(Outcome):
 class SamplingJob:
     """Everything that decides what the base in `base` writes into `output`.
 
-    `max_tokens` is the resolved one; `batch_size` None takes one that suits the base. `chat_date` is what a chat
-    template is told is today.
+    `max_tokens` is the resolved one; `batch_size` None takes one that suits the base. `chat_date`
+    is what a chat template is told is today.
     """
 
     base: Path
@@ -136,20 +140,23 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
 def check_sampling(
     sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec
 ) -> None:
-    """Raises ConfigError where the base has no room to write documents of at most `max_tokens` tokens."""
+    """Raises ConfigError where `max_tokens` is too few for the prompts or too many for the base."""
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
-    least, most = frame + (sampling.prompt_tokens or 0) + 1, spec.max_position_embeddings
+    least = frame + (sampling.prompt_tokens or 0) + 1
+    most = spec.max_position_embeddings
     if not least <= max_tokens <= most:
         raise ConfigError(
-            f"max_tokens: expected {least} (the prompts and a token more) to {most} (the base's context), "
-            f"found {max_tokens}"
+            f"max_tokens: expected {least} (the prompts and a token more) to {most} (the base's "
+            f"context), found {max_tokens}"
         )
 
 
 def plan_of(job: SamplingJob) -> Plan:
     """Opens everything that `job` reads, and describes it.
 
-    Raises UserError where the base, its tokenizer or the prompts cannot be used, or do not fit the settings.
+    Raises:
+        UserError: the base, its tokenizer or the prompts cannot be used, or do not fit the
+            settings.
     """
     base = open_base(job.base)
     tokenizer = load_tokenizer(job.base)
@@ -158,7 +165,8 @@ def plan_of(job: SamplingJob) -> Plan:
     template = job.template
     if template is None and (job.sampling.thinking is not None or job.sampling.system_prompts):
         raise ConfigError(
-            "thinking and system_prompts are of prompts that are chats: give messages_key or chat_template"
+            "thinking and system_prompts are of prompts that are chats: give messages_key or "
+            "chat_template"
         )
     batch_size = job.batch_size or _begun_batch_size(job) or _batch_size(job, base.spec)
     sampling = SamplingRecord(
@@ -167,23 +175,32 @@ def plan_of(job: SamplingJob) -> Plan:
         max_tokens=job.max_tokens,
         batch_size=batch_size,
     )
-    return Plan(
+    # At least a batch of the longest documents.
+    tokens_per_batch = batch_size * job.max_tokens
+    tokens_per_unit = min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)
+    plan = Plan(
         inputs=[(str(file), size) for file, size in input_files(job.sampling.prompts).items()],
         tokenizer=tokenizer.record("transformers"),
         text_key=job.messages_key or job.text_key,
-        chat_template=template.fingerprint if template and job.messages_key else None,
-        chat_date=template.date if template else None,
-        unit_size=max(
-            batch_size * job.max_tokens, min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)
-        ),
+        unit_size=max(tokens_per_batch, tokens_per_unit),
         sampling=sampling,
     )
+    if template is not None:
+        plan.chat_date = template.date
+        if job.messages_key:
+            plan.chat_template = template.fingerprint
+    return plan
 
 
 def _begun_batch_size(job: SamplingJob) -> int | None:
-    """The batch size of the corpus in the job's folder, if there is one: a pipeline continues with it."""
-    found = jobs.begun(job.output)
-    return found.sampling.batch_size if found is not None and found.sampling is not None else None
+    """The batch size of the corpus in the job's folder; None if none was begun.
+
+    A pipeline continues with it.
+    """
+    found = begun(job.output)
+    if found is None or found.sampling is None:
+        return None
+    return found.sampling.batch_size
 
 
 def sample_corpus(
@@ -191,130 +208,166 @@ def sample_corpus(
 ) -> Manifest:
     """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
-    Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one corpus together.
-    Raises UserError where the prompts cannot be used, or the folder holds another corpus.
+    Each worker loads the base; on GPUs they take one each, in turn. `share`: of jobs that make one
+    corpus together.
+
+    Raises:
+        UserError: the prompts cannot be used, or the folder holds another corpus.
     """
 
     def make(state: Path) -> Manifest:
         if plan.inputs:
-            prompts = [Work(job.prompts.name, 1, str(job.prompts))]
+            unit = Work(job.prompts.name, 1, str(job.prompts))
             choose = partial(_choose_prompts, job, plan)
-            for _ in jobs.run_units(
-                state, Prompts, choose, prompts, Workers(None), what="choosing prompts"
-            ):
+            alone = Workers(None)
+            for _ in run_units(state, Prompts, choose, [unit], alone, what="choosing prompts"):
                 pass
-        count = math.ceil(job.sampling.tokens / plan.unit_size)
-        tokens = math.ceil(job.sampling.tokens / count)
-        names = [f"00000-{number:06d}" for number in range(count)]
-        units = [
-            _Unit(name, tokens, str(job.output / name), at, count) for at, name in enumerate(names)
-        ]
         write = partial(_write_unit, job, plan)
-        found = jobs.run_units(
-            state, UnitRecord, write, units, workers, share, what="sampling", measured_in=" tokens"
+        records: dict[str, UnitPart] = {}
+        found = run_units(
+            state,
+            UnitRecord,
+            write,
+            _units_of(job, plan),
+            workers,
+            share,
+            what="sampling",
+            measured_in=" tokens",
         )
-        inputs = [
-            InputFile(path=path, bytes=size, sha256=file_hash(Path(path)))
-            for path, size in plan.inputs
-        ]
-        return manifest_of(
-            plan, "train", {name: record.train for name, record in sorted(found)}, inputs
-        )
+        # In the order of names, whichever worker was first: the manifest depends on the job alone.
+        for name, record in sorted(found):
+            records[name] = record.train
+        inputs: list[InputFile] = []
+        for path, size in plan.inputs:
+            inputs.append(InputFile(path=path, bytes=size, sha256=file_hash(Path(path))))
+        return manifest_of(plan, "train", records, inputs)
 
-    return jobs.complete(job.output, plan, make)
+    return complete(job.output, plan, make)
+
+
+def _units_of(job: SamplingJob, plan: Plan) -> list[_Unit]:
+    """The units of a corpus: as many as its tokens need, all of the same size."""
+    count = math.ceil(job.sampling.tokens / plan.unit_size)
+    tokens = math.ceil(job.sampling.tokens / count)
+    units: list[_Unit] = []
+    for number in range(count):
+        name = f"00000-{number:06d}"
+        units.append(_Unit(name, tokens, str(job.output / name), number, count))
+    return units
 
 
 def default_workers(base: Path) -> int:
-    """A worker for each GPU; without, for each core, or as often as the free memory holds the base."""
+    """A worker for each GPU.
+
+    Without a GPU, a worker for each core, or as often as the free memory holds the base.
+    """
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    needed = 2 * sum(
-        file.stat().st_size for file in open_base(base).files
-    )  # as much again for keys and values
+    weights = sum(file.stat().st_size for file in open_base(base).files)
+    needed = 2 * weights  # as much again for keys and values
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), free // needed))
 
 
 def _choose_prompts(job: SamplingJob, plan: Plan, _: Work) -> Prompts:
     longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
-    template, key = job.template, job.messages_key
-    keys = Keys(key, key, chat=template) if key else Keys(job.text_key)
+    template = job.template
+    keys = Keys(job.text_key)
+    if job.messages_key:
+        keys = Keys(job.messages_key, job.messages_key, chat=template)
     files = write_prompts(job.prompts, job.sampling, keys, template, base=job.base, longest=longest)
     return Prompts(files=files)
 
 
 def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
-    device = (
-        f"cuda:{worker_number() % torch.cuda.device_count()}"
-        if torch.cuda.is_available()
-        else "cpu"
-    )
+    """Writes documents until they have the unit's tokens."""
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{worker_number() % torch.cuda.device_count()}"
     sampling = plan.sampling
-    assert sampling is not None  # of plan_of
+    assert sampling is not None, "plan_of sets it"
     writer, tokenizer = _loaded(job.base, tuple(sampling.base.items()), device)
-    start, end = list(tokenizer.document_start), tokenizer.document_end
-    prompts: Iterator[npt.NDArray[Any]] = repeat(np.array(start or end[-1:]))
+    prompts: Iterator[npt.NDArray[Any]] = repeat(np.array(tokenizer.before_document))
     if plan.inputs:
         prompts = chosen_prompts(job.prompts, sampling.seed, unit.number, unit.units)
     part = UnitPart()
-    with writing_shard(
-        job.output / unit.name, token_dtype(tokenizer.vocab_size), job.output / STATE
-    ) as shard:
-        while (left := unit.size - shard.tokens) > 0:
-            # At first no more documents than are needed if all are as long as they may be. Later an eighth more than
-            # the mean length suggests: few documents take almost as long as a whole batch.
-            needed = (
-                1.125 * left * shard.documents / shard.tokens
-                if shard.documents
-                else left / sampling.max_tokens
-            )
+    dtype = token_dtype(tokenizer.vocab_size)
+    with writing_shard(job.output / unit.name, dtype, job.output / STATE) as shard:
+        while shard.tokens < unit.size:
+            count = _documents_needed(unit.size - shard.tokens, shard, sampling.max_tokens)
             try:
                 documents = writer.write(
-                    list(islice(prompts, math.ceil(needed))),
+                    list(islice(prompts, count)),
                     temperature=sampling.temperature,
                     max_tokens=sampling.max_tokens,
                     batch_size=sampling.batch_size,
+                    # A seed for each call: a killed unit starts again with the same documents.
                     seed=mix(sampling.seed, unit.number, shard.documents),
                 )
             except torch.OutOfMemoryError:
                 raise ConfigError(
-                    f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} tokens at a time do not "
-                    f"fit into its memory; remove {job.output}, and give a smaller --batch-size"
+                    f"{device}: {sampling.batch_size} documents of up to {sampling.max_tokens} "
+                    f"tokens at a time do not fit into its memory; remove {job.output}, and give a "
+                    "smaller --batch-size"
                 ) from None
-            if (
-                not start
-            ):  # the end of another document, which the base began with, is no part of this one
-                documents = [document[int(document[0] == end[-1]) :] for document in documents]
-            shard.add(
-                np.concatenate(documents), np.array([len(document) for document in documents])
-            )
+            if not tokenizer.document_start:
+                documents = [_without_end_before(document, tokenizer) for document in documents]
+            lengths = np.array([len(document) for document in documents])
+            shard.add(np.concatenate(documents), lengths)
             for document in documents:
-                # Text is counted without what precedes and ends it; a chat template may begin otherwise.
-                begins = len(start) if document[: len(start)].tolist() == start else 0
-                text = tokenizer.decode(document[begins : len(document) - len(end)])
+                text = _text_of(document, tokenizer)
                 part.characters += len(text)
                 part.bytes += len(text.encode())
-    return UnitRecord(
-        train=part.model_copy(
-            update={"documents": shard.documents, "tokens": shard.tokens, "files": shard.files}
-        )
-    )
+    part.documents = shard.documents
+    part.tokens = shard.tokens
+    part.files = shard.files
+    return UnitRecord(train=part)
 
 
+def _documents_needed(tokens: int, written: ShardWriter, max_tokens: int) -> int:
+    """How many more documents to write for `tokens` more tokens.
+
+    At first no more than are needed if all are as long as they may be. Later an eighth more than
+    the mean length suggests: few documents take almost as long as a whole batch.
+    """
+    if written.documents == 0:
+        return math.ceil(tokens / max_tokens)
+    return math.ceil(1.125 * tokens * written.documents / written.tokens)
+
+
+def _without_end_before(document: npt.NDArray[Any], tokenizer: Tokenizer) -> npt.NDArray[Any]:
+    """A document without the end of another one, which a base without a start token began with."""
+    begins_with_end = document[0] == tokenizer.document_end[-1]
+    return document[1:] if begins_with_end else document
+
+
+def _text_of(document: npt.NDArray[Any], tokenizer: Tokenizer) -> str:
+    """The text of a document, without what precedes and ends it.
+
+    A chat template may begin it otherwise.
+    """
+    start = tokenizer.document_start
+    has_start = tuple(document[: len(start)].tolist()) == start
+    first = len(start) if has_start else 0
+    return tokenizer.decode(document[first : len(document) - len(tokenizer.document_end)])
+
+
+# Once in each worker, for all its units.
 @lru_cache(maxsize=1)
 def _loaded(
     base: Path, hashes: tuple[tuple[str, str], ...], device: str
 ) -> tuple[BaseWriter, Tokenizer]:
     """The base and its tokenizer; `hashes` make a changed base another one."""
-    from pipeline.self_generated.generation import (
-        BaseWriter,
-    )  # its imports take seconds, and every stage reads this module
+    # Its imports take seconds, and every stage reads this module.
+    from pipeline.self_generated.generation import BaseWriter
 
     tokenizer = load_tokenizer(base)
     return BaseWriter(base, tokenizer, device), tokenizer
 
 
 def _batch_size(job: SamplingJob, spec: DecoderSpec) -> int:
+    """How many documents to write at a time: as memory allows, with work for all units."""
+    # Keys and values (2), in fp32 (4 bytes).
     bytes_per_token = 2 * 4 * spec.num_layers * spec.widths.num_key_value_heads * spec.head_dim
     in_memory = _CACHE_BYTES // (bytes_per_token * job.max_tokens)
     for_units = math.ceil(job.sampling.tokens / (_LEAST_UNITS * job.max_tokens))

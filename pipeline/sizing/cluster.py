@@ -10,18 +10,31 @@ from pipeline.errors import ConfigError
 
 GIB = 2**30
 USABLE_FRACTION = 0.9
-"""Of a GPU's memory; the rest is left for the CUDA context, NCCL's buffers and fragmentation."""
+"""The share of a GPU's memory that a run may use.
+
+The rest is left for the CUDA context, NCCL's buffers and fragmentation."""
 
 MEMORY_ERROR = 0.05
-"""By what share an estimate of memory may be wrong; a layout that is recommended leaves so much of what is usable."""
+"""By what share an estimate of memory may be wrong.
+
+A layout that is recommended leaves this share of the usable memory free."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Identical nodes of identical GPUs. Bandwidths are those of one GPU in one direction, in GB/s.
+    """Identical nodes of identical GPUs.
 
-    `mfu` is the share of the peak that matrix products reach, including those of recomputed activations.
-    `on_cpu`: there are no GPUs; each rank is a process with its share of a node's memory, of unknown speed.
+    Attributes:
+        gpus: in total.
+        gpus_per_node: GPUs that share a node.
+        gpu_memory_gib: memory of one GPU.
+        peak_tflops: dense peak of one GPU.
+        mfu: share of the peak that matrix products reach, including those of recomputed
+            activations.
+        node_gb_per_s: bandwidth of one GPU to others of its node, in one direction.
+        network_gb_per_s: bandwidth of one GPU to other nodes, in one direction.
+        on_cpu: there are no GPUs; each rank is a process with its share of a node's memory, of
+            unknown speed.
     """
 
     gpus: int
@@ -60,7 +73,7 @@ class Cluster:
 
 
 def add_cluster_options(parser: argparse._ActionsContainer) -> None:
-    """Adds the options that `cluster_of` reads; those that are not given are left out of the namespace."""
+    """Adds the options that `cluster_of` reads; those not given are left out of the namespace."""
     parser.add_argument(
         "--gpus", type=int, default=argparse.SUPPRESS, help="in total (default: this machine's)"
     )
@@ -72,28 +85,44 @@ def add_cluster_options(parser: argparse._ActionsContainer) -> None:
         ("node_gb_per_s", float, "bandwidth of a GPU within its node"),
         ("network_gb_per_s", float, "bandwidth of a GPU to other nodes"),
     ):
-        flag, text = f"--{name.replace('_', '-')}", f"{meaning}; default {getattr(Cluster, name):g}"
-        parser.add_argument(flag, type=kind, default=argparse.SUPPRESS, help=text)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=argparse.SUPPRESS,
+            help=f"{meaning}; default {getattr(Cluster, name):g}",
+        )
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
-    """The cluster that `arguments` describe; without `gpus` it is this machine, and they change what it has."""
+    """The cluster that `arguments` describe.
+
+    Without `gpus` it is this machine, some of whose properties they may change.
+    """
     given = vars(arguments)
     if "gpus" not in given:
         given = {**_this_machine(), **given}
-    return Cluster(
-        **{field.name: given[field.name] for field in fields(Cluster) if field.name in given}
-    )
+    known = {}
+    for field in fields(Cluster):
+        if field.name in given:
+            known[field.name] = given[field.name]
+    return Cluster(**known)
 
 
 def _this_machine() -> dict[str, object]:
-    """This machine's GPUs; without any, processes that share its memory. NPROC sets their number, as in slurm/."""
+    """This machine's GPUs; without any, processes that share its memory.
+
+    NPROC sets the number of processes, as in slurm/.
+    """
     import torch  # here: --help does not wait for it
 
     on_cpu = not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu"
-    ranks = int(os.environ.get("NPROC") or (2 if on_cpu else torch.cuda.device_count()))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
-    if not on_cpu:
+    if os.environ.get("NPROC"):
+        ranks = int(os.environ["NPROC"])
+    else:
+        ranks = 2 if on_cpu else torch.cuda.device_count()
+    if on_cpu:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+    else:
         memory = min(
             torch.cuda.get_device_properties(number).total_memory for number in range(ranks)
         )

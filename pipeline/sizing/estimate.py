@@ -1,12 +1,16 @@
-"""The estimate of a run on one layout, and on every layout worth comparing: a table, and a recommendation."""
+"""The estimate of a run on one layout, and on every layout worth comparing.
+
+The report is tables of both, and a recommendation.
+"""
 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from itertools import product, starmap
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +22,7 @@ from pipeline.deepspeed_config import (
     DeepSpeedConfig,
     accumulation_steps,
     deepspeed_config_of,
-    why_not_zero3,
+    zero3_unsupported_reason,
 )
 from pipeline.errors import BaseModelError, UserError
 from pipeline.log import counted
@@ -41,7 +45,8 @@ TP_SIZES = (1, 2, 4, 8)
 _COLUMNS = 100
 """The width of a report."""
 _TOLERANCE = 0.03
-"""Steps whose times differ by less than this share count as equally fast: the estimate is not more precise."""
+"""Steps whose times differ by less than this share count as equally fast: the estimate is not more
+precise."""
 
 
 class Choice(NamedTuple):
@@ -52,19 +57,24 @@ class Choice(NamedTuple):
     activation_checkpointing: ActivationCheckpointing
 
     def __str__(self) -> str:
-        layers = (
-            ""
-            if self.activation_checkpointing == "none"
-            else f", checkpointing {self.activation_checkpointing}"
-        )
-        return f"ZeRO-{self.zero_stage} x tp {self.tp_size}{layers}"
+        text = f"ZeRO-{self.zero_stage} x tp {self.tp_size}"
+        if self.activation_checkpointing != "none":
+            text += f", checkpointing {self.activation_checkpointing}"
+        return text
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run costs on one layout: the memory of a GPU, the traffic and the time of a step.
+    """What a run costs on one layout.
 
-    `host_bytes` are offloaded to the host's memory, per GPU.
+    Attributes:
+        choice: the layout.
+        memory: of a GPU, in bytes.
+        host_bytes: what is offloaded to the host's memory, per GPU.
+        traffic: what a GPU sends in a step.
+        micro_batches: of a step.
+        compute_s: seconds of a step's computation.
+        step_s: seconds of a step, with its messages.
     """
 
     choice: Choice
@@ -82,8 +92,13 @@ class Estimate:
 
     @property
     def inside_bytes(self) -> float:
-        """What it sends to GPUs of its own node."""
-        return sum(traffic.sent_bytes for traffic in self.traffic) - self.between_bytes
+        """What a GPU sends in a step to others of its own node."""
+        return self.sent_bytes - self.between_bytes
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a GPU sends in a step."""
+        return sum(traffic.sent_bytes for traffic in self.traffic)
 
     def fits(self, cluster: Cluster) -> bool:
         """Whether it fits if the estimate is exact."""
@@ -108,6 +123,7 @@ class Estimator:
         self.own_choice = Choice(
             deepspeed.zero_stage, config.parallel.tp_size, config.activation_checkpointing
         )
+        # Layouts share these: each is measured once.
         self.flops_per_token = cache(self._count_flops)
         self._costs = cache(self._measure)
 
@@ -115,7 +131,7 @@ class Estimator:
     def parameters(self) -> Parameters:
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
-            base = Decoder(replace(self.spec, new_rows=0))
+            base = Decoder(replace(self.spec, new_tokens=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
@@ -130,20 +146,28 @@ class Estimator:
         Raises:
             UserError: the model or the batch cannot be split this way.
         """
-        cluster, layout = self.cluster, Layout(self.cluster.gpus, choice.tp_size)
+        cluster = self.cluster
+        layout = Layout(cluster.gpus, choice.tp_size)
         micro_batches = accumulation_steps(self.config.schedule, layout.dp_size)
         zero, costs = self._micro_batch(choice)
         memory, host_bytes = self.memory(choice)
         traffic = estimate_traffic(costs, zero, layout, micro_batches, cluster)
         flops = self.flops_per_token(choice.activation_checkpointing).total * self.tokens_per_step
         compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
-        step_s = _step_seconds(compute_s, traffic, zero, cluster)
         return Estimate(
-            choice, memory, host_bytes, tuple(traffic), micro_batches, compute_s, step_s
+            choice=choice,
+            memory=memory,
+            host_bytes=host_bytes,
+            traffic=tuple(traffic),
+            micro_batches=micro_batches,
+            compute_s=compute_s,
+            step_s=_step_seconds(compute_s, traffic, zero, cluster),
         )
 
     def memory(self, choice: Choice) -> tuple[Memory, int]:
-        """The memory of a GPU, and the bytes that are offloaded to its host: the quickest part of an estimate.
+        """The memory of a GPU, and the bytes that are offloaded to its host.
+
+        It is the quickest part of an estimate.
 
         Raises:
             UserError: the model cannot be split this way.
@@ -157,32 +181,29 @@ class Estimator:
     def all_choices(self) -> Iterator[Choice]:
         """Every layout worth comparing, and the run's own.
 
-        Tensor parallelism stays inside a node; with a single replica of the model ZeRO has nothing to partition.
+        Tensor parallelism stays inside a node; with a single replica of the model ZeRO has nothing
+        to partition.
         """
         own = self.own_choice
-        sizes = {
-            size for size in TP_SIZES if size <= min(self.cluster.gpus, self.cluster.gpus_per_node)
-        }
-        stages = (1, 2, 3) if why_not_zero3(self.config) is None else (1, 2)
-        for choice in starmap(
-            Choice, product(stages, sorted(sizes | {own.tp_size}), CHECKPOINTINGS)
-        ):
-            if choice.zero_stage == 1 or choice.tp_size < self.cluster.gpus or choice == own:
+        largest = min(self.cluster.gpus, self.cluster.gpus_per_node)
+        sizes = {own.tp_size, *(size for size in TP_SIZES if size <= largest)}
+        stages = (1, 2, 3) if zero3_unsupported_reason(self.config) is None else (1, 2)
+        for stage, tp_size, checkpointing in product(stages, sorted(sizes), CHECKPOINTINGS):
+            choice = Choice(stage, tp_size, checkpointing)
+            has_replicas = tp_size < self.cluster.gpus
+            if stage == 1 or has_replicas or choice == own:
                 yield choice
 
     def estimate_all(self, *, every: bool = False) -> tuple[list[Estimate], dict[int, str]]:
         """The estimates of all layouts, and by tensor-parallel size why others are impossible.
 
-        Recomputing more costs time and nothing else. Unless `every` one is wanted, a layout is left out if it fits
-        with less recomputation, which also saves running its micro-batch.
+        Recomputing more costs time and nothing else. Unless `every` one is wanted, a layout is left
+        out if it fits with less recomputation, which also saves running its micro-batch.
         """
         estimates: list[Estimate] = []
         refused: dict[int, str] = {}
         fitting: set[tuple[int, int]] = set()
-        choices = sorted(
-            self.all_choices(),
-            key=lambda choice: CHECKPOINTINGS.index(choice.activation_checkpointing),
-        )
+        choices = sorted(self.all_choices(), key=_recomputation)  # the least recomputation first
         for choice in counted(choices, "estimating", len(choices), " layouts"):
             place = choice.zero_stage, choice.tp_size
             if place in fitting and choice != self.own_choice and not every:
@@ -198,10 +219,17 @@ class Estimator:
         return sorted(estimates, key=_place), refused
 
     def worth_a_row(self, estimates: Sequence[Estimate]) -> list[Estimate]:
-        """One for each ZeRO stage and tensor-parallel size: that with the most recomputation; and the run's own."""
-        last = {(one.choice.zero_stage, one.choice.tp_size): one.choice for one in estimates}
-        wanted = {*last.values(), self.own_choice}
-        return [one for one in estimates if one.choice in wanted]
+        """One estimate for each ZeRO stage and tensor-parallel size, and the run's own.
+
+        It is the one with the most recomputation: those with less do not fit.
+        """
+        wanted = {self.own_choice}
+        last: dict[tuple[int, int], Choice] = {}
+        for estimate in estimates:
+            choice = estimate.choice
+            last[choice.zero_stage, choice.tp_size] = choice
+        wanted.update(last.values())
+        return [estimate for estimate in estimates if estimate.choice in wanted]
 
     def _micro_batch(self, choice: Choice) -> tuple[DeepSpeedConfig, MicroBatchCosts]:
         zero = self.deepspeed.at_stage(choice.zero_stage)
@@ -218,25 +246,28 @@ def _step_seconds(
 ) -> float:
     """The time of a step, in seconds.
 
-    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with it where
-    `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after the update.
+    Tensor-parallel messages block the computation, as Muon's do. Those of ZeRO-2 and 3 overlap with
+    it where `overlap_comm` is set; ZeRO-1 sends after the backward pass, as ZeRO-2 gathers after
+    the update.
     """
-
-    def seconds(*purposes: str) -> float:
-        return sum(message.seconds(cluster) for message in traffic if message.purpose in purposes)
-
-    blocking = compute_s + seconds(TENSOR_PARALLEL, MUON)
+    seconds: dict[str, float] = defaultdict(float)
+    for message in traffic:
+        seconds[message.purpose] += message.seconds(cluster)
+    blocking = compute_s + seconds[TENSOR_PARALLEL] + seconds[MUON]
+    gather_and_reduce = seconds[GATHER] + seconds[REDUCE]
     if not zero.overlaps or zero.zero_stage == 1:
-        return blocking + seconds(GATHER, REDUCE)
+        return blocking + gather_and_reduce
     if zero.zero_stage == 2:
-        return max(blocking, seconds(REDUCE)) + seconds(GATHER)
-    return max(blocking, seconds(GATHER, REDUCE))
+        return max(blocking, seconds[REDUCE]) + seconds[GATHER]
+    return max(blocking, gather_and_reduce)
 
 
 def open_estimator(
     config: RunConfig, cluster: Cluster, *, base_config: Path | None = None
 ) -> Estimator:
-    """Reads the run's base and DeepSpeed file. `base_config` is the base's config.json, if its folder is missing.
+    """Reads the run's base and DeepSpeed file.
+
+    `base_config` is the base's config.json, for a base whose folder is missing.
 
     Raises:
         ConfigError: the DeepSpeed file is invalid for the layout or the run.
@@ -247,93 +278,113 @@ def open_estimator(
     source = base_config or config.base
     if not source.exists():
         raise BaseModelError(
-            f"{source}: no such file or folder; the base's config.json is enough: name it with --base-config"
+            f"{source}: no such file or folder; the base's config.json is enough: "
+            "name it with --base-config"
         )
     deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
     return Estimator(config, extended_spec(config, read_spec(source)), deepspeed, cluster)
 
 
 def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:
-    """The fastest layout that fits even if its estimate is wrong by MEMORY_ERROR, and the reason; None if none does.
+    """The fastest layout that fits even if its estimate is wrong by MEMORY_ERROR, and the reason.
 
-    Among equally fast ones it is the one with the smallest tensor-parallel size, then the least recomputation, then the
-    lowest ZeRO stage.
+    Among equally fast ones it is the one with the smallest tensor-parallel size, then the least
+    recomputation, then the lowest ZeRO stage. None if none fits.
     """
     if not estimates:
         return None, "no layout is possible; see the reasons given for each"
-    fitting = [estimate for estimate in estimates if estimate.is_safe(cluster)]
-    usable = f"{cluster.usable_bytes / GIB:.0f}"
-    if not fitting:
-        least = min(estimates, key=lambda estimate: estimate.memory.total)
-        margin = f", which leaves less than the {MEMORY_ERROR:.0%} that it may be wrong by"
-        return None, (
-            f"nothing fits: {least.choice} needs {_gib(least)} GiB of the usable {usable}"
-            f"{margin if least.fits(cluster) else ''}; "
-            "take more GPUs, a smaller schedule.micro_batch_size, or ds_configs/zero3_offload.json"
-        )
-    fastest = min(estimate.step_s for estimate in fitting)
-    best = min(
-        (estimate for estimate in fitting if estimate.step_s <= fastest * (1 + _TOLERANCE)),
-        key=_effort,
-    )
-    reasons = [f"{_gib(best)} of {usable} usable GiB, {best.step_s:.2f} s a step"]
-    too_large = [
-        other
-        for other in estimates
-        if _effort(other) < _effort(best) and not other.is_safe(cluster)
+    safe = [estimate for estimate in estimates if estimate.is_safe(cluster)]
+    if not safe:
+        return None, _nothing_fits(estimates, cluster)
+
+    fastest = min(estimate.step_s for estimate in safe)
+    equally_fast = [one for one in safe if one.step_s <= fastest * (1 + _TOLERANCE)]
+    best = min(equally_fast, key=_effort)
+    reasons = [
+        f"{_gib(best)} of {_usable_gib(cluster)} usable GiB, {best.step_s:.2f} s a step",
     ]
-    if too_large:
-        nearest = min(too_large, key=lambda estimate: estimate.memory.total)
-        reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
+    simpler = []
     for other in estimates:
-        if best.choice.zero_stage < 3 and other.choice == best.choice._replace(zero_stage=3):
-            more_gb = (
-                other.inside_bytes + other.between_bytes - best.inside_bytes - best.between_bytes
-            ) / 1e9
-            reasons.append(
-                f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits"
-            )
+        if _effort(other) < _effort(best) and not other.is_safe(cluster):
+            simpler.append(other)
+    if simpler:
+        nearest = _smallest(simpler)
+        reasons.append(f"{nearest.choice} would need {_gib(nearest)} GiB")
+    if best.choice.zero_stage < 3:
+        sharded = best.choice._replace(zero_stage=3)
+        for other in estimates:
+            if other.choice == sharded:
+                more_gb = (other.sent_bytes - best.sent_bytes) / 1e9
+                reasons.append(
+                    f"ZeRO-3 would send {more_gb:.1f} GB more a step to gather a base that fits"
+                )
     return best.choice, "; ".join(reasons)
 
 
+def _nothing_fits(estimates: Sequence[Estimate], cluster: Cluster) -> str:
+    """Why no layout is recommended."""
+    least = _smallest(estimates)
+    reason = (
+        f"nothing fits: {least.choice} needs {_gib(least)} GiB of the usable {_usable_gib(cluster)}"
+    )
+    if least.fits(cluster):
+        reason += f", which leaves less than the {MEMORY_ERROR:.0%} that it may be wrong by"
+    return (
+        f"{reason}; take more GPUs, a smaller schedule.micro_batch_size, "
+        "or ds_configs/zero3_offload.json"
+    )
+
+
+def _smallest(estimates: Sequence[Estimate]) -> Estimate:
+    """The one that takes the least memory."""
+    return min(estimates, key=lambda estimate: estimate.memory.total)
+
+
+def _recomputation(choice: Choice) -> int:
+    """A number that rises with the layers that are recomputed."""
+    return CHECKPOINTINGS.index(choice.activation_checkpointing)
+
+
 def _effort(estimate: Estimate) -> tuple[int, int, int]:
+    """How far a layout is from the simplest one."""
     choice = estimate.choice
-    return choice.tp_size, CHECKPOINTINGS.index(choice.activation_checkpointing), choice.zero_stage
+    return choice.tp_size, _recomputation(choice), choice.zero_stage
 
 
 def _place(estimate: Estimate) -> tuple[int, int, int]:
     """The order of a table."""
     choice = estimate.choice
-    return choice.zero_stage, choice.tp_size, CHECKPOINTINGS.index(choice.activation_checkpointing)
+    return choice.zero_stage, choice.tp_size, _recomputation(choice)
 
 
 def _gib(estimate: Estimate) -> str:
     return f"{estimate.memory.total / GIB:.1f}"
 
 
-def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | None]:
-    """The model, a table of layouts, the time of the run's own and of the recommended one; and the recommended one.
+def _usable_gib(cluster: Cluster) -> str:
+    return f"{cluster.usable_bytes / GIB:.0f}"
 
-    `every` layout is listed, those too that recompute more than they must.
+
+# --- The report -----------------------------------------------------------------------------------
+
+
+def report(estimator: Estimator, *, every: bool = False) -> tuple[str, Choice | None]:
+    """The report of an estimate, and the recommended layout if there is one.
+
+    Its sections are the model, a table of layouts, the time of the run's own layout and of the
+    recommended one, and the recommendation. `every` layout is listed, those too that recompute more
+    than they must.
     """
     estimates, refused = estimator.estimate_all(every=every)
     recommended, reason = recommend(estimates, estimator.cluster)
-    texts = [f"  not tp {tp_size}: {reason}" for tp_size, reason in refused.items()]
-    texts.append("")
-    own = estimator.own_choice
-    chosen = {own: "this run's", recommended: "recommended"}
-    if own == recommended:
-        chosen = {own: "this run's, recommended"}
-    texts += [
-        _detail(one, chosen[one.choice], estimator) for one in estimates if one.choice in chosen
-    ]
-    if own.tp_size in refused:
-        texts.append(f"{own} (this run's): IMPOSSIBLE, for the reason above")
-    texts += ["", f"recommended: {recommended or 'no layout'}: {reason}"]
     shown = estimates if every else estimator.worth_a_row(estimates)
-    lines = [*map(_wrapped, _model_lines(estimator)), "", *_table_lines(shown, estimator.cluster)]
-    lines += map(_wrapped, texts)
-    return "\n".join(lines), recommended
+    sections = [
+        _model_section(estimator),
+        _layouts_section(shown, refused, estimator.cluster),
+        _times_section(estimates, refused, recommended, estimator),
+        _wrapped(f"recommended: {recommended or 'no layout'}: {reason}"),
+    ]
+    return "\n\n".join(sections), recommended
 
 
 def _wrapped(text: str) -> str:
@@ -342,58 +393,145 @@ def _wrapped(text: str) -> str:
     )
 
 
-def _model_lines(estimator: Estimator) -> Iterator[str]:
-    cluster, config, spec = estimator.cluster, estimator.config, estimator.spec
+def _model_section(estimator: Estimator) -> str:
+    """The model, its FLOPs, the batch and the cluster; a label and a text in each line."""
+    cluster = estimator.cluster
+    config = estimator.config
     flops = estimator.flops_per_token("none")
-    yield f"parameters  {estimator.parameters}"
-    yield (
-        f"FLOPs       {flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
-        f"{flops.attention / 1e9:.2f} attention)"
-    )
-    yield f"batch       {estimator.tokens_per_step:,} tokens a step, {config.schedule.steps:,} steps"
-    yield (
-        f"cluster     {cluster.gpus} GPUs on {cluster.nodes} node(s), {cluster.usable_bytes / GIB:.0f} usable of "
-        f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s at MFU {cluster.mfu:.2f}"
-    )
+    lines = [
+        ("parameters", str(estimator.parameters)),
+        (
+            "FLOPs",
+            f"{flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
+            f"{flops.attention / 1e9:.2f} attention)",
+        ),
+        (
+            "batch",
+            f"{estimator.tokens_per_step:,} tokens a step, {config.schedule.steps:,} steps",
+        ),
+        (
+            "cluster",
+            f"{cluster.gpus} GPUs on {cluster.nodes} node(s), {_usable_gib(cluster)} usable of "
+            f"{cluster.gpu_memory_gib:.0f} GiB, {cluster.peak_tflops:.0f} TFLOP/s "
+            f"at MFU {cluster.mfu:.2f}",
+        ),
+    ]
     if isinstance(config.method, ScaleMethod):
+        spec = estimator.spec
         plan = plan_expansion(config.method, spec.widths, spec.num_layers)
         if merged_unsupported_reason(plan, spec, gated=False) is None:
-            yield f"serving     a merged export: {describe_serving(plan.expansion, spec)}"
+            serving = describe_serving(plan.expansion, spec)
+            lines.append(("serving", f"a merged export: {serving}"))
+    return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
 
 
-def _table_lines(estimates: Sequence[Estimate], cluster: Cluster) -> Iterator[str]:
-    """GiB on a GPU, and GB that it sends in a step; the kinds of memory are the larger ones, and all others."""
-    head = f"{'ZeRO':>4} {'tp':>3} {'checkpointing':<13} {'weights':>7} {'states':>7} {'activations':>11} {'other':>6}"
-    yield f"{head} {'total':>7} {'fits':>5} {'node GB':>9} {'net GB':>8} {'s/step':>8}"
+_LAYOUT_COLUMNS = (
+    ("ZeRO", ">4"),
+    ("tp", ">3"),
+    ("checkpointing", "<13"),
+    ("weights", ">7"),
+    ("states", ">7"),
+    ("activations", ">11"),
+    ("other", ">6"),
+    ("total", ">7"),
+    ("fits", ">5"),
+    ("node GB", ">9"),
+    ("net GB", ">8"),
+    ("s/step", ">8"),
+)
+"""Heads of the table of layouts, with alignment and width."""
+
+
+def _layouts_section(
+    estimates: Sequence[Estimate], refused: dict[int, str], cluster: Cluster
+) -> str:
+    """A table of layouts, memory in GiB and traffic in GB; and why others are impossible."""
+    lines = [_layout_line([head for head, _ in _LAYOUT_COLUMNS])]
     for estimate in estimates:
-        stage, tp_size, checkpointing = estimate.choice
-        memory = estimate.memory
-        states = memory.gradients + memory.optimizer
-        other = memory.total - memory.weights - states - memory.activations
-        fits = "yes" if estimate.is_safe(cluster) else "tight" if estimate.fits(cluster) else "no"
-        yield (
-            f"{stage:>4} {tp_size:>3} {checkpointing:<13} {memory.weights / GIB:>7.2f} {states / GIB:>7.2f} "
-            f"{memory.activations / GIB:>11.2f} {other / GIB:>6.2f} {memory.total / GIB:>7.2f} {fits:>5} "
-            f"{estimate.inside_bytes / 1e9:>9.1f} {estimate.between_bytes / 1e9:>8.1f} {estimate.step_s:>8.2f}"
-        )
+        lines.append(_layout_line(_layout_cells(estimate, cluster)))
+    for tp_size, reason in refused.items():
+        lines.append(_wrapped(f"  not tp {tp_size}: {reason}"))
+    return "\n".join(lines)
 
 
-def _detail(estimate: Estimate, whose: str, estimator: Estimator) -> str:
-    steps, step_s, cluster = estimator.config.schedule.steps, estimate.step_s, estimator.cluster
-    per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
-    on_host = (
-        f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory" if estimate.host_bytes else ""
-    )
-    kinds = ", ".join(
-        f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}" for kind in fields(Memory)
-    )
-    room = ""
+def _layout_line(cells: Sequence[str]) -> str:
+    aligned = []
+    for text, (_, form) in zip(cells, _LAYOUT_COLUMNS, strict=True):
+        aligned.append(format(text, form))
+    return " ".join(aligned)
+
+
+def _layout_cells(estimate: Estimate, cluster: Cluster) -> list[str]:
+    """One row: the larger kinds of memory have columns, all others share one."""
+    choice = estimate.choice
+    memory = estimate.memory
+    states = memory.gradients + memory.optimizer
+    other = memory.total - memory.weights - states - memory.activations
+    if estimate.is_safe(cluster):
+        fits = "yes"
+    elif estimate.fits(cluster):
+        fits = "tight"
+    else:
+        fits = "no"
+    return [
+        str(choice.zero_stage),
+        str(choice.tp_size),
+        choice.activation_checkpointing,
+        f"{memory.weights / GIB:.2f}",
+        f"{states / GIB:.2f}",
+        f"{memory.activations / GIB:.2f}",
+        f"{other / GIB:.2f}",
+        f"{memory.total / GIB:.2f}",
+        fits,
+        f"{estimate.inside_bytes / 1e9:.1f}",
+        f"{estimate.between_bytes / 1e9:.1f}",
+        f"{estimate.step_s:.2f}",
+    ]
+
+
+def _times_section(
+    estimates: Sequence[Estimate],
+    refused: dict[int, str],
+    recommended: Choice | None,
+    estimator: Estimator,
+) -> str:
+    """The run's own layout and the recommended one in full."""
+    own = estimator.own_choice
+    lines = []
+    for estimate in estimates:
+        if estimate.choice == own == recommended:
+            lines.append(_times_of(estimate, "this run's, recommended", estimator))
+        elif estimate.choice == own:
+            lines.append(_times_of(estimate, "this run's", estimator))
+        elif estimate.choice == recommended:
+            lines.append(_times_of(estimate, "recommended", estimator))
+    if own.tp_size in refused:
+        lines.append(f"{own} (this run's): IMPOSSIBLE, for the reason above")
+    return "\n".join(_wrapped(line) for line in lines)
+
+
+def _times_of(estimate: Estimate, whose: str, estimator: Estimator) -> str:
+    """The time of a step and of the run on one layout, and its memory by kind."""
+    cluster = estimator.cluster
+    step_s = estimate.step_s
+    warning = ""
     if not estimate.fits(cluster):
-        room = f"DOES NOT FIT, it needs {_gib(estimate)} of {cluster.usable_bytes / GIB:.0f} usable GiB: "
+        warning = f"DOES NOT FIT, it needs {_gib(estimate)} of {_usable_gib(cluster)} usable GiB: "
     elif not estimate.is_safe(cluster):
-        room = f"TIGHT, less than {MEMORY_ERROR:.0%} of {cluster.usable_bytes / GIB:.0f} usable GiB are left: "
+        warning = (
+            f"TIGHT, less than {MEMORY_ERROR:.0%} of {_usable_gib(cluster)} usable GiB are left: "
+        )
+    tokens_per_second_per_gpu = estimator.tokens_per_step / step_s / cluster.gpus
+    hours = estimator.config.schedule.steps * step_s / 3600
+    on_host = ""
+    if estimate.host_bytes:
+        on_host = f", {estimate.host_bytes / GIB:.2f} GiB a GPU in host memory"
+    kinds = []
+    for kind in fields(Memory):
+        kinds.append(f"{kind.name} {getattr(estimate.memory, kind.name) / GIB:.2f}")
     return (
-        f"{estimate.choice} ({whose}): {room}{estimate.micro_batches} micro-batches a step, {step_s:.2f} s "
-        f"({estimate.compute_s:.2f} computing), {per_gpu:,.0f} tokens/s a GPU, {steps * step_s / 3600:.1f} h{on_host}; "
-        f"GiB: {kinds}"
+        f"{estimate.choice} ({whose}): {warning}{estimate.micro_batches} micro-batches a step, "
+        f"{step_s:.2f} s ({estimate.compute_s:.2f} computing), "
+        f"{tokens_per_second_per_gpu:,.0f} tokens/s a GPU, {hours:.1f} h{on_host}; "
+        f"GiB: {', '.join(kinds)}"
     )

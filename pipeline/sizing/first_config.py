@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,27 +26,64 @@ from pipeline.sizing.cluster import Cluster
 from pipeline.sizing.estimate import open_estimator
 
 _SAMPLE_BYTES = 4 * 2**20
-_WIDER_BY, _L_FP_SHARE = (
-    1 / 8,
-    3 / 16,
-)  # the paper's shares: of every width, and of the layers without W12
+_WIDER_BY = 1 / 8
+"""The paper's expansion, as a share of every width."""
+_L_FP_SHARE = 3 / 16
+"""The paper's share of the layers without W12."""
 _WIDER_WITH_GATE = 1 / 4
-"""With W12 in attention and FFN, 1.4 times the base's FLOPs and 1.5 times its parameters (docs/results/frontier.md)."""
+"""With W12 in attention and FFN, 1.4 times the base's FLOPs and 1.5 times its parameters
+(docs/results/frontier.md)."""
 _MULTIPLE_OF = 8
-_PAPER_HIDDEN_SIZE, _PAPER_RATE = 2048, 1e-3
-_LONGEST, _SHORTEST = 8192, 64
+"""Added widths are multiples of it, as kernels prefer."""
+_PAPER_HIDDEN_SIZE = 2048
+_PAPER_RATE = 1e-3
+_LONGEST = 8192
+_SHORTEST = 64
+"""Bounds of a sequence's length in tokens."""
 _SEQUENCES = 4096
-"""Sequences that a run reads at least, where its texts hold them: shorter sequences make more of little text."""
+"""Sequences that a run reads at least, if its texts suffice: shorter ones make more of them."""
 _STEPS = 1000
 _LARGEST_STEP = 2**22
 """Tokens of a step of the paper's run; smaller runs make about _STEPS smaller steps."""
 _SMALLEST_BATCH = 8
 _MICRO_BATCHES = (16, 8, 4, 2, 1)
-_REPEATED = (4, 100_000_000)
-"""Texts of fewer tokens are read so many times; up to four passes are about as good as new text."""
+_LITTLE_TEXT = 100_000_000
+_REPEATED = 4
+"""Texts of fewer tokens than _LITTLE_TEXT are read so many times: up to four passes are about as
+good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models")."""
+_GATE_TEXT = 4
+"""Self-generated text for a gate, in times of gate.tokens: to fit it, to set its threshold, and
+twice that to spare."""
 
 
-class Texts(NamedTuple):
+@dataclass(frozen=True)
+class FirstRun:
+    """What a first configuration is asked for.
+
+    Attributes:
+        name: of the run.
+        base: a Hugging Face folder, or a model on the hub, which is fetched.
+        new: files of the text to learn.
+        old: files of the base's own domain.
+        text_key: the field of the texts.
+        old_text_key: the field of the old texts; default: text_key.
+        vocabulary: the folder of a tokenizer that extends the base's; default: the base's own.
+        gated: whether the run has a gate, which learns from self-generated text where to stay
+            closed. Without one the model trains on self-generated text, and may leave as an
+            ordinary one.
+    """
+
+    name: str
+    base: Path
+    new: Sequence[str]
+    old: Sequence[str]
+    text_key: str = "text"
+    old_text_key: str | None = None
+    vocabulary: Path | None = None
+    gated: bool = True
+
+
+class TextMeasure(NamedTuple):
     """What a kind of text holds, by a sample of it."""
 
     inputs: list[str]
@@ -54,7 +91,7 @@ class Texts(NamedTuple):
     tokens_per_byte: float
 
 
-def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> Texts:
+def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> TextMeasure:
     """Estimates the tokens of a corpus of `inputs` from a sample of it.
 
     Raises:
@@ -62,123 +99,143 @@ def measure(inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text")
     """
     sample, factor = sampled_documents(inputs, Keys(text_key), _SAMPLE_BYTES)
     found = fertility(tokenizer, (document.text for document in sample))
-    framed = found.tokens + len(sample) * len([*tokenizer.document_start, *tokenizer.document_end])
-    return Texts(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
+    tokens_around = len(tokenizer.document_start) + len(tokenizer.document_end)
+    framed = found.tokens + len(sample) * tokens_around
+    return TextMeasure(list(inputs), max(1, round(factor * framed)), found.tokens_per_byte)
 
 
-def propose(
-    name: str,
-    base: Path,
-    new: Sequence[str],
-    old: Sequence[str],
-    cluster: Cluster,
-    *,
-    text_key: str = "text",
-    old_text_key: str | None = None,
-    vocabulary: Path | None = None,
-    gated: bool = True,
-) -> tuple[RunConfig, str]:
+def propose(wanted: FirstRun, cluster: Cluster) -> tuple[RunConfig, str]:
     """A configuration of a run on `cluster`, and the commented YAML that describes it.
 
-    `base` may be a model on the hub, which is fetched; the YAML names it as it was given. `text_key` is that of all
-    texts, or with `old_text_key` of the new ones alone. `vocabulary`: the folder of a tokenizer that extends the
-    base's. What the base writes itself teaches a gate where to stay closed; without one (`gated`) it is rehearsed, and
-    the model may leave as an ordinary one.
+    The YAML names the base as it was given.
 
     Raises:
-        BaseModelError, DataError: the base or a text cannot be read.
-        ConfigError, LayoutError: no such run is possible.
+        BaseModelError: the base cannot be read.
+        DataError: a text cannot be read.
+        ConfigError: the base and the texts allow no such run.
+        LayoutError: the base does not fit on the cluster.
     """
-    folder = model_folder(base)
-    spec, tokenizer = open_base(folder).spec, load_tokenizer(vocabulary or folder)
-    of_old = old_text_key or text_key
-    learned, known = measure(new, tokenizer, text_key), measure(old, tokenizer, of_old)
+    folder = model_folder(wanted.base)
+    spec = open_base(folder).spec
+    tokenizer = load_tokenizer(wanted.vocabulary or folder)
+    learned = measure(wanted.new, tokenizer, wanted.text_key)
+    known = measure(wanted.old, tokenizer, wanted.old_text_key or wanted.text_key)
     schedule, length = _schedule(learned, spec, cluster)
-    own: dict[str, Any] = {
-        "tokens": max(
-            20_000, min(4 * GateSettings().tokens if gated else 50_000_000, _read(learned) // 300)
-        ),
-        "max_tokens": min(length, 2048),
-    }
-    if not tokenizer.document_start:  # nothing to begin a text with
-        own |= {
-            "prompts": [*known.inputs],
-            "prompt_tokens": min(16, length // 4),
-        }  # a copy, or YAML writes an anchor
-    key, old_key = ({} if name == "text" else {"text_key": name} for name in (text_key, of_old))
-    corpora = {
-        "new": {**_corpus(learned, length), **key},
-        "old": {**_corpus(known, length), "role": "replay", **old_key},
-        "self_generated": {
-            "role": "self_generated",
-            "sample": own,
-            **old_key,
-        },  # its prompts are old texts
-    }
     values: dict[str, Any] = {
-        "name": name,
-        "folder": f"runs/{name}",
+        "name": wanted.name,
+        "folder": f"runs/{wanted.name}",
         "base": str(folder),
-        "method": _method(spec, gated=gated),
-        "data": {"folder": f"runs/{name}/tokens", "sequence_length": length, "corpora": corpora},
+        "method": _method(spec, gated=wanted.gated),
+        "data": {
+            "folder": f"runs/{wanted.name}/tokens",
+            "sequence_length": length,
+            "corpora": _corpora(wanted, learned, known, tokenizer, length),
+        },
         "schedule": schedule,
         "validation": {"every_steps": max(1, schedule["steps"] // 20), "max_sequences": 64},
         "checkpoints": {"every_steps": max(1, schedule["steps"] // 10)},
         "deepspeed": "ds_configs/zero1_fp32.json" if cluster.on_cpu else "ds_configs/zero1.json",
     }
-    if gated:
-        values["data"]["self_generated_fraction"], values["gate"] = 0.0, {}
-    if vocabulary is not None:
-        values["vocabulary"] = {"folder": str(vocabulary)}
+    if wanted.gated:
+        # The gate alone reads the self-generated text.
+        values["data"]["self_generated_fraction"] = 0.0
+        values["gate"] = {}
+    if wanted.vocabulary is not None:
+        values["vocabulary"] = {"folder": str(wanted.vocabulary)}
     config, values = _fitted(values, cluster)
-    return config, with_pages_found(
-        _as_yaml(values | {"base": str(base)}, spec, learned, known, cluster)
-    )
+    text = _as_yaml(values | {"base": str(wanted.base)}, spec, learned, known, cluster)
+    return config, with_pages_found(text)
+
+
+def _corpora(
+    wanted: FirstRun, learned: TextMeasure, known: TextMeasure, tokenizer: Tokenizer, length: int
+) -> dict[str, Any]:
+    """The section `data.corpora`."""
+    new = _corpus(learned, length)
+    if wanted.text_key != "text":
+        new["text_key"] = wanted.text_key
+    old = {**_corpus(known, length), "role": "replay"}
+
+    most = _GATE_TEXT * GateSettings().tokens if wanted.gated else 50_000_000
+    sample: dict[str, Any] = {
+        "tokens": max(20_000, min(most, _read(learned) // 300)),
+        "max_tokens": min(length, 2048),
+    }
+    if not tokenizer.document_start:
+        # The tokenizer has no token to begin a text with: the base continues old texts.
+        sample["prompts"] = list(known.inputs)  # a copy, or YAML writes an anchor
+        sample["prompt_tokens"] = min(16, length // 4)
+    self_generated: dict[str, Any] = {"role": "self_generated", "sample": sample}
+
+    old_key = wanted.old_text_key or wanted.text_key
+    if old_key != "text":
+        old["text_key"] = old_key
+        self_generated["text_key"] = old_key  # of its prompts, which are old texts
+    return {"new": new, "old": old, "self_generated": self_generated}
 
 
 def _method(spec: DecoderSpec, *, gated: bool) -> dict[str, Any]:
-    """SCALE with all widths grown by a share, as closely as heads and an ordinary model without zeros allow."""
-    base, wider_by = spec.widths, _WIDER_WITH_GATE if gated else _WIDER_BY
-    hidden_size = _MULTIPLE_OF * max(1, round(wider_by * base.hidden_size / _MULTIPLE_OF))
+    """SCALE with all widths grown by a share, as closely as heads and a merged export allow."""
+    base = spec.widths
+    wider_by = _WIDER_WITH_GATE if gated else _WIDER_BY
+    hidden_size = _multiple(wider_by * base.hidden_size)
     share = hidden_size / base.hidden_size
-    intermediate_size = _MULTIPLE_OF * max(1, round(share * base.intermediate_size / _MULTIPLE_OF))
+    intermediate_size = _multiple(share * base.intermediate_size)
     kv_heads = max(1, math.ceil(share * base.num_key_value_heads - 0.5))
     heads = kv_heads * base.num_attention_heads // base.num_key_value_heads
+
+    # The widths of the merged export, which pads some of them with zeros: train these, too.
     whole = asdict(merged_widths(Widths(hidden_size, intermediate_size, heads, kv_heads), spec))
-    added = {
-        name: whole[name] - width
-        for name, width in asdict(base).items()
-        if name != "num_key_value_heads"
-    }
+    added: dict[str, int] = {}
+    for name, width in asdict(base).items():
+        if name != "num_key_value_heads":  # it follows from the query heads
+            added[name] = whole[name] - width
+
     l_fp = min(spec.num_layers - 1, max(1, round(spec.num_layers * _L_FP_SHARE)))
-    own = {"collaborative_modules": "both"} if gated else {"norm": "base"}
-    return {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp, **own}
+    method = {"name": "scale", "variant": "adapt", "expansion": added, "l_fp": l_fp}
+    if gated:
+        method["collaborative_modules"] = "both"
+    else:
+        method["norm"] = "base"  # which a merged export needs
+    return method
 
 
-def _read(learned: Texts) -> int:
+def _multiple(width: float) -> int:
+    """The nearest multiple of _MULTIPLE_OF above 0."""
+    return _MULTIPLE_OF * max(1, round(width / _MULTIPLE_OF))
+
+
+def _read(learned: TextMeasure) -> int:
     """How many tokens a run reads."""
-    return (_REPEATED[0] if learned.tokens < _REPEATED[1] else 1) * learned.tokens
+    passes = _REPEATED if learned.tokens < _LITTLE_TEXT else 1
+    return passes * learned.tokens
 
 
-def _schedule(learned: Texts, spec: DecoderSpec, cluster: Cluster) -> tuple[dict[str, Any], int]:
+def _schedule(
+    learned: TextMeasure, spec: DecoderSpec, cluster: Cluster
+) -> tuple[dict[str, Any], int]:
     """The section `schedule`, and the length of a sequence."""
     read = _read(learned)
     length = min(_LONGEST, 2 ** int(math.log2(spec.max_position_embeddings)))
     while read < _SEQUENCES * length and length > _SHORTEST:
         length //= 2
-    batch = 2 ** round(math.log2(max(1.0, min(_LARGEST_STEP, read / _STEPS) / length)))
-    batch = cluster.gpus * max(1, round(max(batch, _SMALLEST_BATCH) / cluster.gpus))
+
+    # A power of two near the wanted tokens of a step, then a multiple of the GPUs.
+    step_tokens = min(_LARGEST_STEP, read / _STEPS)
+    sequences = max(_SMALLEST_BATCH, 2 ** round(math.log2(max(1.0, step_tokens / length))))
+    batch = cluster.gpus * max(1, round(sequences / cluster.gpus))
+
     rate = _PAPER_RATE * math.sqrt(_PAPER_HIDDEN_SIZE / spec.widths.hidden_size)
-    steps = max(1, round(read / (batch * length)))
-    return {
-        "steps": steps,
+    schedule = {
+        "steps": max(1, round(read / (batch * length))),
         "global_batch_size": batch,
         "micro_batch_size": 1,
         "learning_rate": float(f"{rate:.1e}"),
-    }, length
+    }
+    return schedule, length
 
 
-def _corpus(text: Texts, length: int) -> dict[str, Any]:
+def _corpus(text: TextMeasure, length: int) -> dict[str, Any]:
     """A corpus whose held-out share of the documents holds about 128 sequences, within limits."""
     heldout = float(f"{min(0.1, max(0.001, 128 * length / text.tokens)):.1g}")
     return {"input": text.inputs, "heldout_fraction": heldout}
@@ -191,61 +248,102 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
         layouts += [{"deepspeed": f"ds_configs/zero{stage}.json"} for stage in (2, 3)]
         layouts += [{"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}]
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
+    micro_batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
     for layout in layouts:
-        for micro_batch in (size for size in _MICRO_BATCHES if per_rank % size == 0):
+        for micro_batch in micro_batches:
             fitted = merged(merged(values, layout), {"schedule": {"micro_batch_size": micro_batch}})
             config = parse_config(fitted, source="the proposed configuration")
             estimator = open_estimator(config, cluster)
-            if estimator.memory(estimator.own_choice)[0].total <= cluster.recommended_bytes:
+            memory, _ = estimator.memory(estimator.own_choice)
+            if memory.total <= cluster.recommended_bytes:
                 return config, fitted
     raise LayoutError(
-        f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; take more of them "
-        "(--gpus, --gpu-memory-gib), or a tensor-parallel size that scale-cpt estimate recommends"
+        f"memory: this base does not fit on {cluster.gpus} GPUs of {cluster.gpu_memory_gib:g} GiB; "
+        "take more of them (--gpus, --gpu-memory-gib), or a tensor-parallel size that "
+        "scale-cpt estimate recommends"
     )
 
 
 def _as_yaml(
-    values: dict[str, Any], spec: DecoderSpec, learned: Texts, known: Texts, cluster: Cluster
+    values: dict[str, Any],
+    spec: DecoderSpec,
+    learned: TextMeasure,
+    known: TextMeasure,
+    cluster: Cluster,
 ) -> str:
     """The settings with comments on where each section's values come from."""
-    schedule, base, added = values["schedule"], asdict(spec.widths), values["method"]["expansion"]
-    gated = "gate" in values
-    names = {
-        "hidden_size": "hidden",
-        "intermediate_size": "FFN",
-        "num_attention_heads": "attention heads",
-    }
-    growth = ", ".join(
-        f"{name} {base[key]} by {added[key] / base[key]:.0%}" for key, name in names.items()
-    )
-    tokens = schedule["steps"] * schedule["global_batch_size"] * values["data"]["sequence_length"]
-    more = (
-        "the gate learns from it where to stay closed"
-        if gated
-        else "it keeps the model near the base"
-    )
     comments = {
-        "name": "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to start from.\n"
-        "Every setting is explained in docs/configuration.md; see what this file says with `scale-cpt config show`.",
-        "method": f"The base's widths grow: {growth}. The paper's grow by an eighth each,\n"
-        "those under a gate by a quarter, a small base's by what servers can split.\n"
-        f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks.",
-        "data": f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte; where it takes many, "
-        f"`scale-cpt vocabulary` adds pieces).\nold: about {known.tokens:,}; only its held-out part is read, to "
-        f"measure what is forgotten.\nown_text is written by the base: {more} (docs/rehearsal.md).",
-        "gate": "Fitted after training: text on which it stays closed gets the base's own logits (docs/gate.md).\n"
-        "For an ordinary model, which any server runs: scale-cpt config init --without-gate.",
-        "schedule": f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. The rate is "
-        "the paper's for a hidden size of 2048,\ntimes the square root of 2048 / this one: also try half and twice.",
-        "deepspeed": f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} GiB; "
-        "`scale-cpt estimate` compares others.",
+        "name": (
+            "Written by `scale-cpt config init`: sizes in the paper's proportions, a place to "
+            "start from.\n"
+            "Every setting is explained in docs/configuration.md; see what this file says with "
+            "`scale-cpt config show`."
+        ),
+        "method": _method_comment(values, spec),
+        "data": _data_comment(values, learned, known),
+        "gate": (
+            "Fitted after training: text on which it stays closed gets the base's own logits "
+            "(docs/gate.md).\n"
+            "For an ordinary model, which any server runs: scale-cpt config init --without-gate."
+        ),
+        "schedule": _schedule_comment(values, learned),
+        "deepspeed": (
+            f"The first layout that fits on {cluster.gpus} ranks of {cluster.gpu_memory_gib:g} "
+            "GiB; `scale-cpt estimate` compares others."
+        ),
     }
-    parts = []
+    text = ""
     for key, value in values.items():
-        comment = "".join(f"# {line}\n" for line in comments.get(key, "").splitlines())
-        style = None if isinstance(value, dict) else False
-        section = yaml.safe_dump(
-            {key: value}, sort_keys=False, allow_unicode=True, default_flow_style=style, width=110
+        is_section = isinstance(value, dict)
+        if is_section or key in comments:
+            text += "\n"
+        for line in comments.get(key, "").splitlines():
+            text += f"# {line}\n"
+        text += yaml.safe_dump(
+            {key: value},
+            sort_keys=False,
+            allow_unicode=True,
+            # None: a section is written in lines, and the lists in it in brackets.
+            default_flow_style=None if is_section else False,
+            width=110,
         )
-        parts.append(("\n" if isinstance(value, dict) or comment else "") + comment + section)
-    return "".join(parts).lstrip("\n")
+    return text.lstrip("\n")
+
+
+def _method_comment(values: dict[str, Any], spec: DecoderSpec) -> str:
+    base = spec.widths
+    added = values["method"]["expansion"]
+    hidden = f"hidden {base.hidden_size} by {added['hidden_size'] / base.hidden_size:.0%}"
+    ffn_share = added["intermediate_size"] / base.intermediate_size
+    ffn = f"FFN {base.intermediate_size} by {ffn_share:.0%}"
+    heads_share = added["num_attention_heads"] / base.num_attention_heads
+    heads = f"attention heads {base.num_attention_heads} by {heads_share:.0%}"
+    return (
+        f"The base's widths grow: {hidden}, {ffn}, {heads}. The paper's grow by an eighth each,\n"
+        "those under a gate by a quarter, a small base's by what servers can split.\n"
+        f"l_fp: the lower 3/16 of the {spec.num_layers} layers never read the new blocks."
+    )
+
+
+def _data_comment(values: dict[str, Any], learned: TextMeasure, known: TextMeasure) -> str:
+    purpose = "it keeps the model near the base"
+    if "gate" in values:
+        purpose = "the gate learns from it where to stay closed"
+    return (
+        f"new: about {learned.tokens:,} tokens ({learned.tokens_per_byte:.2f} a byte; where it "
+        "takes many, `scale-cpt vocabulary` adds tokens).\n"
+        f"old: about {known.tokens:,}; only its held-out part is read, to measure what is "
+        "forgotten.\n"
+        f"self_generated is written by the base: {purpose} (docs/self_generated.md)."
+    )
+
+
+def _schedule_comment(values: dict[str, Any], learned: TextMeasure) -> str:
+    schedule = values["schedule"]
+    sequences = schedule["steps"] * schedule["global_batch_size"]
+    tokens = sequences * values["data"]["sequence_length"]
+    return (
+        f"{tokens:,} tokens in all, {tokens / learned.tokens:.2g} passes over the new text. "
+        "The rate is the paper's for a hidden size of 2048,\n"
+        "times the square root of 2048 / this one: also try half and twice."
+    )

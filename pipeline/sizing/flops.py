@@ -1,7 +1,8 @@
-"""The FLOPs of a training step, counted on the graph that autograd builds; the peak of a device; and MFU.
+"""The FLOPs of a training step, counted on the graph that autograd builds; a device's peak; MFU.
 
-The model runs forward and backward on the meta device, without computing anything. So frozen parts and paths without
-gradients count for what they really cost under every method, without a formula for each.
+The model runs forward and backward on the meta device, without computing anything. So frozen parts
+and paths without gradients count for what they really cost under every method, without a formula
+for each.
 """
 
 from __future__ import annotations
@@ -32,17 +33,22 @@ def _attention_flops(
 
 
 def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
-    """Two products for each of the forward pass; what a fused kernel computes again does not count."""
+    """Two products for each of the forward pass; what a kernel computes again does not count."""
     return 2 * _attention_flops(*shapes)
 
 
 def _varlen_flops(
     query: Sequence[int], _: Sequence[int], value: Sequence[int], *rest: Any, **__: Any
 ) -> int:
-    """Rows laid end to end, [B·S, H, K]: a token has S keys, rest[2], or those of its window, the only list."""
+    """Attention over rows that are laid end to end: query [B·S, H, K].
+
+    A token has S keys, which is rest[2], or those of its window (earlier, later), the only list.
+    """
     tokens, heads, head_dim = query
+    longest = rest[2]
     earlier, _later = next(given for given in rest if isinstance(given, list))
-    keys = rest[2] if earlier < 0 else min(rest[2], earlier + 1)
+    # -1: there is no window.
+    keys = longest if earlier < 0 else min(longest, earlier + 1)
     return int(
         sdpa_flop_count(
             (1, heads, tokens, head_dim), (1, heads, keys, head_dim), (1, heads, keys, value[-1])
@@ -55,8 +61,8 @@ def _varlen_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     return 2 * _varlen_flops(query, key, value, *rest)
 
 
-# The kernels that pipeline.model.attention takes on the meta device. torch counts the first not at all, and the second,
-# for layers with windows, by values that meta tensors do not have.
+# The kernels that pipeline.model.attention takes on the meta device. torch counts the first not at
+# all, and the second, for layers with windows, by values that meta tensors do not have.
 _COUNTED = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
@@ -69,7 +75,10 @@ _COUNTED = {
 
 
 class _FlopCount(KnownSizes):
-    """Counts FLOPs by operation, several times faster than torch's FlopCounterMode, which assigns them to modules."""
+    """Counts FLOPs by operation.
+
+    It takes a fraction of the time of torch's FlopCounterMode, which assigns them to modules.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,35 +112,43 @@ class FlopsPerToken:
 def count_flops(
     meta_model: Decoder, sequence_length: int, kl_fraction: float = 0.0
 ) -> FlopsPerToken:
-    """Counts one step of `meta_model`, which was built under `torch.device("meta")` and has `requires_grad` set.
+    """The FLOPs of one training step.
 
-    Where gradients are off it is the forward pass. `kl_fraction` of the sequences also take what KL(base || model)
-    costs.
+    Args:
+        meta_model: built under `torch.device("meta")`, with `requires_grad` set. Where gradients
+            are off, only the forward pass counts.
+        sequence_length: tokens of a sequence.
+        kl_fraction: the share of the sequences that train by KL(base || model), which also takes
+            the base's logits.
     """
     tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
     counts: dict[str, float] = defaultdict(float)
     every_chunk = meta_model.output.chunks
-
-    def one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-        """As many FLOPs, in fewer operations."""
-        return (slice(*rows) for rows in ((0, kl_tokens), (kl_tokens, tokens)) if rows[0] < rows[1])
-
-    meta_model.output.chunks = one_chunk_of_each_loss  # type: ignore[method-assign]
-    for kl_rows, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
-        if share:
-            with _FlopCount() as count:
-                total_loss = meta_model(tokens, tokens, None, None, kl_rows, kl_rows).total
-                if torch.is_grad_enabled():
-                    total_loss.backward()
-            for operation, flops in count.flops.items():
-                counts[operation] += share * flops / sequence_length
+    meta_model.output.chunks = _one_chunk_of_each_loss  # type: ignore[method-assign]
+    for kl_sequences, share in ((0, 1 - kl_fraction), (1, kl_fraction)):
+        if share == 0:
+            continue
+        with _FlopCount() as count:
+            total_loss = meta_model(tokens, tokens, None, None, kl_sequences, kl_sequences).total
+            if torch.is_grad_enabled():
+                total_loss.backward()
+        for operation, flops in count.flops.items():
+            counts[operation] += share * flops / sequence_length
     meta_model.output.chunks = every_chunk  # type: ignore[method-assign]
     matrix = sum(counts[operation] for operation in _MATRIX_PRODUCTS)
-    return FlopsPerToken(matrix, sum(counts.values()) - matrix)
+    return FlopsPerToken(matrix=matrix, attention=sum(counts.values()) - matrix)
 
 
-# By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and fp16. Where they give
-# figures "with sparsity" (Hopper, Blackwell), the dense figure is half.
+def _one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
+    """As many FLOPs as the chunks of the loss, in fewer operations."""
+    if kl_tokens > 0:
+        yield slice(0, kl_tokens)
+    if tokens > kl_tokens:
+        yield slice(kl_tokens, tokens)
+
+
+# By words in torch's device name; the first match counts. From NVIDIA's data sheets, for bf16 and
+# fp16. Where they give figures "with sparsity" (Hopper, Blackwell), the dense figure is half.
 _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
     ("GB200",): 2500.0,
     ("B200",): 2250.0,
@@ -148,20 +165,22 @@ _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
 
 
 def dense_tflops(device_name: str) -> float | None:
-    """The dense 16-bit peak of a GPU that torch calls `device_name`, in TFLOP/s; None for an unknown GPU.
-
-    A slice of a GPU (MIG) has another peak, which is unknown.
-    """
+    """The dense 16-bit peak of a GPU by torch's name of it, in TFLOP/s; None for an unknown GPU."""
     words = set(device_name.replace("-", " ").split())
     if "MIG" in words:
+        # A slice of a GPU has another peak, which is unknown.
         return None
-    return next(
-        (tflops for needed, tflops in _DENSE_16_BIT_TFLOPS.items() if words >= set(needed)), None
-    )
+    for needed, tflops in _DENSE_16_BIT_TFLOPS.items():
+        if words >= set(needed):
+            return tflops
+    return None
 
 
 def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> float | None:
-    """The peak of one device in `dtype`, in FLOP/s, from `metrics.peak_tflops` or by its name; None if unknown."""
+    """The peak of one device in `dtype`, in FLOP/s; None if unknown.
+
+    It is `metrics.peak_tflops`, or known by the device's name.
+    """
     tflops = config.metrics.peak_tflops
     if tflops is None and device.type == "cuda" and dtype.itemsize == 2:
         tflops = dense_tflops(torch.cuda.get_device_name(device))
@@ -169,12 +188,14 @@ def peak_flops(config: RunConfig, dtype: torch.dtype, device: torch.device) -> f
 
 
 def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None) -> float | None:
-    """The model FLOPs utilisation (MFU) of one token per second on one device; None where its `peak` is unknown.
+    """The model FLOPs utilisation (MFU) of one token per second on one device.
 
-    Frozen parts count for what is computed of them; recomputation by activation checkpointing does not count.
+    Frozen parts count for what is computed of them; recomputation by activation checkpointing does
+    not count. None where the device's `peak` is unknown.
     """
     if peak is None:
         return None
     with torch.device("meta"):
         model = build_model(config, spec, SINGLE, "none")
-    return count_flops(model, config.data.sequence_length, config.data.kl_fraction).total / peak
+    flops = count_flops(model, config.data.sequence_length, config.data.kl_fraction)
+    return flops.total / peak

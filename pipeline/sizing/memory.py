@@ -1,12 +1,13 @@
 """The peak memory of one GPU, by kind, and the disk space of checkpoints.
 
-The peak is in the backward pass of a step's last micro-batch. The optimizer's update comes after the activations are
-freed; its copies count where they are larger.
+The peak is in the backward pass of a step's last micro-batch. The optimizer's update comes after
+the activations are freed; its copies count where they are larger.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -16,18 +17,23 @@ from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder, is_layer_matrix
-from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
-from pipeline.sizing.micro_batch import MicroBatchCosts
+from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
 from pipeline.sizing.traffic import estimate_gathering, partition_size
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameter counts of the unsharded model, tied parameters counted once: of the base, of the expansion, trained.
+    """Parameter counts of the unsharded model; tied parameters count once.
 
-    `active`: those of the base that compute a token, without the experts of a mixture that it does not take. `by_muon`:
-    the trained ones that Muon updates.
+    Attributes:
+        base: parameters of the base.
+        expansion: parameters that the method adds.
+        trained: parameters that train.
+        active: parameters of the base that compute a token, without the experts of a mixture that
+            the token does not take.
+        by_muon: the trained parameters that Muon updates.
     """
 
     base: int
@@ -41,42 +47,56 @@ class Parameters:
         return self.base + self.expansion
 
     def __str__(self) -> str:
+        active = ""
+        if self.active != self.base:
+            active = f" ({self.active:,} active)"
         share = self.trained / self.total
-        active = "" if self.active == self.base else f" ({self.active:,} active)"
-        return f"base {self.base:,}{active}, expansion {self.expansion:,}, trained {self.trained:,} ({share:.1%})"
+        return (
+            f"base {self.base:,}{active}, expansion {self.expansion:,}, "
+            f"trained {self.trained:,} ({share:.1%})"
+        )
 
 
 def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) -> Parameters:
     """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
     pretrained = sum(parameter.numel() for parameter in base.parameters())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    mixture = base.spec.mixture
-    experts = [
-        module.weight.numel() for module in base.modules() if isinstance(module, ExpertLinear)
-    ]
-    idle = (
-        0
-        if mixture is None
-        else sum(experts) * (mixture.experts - mixture.top_k) // mixture.experts
-    )
-    matrices = [
-        weight.numel()
-        for name, weight in named_trained_parameters(model)
-        if is_layer_matrix(name, weight)
-    ]
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+
+    idle = 0
+    if base.spec.mixture is not None:
+        experts = 0
+        for module in base.modules():
+            if isinstance(module, ExpertLinear):
+                experts += module.weight.numel()
+        mixture = base.spec.mixture
+        idle = experts * (mixture.experts - mixture.top_k) // mixture.experts
+
+    by_muon = 0
+    if with_muon:
+        for name, weight in named_trained_parameters(model):
+            if is_layer_matrix(name, weight):
+                by_muon += weight.numel()
     return Parameters(
-        pretrained,
-        total - pretrained,
-        trained,
-        pretrained - idle,
-        sum(matrices) if with_muon else 0,
+        base=pretrained,
+        expansion=total - pretrained,
+        trained=trained,
+        active=pretrained - idle,
+        by_muon=by_muon,
     )
 
 
-_MASTER_AND_MOMENTS = 12  # bytes of an element's fp32 master weight and two Adam moments
-_MOMENT = 4  # of these a moment's; Muon has one
-_PUT_TOGETHER = 16  # of an element of a matrix that is orthogonalised: shards, whole, and the iteration's in bf16
+_MASTER_AND_MOMENTS = 12
+"""Bytes of an element's fp32 master weight and two fp32 moments of Adam."""
+_MOMENT = 4
+"""Bytes of an element's moment; Muon has one where Adam has two."""
+_WHOLE_MATRIX = 16
+"""Bytes of an element of a matrix that Muon makes orthogonal: shards, the whole matrix, and bf16
+copies of the iteration."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +104,13 @@ class Memory:
     """Bytes on one GPU.
 
     Attributes:
-        weights: parameters, or this rank's partition of them, in the dtype of the matrix products.
+        weights: parameters, or this rank's partition of them, in the dtype of matrix products.
         gradients: of the trained parameters, accumulated over micro-batches.
         optimizer: fp32 master weights and the moments of the trained parameters.
         activations: what autograd keeps of a micro-batch until the loss.
         loss: a chunk of logits, and the gradients that the loss computes in the forward pass.
         gathered: the parameters that ZeRO-3 holds gathered.
-        temporary: tensors of the backward pass, and gradient buckets.
+        temporary: tensors of the backward pass and gradient buckets, or copies of the update.
     """
 
     weights: int
@@ -109,79 +129,136 @@ class Memory:
 def estimate_memory(
     costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int, *, asynchronous: bool = False
 ) -> tuple[Memory, int]:
-    """A GPU's memory, and the bytes in the host's memory per GPU: what is offloaded, and copies of what trains.
+    """A GPU's memory, and the bytes in the host's memory per GPU.
 
-    An `asynchronous` save holds a copy of the optimizer's state. At the start, ZeRO-1 and 2 gather the trained
-    parameters on the host and join them there.
+    On the host is what is offloaded, and copies of what trains: an `asynchronous` save holds one of
+    the optimizer's state, and at the start ZeRO-1 and 2 gather the trained parameters on the host
+    and join them there.
     """
-    stage, itemsize, sent = zero.zero_stage, zero.dtype.itemsize, zero.communication_dtype.itemsize
+    weights = weight_bytes(costs, zero, dp_size)
+    gradients = gradient_bytes(costs, zero, dp_size)
+    optimizer = optimizer_bytes(costs, zero, dp_size)
+    update = update_bytes(costs, zero, dp_size)
 
-    def held(sizes: list[int]) -> int:
-        """A rank's elements: of each parameter (ZeRO-3), or of all in a row."""
-        return sum(
-            partition_size(size, dp_size) for size in (sizes if stage == 3 else [sum(sizes)])
-        )
-
-    trained = sum(parameter.size for parameter in costs.trained)
-    partition = held([parameter.size for parameter in costs.trained])
-    by_muon = held([parameter.size for parameter in costs.parameters if parameter.muon_size])
-    weights = costs.parameter_bytes
-    if stage == 3:  # small ones are there whole as well
-        sizes, threshold = (
-            [one.size for one in costs.parameters],
-            zero.elements("stage3_param_persistence_threshold"),
-        )
-        weights = (held(sizes) + sum(size for size in sizes if size <= threshold)) * itemsize
-    gradients = (trained if stage == 1 else partition) * zero.accumulation_dtype.itemsize
-    # The copies of the optimizer's update: ZeRO-1 may send all gradients at once, the others copy their own in fp32.
-    update = partition * torch.float32.itemsize
-    if (
-        stage == 1 and zero.dtype != zero.accumulation_dtype
-    ):  # DeepSpeed's BF16_Optimizer: both kinds are whole
-        gradients += trained * itemsize
-        update = trained * sent
-    largest_matrix = max((parameter.muon_size for parameter in costs.parameters), default=0)
-    update += by_muon * _MOMENT + largest_matrix * _PUT_TOGETHER
-    optimizer = partition * _MASTER_AND_MOMENTS - by_muon * _MOMENT
     on_host = optimizer if asynchronous else 0
     if zero.offloads("optimizer"):
+        # The update runs on the CPU, which needs the gradients there.
         on_host += optimizer + gradients
-        optimizer = gradients = update = 0
+        gradients = optimizer = update = 0
     if zero.offloads("param"):
-        on_host, weights = on_host + weights, 0
-    # Gradients that wait to be sent: DeepSpeed allocates whole buckets, however small the gradients are.
-    waiting = {1: 0, 2: itemsize * (2 if zero.overlaps else 1), 3: sent}[stage]
-    buckets = zero.elements("reduce_bucket_size") * waiting
+        on_host += weights
+        weights = 0
+    at_start = 0
+    if zero.zero_stage < 3:
+        at_start = 2 * total_elements(costs.trained) * zero.dtype.itemsize
+
+    backward = costs.temporary_bytes + bucket_bytes(zero)
+    # The update may use the memory of activations and logits, which are freed by then.
+    beyond_activations = update - costs.activation_bytes - costs.loss_bytes
     memory = Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=costs.activation_bytes,
         loss=costs.loss_bytes,
-        gathered=estimate_gathering(costs, zero).most_at_once * itemsize,
-        temporary=max(
-            costs.temporary_bytes + buckets, update - costs.activation_bytes - costs.loss_bytes
-        ),
+        gathered=estimate_gathering(costs, zero).most_at_once * zero.dtype.itemsize,
+        temporary=max(backward, beyond_activations),
     )
-    at_start = 2 * trained * itemsize if stage < 3 else 0
     return memory, max(on_host, at_start)
 
 
-def checkpoint_bytes(parameters: Parameters) -> int:
-    """The size of one checkpoint: the optimizer's states, from which loading restores the trained weights.
+def weight_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
+    """The parameters of the model, as one rank stores them."""
+    if zero.zero_stage < 3:
+        return costs.parameter_bytes
+    elements = partitioned_elements(costs.parameters, zero, dp_size)
+    threshold = zero.elements("stage3_param_persistence_threshold")
+    for parameter in costs.parameters:
+        if parameter.size <= threshold:
+            # ZeRO-3 never releases small parameters: a rank has them whole, beside its partition.
+            elements += parameter.size
+    return elements * zero.dtype.itemsize
 
-    The base is not in it. The rest (random states, padding, names) is below a few percent in large runs.
+
+def gradient_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
+    """The gradients that live from the backward pass to the optimizer's step."""
+    if zero.zero_stage > 1:
+        elements = partitioned_elements(costs.trained, zero, dp_size)
+        return elements * zero.accumulation_dtype.itemsize
+    size = total_elements(costs.trained) * zero.accumulation_dtype.itemsize
+    if _has_16_bit_copies(zero):
+        size += total_elements(costs.trained) * zero.dtype.itemsize
+    return size
+
+
+def optimizer_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
+    """The fp32 master weights and the moments of a rank's partition of what trains."""
+    elements = partitioned_elements(costs.trained, zero, dp_size)
+    by_muon = partitioned_elements(costs.by_muon, zero, dp_size)
+    return elements * _MASTER_AND_MOMENTS - by_muon * _MOMENT
+
+
+def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
+    """The copies that the optimizer makes in its update."""
+    if zero.zero_stage == 1 and _has_16_bit_copies(zero):
+        # ZeRO-1 may send all gradients at once, in the dtype of communication.
+        size = total_elements(costs.trained) * zero.communication_dtype.itemsize
+    else:
+        # Others copy their own partition of the gradients to fp32.
+        size = partitioned_elements(costs.trained, zero, dp_size) * torch.float32.itemsize
+    by_muon = costs.by_muon
+    largest_matrix = max((parameter.muon_size for parameter in by_muon), default=0)
+    size += partitioned_elements(by_muon, zero, dp_size) * _MOMENT
+    return size + largest_matrix * _WHOLE_MATRIX
+
+
+def bucket_bytes(zero: DeepSpeedConfig) -> int:
+    """The buckets of gradients that wait to be sent; DeepSpeed allocates them whole."""
+    if zero.zero_stage == 1:
+        return 0
+    bucket = zero.elements("reduce_bucket_size")
+    if zero.zero_stage == 3:
+        return bucket * zero.communication_dtype.itemsize
+    # With overlap_comm ZeRO-2 fills one bucket while it sends the other.
+    buckets = 2 if zero.overlaps else 1
+    return bucket * buckets * zero.dtype.itemsize
+
+
+def partitioned_elements(
+    parameters: Iterable[ParameterUse], zero: DeepSpeedConfig, dp_size: int
+) -> int:
+    """How many elements of `parameters` one rank's partition has."""
+    if zero.zero_stage < 3:
+        # ZeRO-1 and 2 lay all parameters in a row and partition the row.
+        return partition_size(total_elements(parameters), dp_size)
+    return sum(partition_size(parameter.size, dp_size) for parameter in parameters)
+
+
+def _has_16_bit_copies(zero: DeepSpeedConfig) -> bool:
+    """Whether ZeRO-1 keeps 16-bit gradients beside their fp32 sums (DeepSpeed's BF16_Optimizer)."""
+    return zero.dtype != zero.accumulation_dtype
+
+
+def checkpoint_bytes(parameters: Parameters) -> int:
+    """The size of one checkpoint: the optimizer's states, which include the trained weights.
+
+    The base is not in it. The rest (random states, padding, names) is below a few percent in large
+    runs.
     """
     return parameters.trained * _MASTER_AND_MOMENTS - parameters.by_muon * _MOMENT
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """The most on the disk at once: the last ones, those that are kept for good, and one that is being written."""
-    kept = config.schedule.steps // (
-        config.checkpoints.keep_every_steps or config.schedule.steps + 1
-    )
-    before_spike = 1 + math.ceil(config.stability.rollback_steps / config.checkpoints.every_steps)
-    return max(config.checkpoints.keep_last, before_spike) + kept + 1
+    """The most checkpoints on the disk at once.
+
+    They are the last ones, those that are kept for good, and one that is being written.
+    """
+    settings = config.checkpoints
+    kept_for_good = 0
+    if settings.keep_every_steps is not None:
+        kept_for_good = config.schedule.steps // settings.keep_every_steps
+    before_spike = 1 + math.ceil(config.stability.rollback_steps / settings.every_steps)
+    return max(settings.keep_last, before_spike) + kept_for_good + 1
 
 
 def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
@@ -190,8 +267,9 @@ def checkpoints_bytes(config: RunConfig, parameters: Parameters) -> int:
 
 
 def no_room(folder: Path, needed_bytes: int, free_bytes: int) -> PreflightError:
-    """The error for a `folder` without enough disk space for the checkpoints still to be written."""
+    """The error for a `folder` without enough disk space for the checkpoints to come."""
     return PreflightError(
-        f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, found {free_bytes / 1e9:.3g} GB free; make "
-        "room, lower checkpoints.keep_last, or set folder to another disk"
+        f"{folder}: the checkpoints need {needed_bytes / 1e9:.3g} GB more, "
+        f"found {free_bytes / 1e9:.3g} GB free; "
+        "make room, lower checkpoints.keep_last, or set folder to another disk"
     )

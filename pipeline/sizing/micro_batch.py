@@ -1,8 +1,9 @@
-"""The memory, messages and parameter uses of one micro-batch, forward and backward, on tensors without data.
+"""The memory, messages and parameter uses of one micro-batch, on tensors without data.
 
-The model that runs is the one that would train, on the meta device, with a CPU's fused attention: it keeps queries,
-keys, values, results and one number per row, as on a GPU. So frozen parts, every method, Route's second path and
-recomputed layers count for what they really cost.
+The model that runs, forward and backward, is the one that would train, on the meta device, with a
+CPU's fused attention: it keeps queries, keys, values, results and one number per row, as on a GPU.
+So frozen parts, every method, Route's second path and recomputed layers count for what they really
+cost.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import ActivationCheckpointing, Decoder, is_layer_matrix
-from pipeline.model.layers import RotaryEmbedding
+from pipeline.model.rotary import RotaryEmbedding
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import (
     default_dtype,
@@ -37,11 +38,15 @@ from pipeline.parallel.topology import TensorParallel
 
 
 class ParameterUse(NamedTuple):
-    """A parameter of one rank: the elements of its shard, and what a step does with it.
+    """A parameter of one rank, and what a step does with it.
 
-    `read_again`: by the backward pass. `recomputed`: it is frozen, in a layer that the backward pass runs again.
-    `muon_size`: the elements of the whole matrix that Muon updates; 0 where it does not. `split`: over tensor-parallel
-    ranks, some of which may hold the same shard.
+    Attributes:
+        size: elements of the rank's shard.
+        trained: whether it trains.
+        read_again: whether the backward pass reads it.
+        recomputed: whether it is frozen, in a layer that the backward pass runs again.
+        muon_size: elements of the whole matrix that Muon updates; 0 where it does not.
+        split: whether tensor-parallel ranks share it, some of which may hold the same shard.
     """
 
     size: int
@@ -58,10 +63,12 @@ class MicroBatchCosts:
 
     Attributes:
         activation_bytes: held when the forward pass reaches the output projection.
-        loss_bytes: the most that the output projection adds to them: a chunk of logits, and the gradients that the loss
-            computes in the forward pass.
+        loss_bytes: the most that the output projection adds: a chunk of logits, and the gradients
+            that the loss computes in the forward pass.
         temporary_bytes: the most that the backward pass holds in addition to both.
-        payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input and output.
+        payload_bytes: of tensor-parallel messages, by (group size, collective): the longer of input
+            and output.
+        parameters: those of the rank.
         parameter_bytes: of all shards together.
     """
 
@@ -76,6 +83,15 @@ class MicroBatchCosts:
     def trained(self) -> list[ParameterUse]:
         return [parameter for parameter in self.parameters if parameter.trained]
 
+    @property
+    def by_muon(self) -> list[ParameterUse]:
+        return [parameter for parameter in self.parameters if parameter.muon_size]
+
+
+def total_elements(parameters: Iterable[ParameterUse]) -> int:
+    """The elements of a rank's shards of `parameters`."""
+    return sum(parameter.size for parameter in parameters)
+
 
 def measure_micro_batch(
     config: RunConfig,
@@ -84,9 +100,17 @@ def measure_micro_batch(
     activation_checkpointing: ActivationCheckpointing,
     dtype: torch.dtype,
 ) -> MicroBatchCosts:
-    """The costs of a micro-batch of `config` on the base `spec`, as rank 0 of `tp_size` tensor-parallel ranks runs it.
+    """The costs of a micro-batch of a run.
 
-    Where the run rehearses, memory is that of a micro-batch with rehearsed sequences, and messages are the mean.
+    Where the run has self-generated text, memory is that of a micro-batch with such sequences, and
+    messages are the mean over micro-batches.
+
+    Args:
+        config: the run.
+        spec: its base.
+        tp_size: tensor-parallel ranks, of which this is rank 0.
+        activation_checkpointing: the layers that are recomputed.
+        dtype: of the parameters.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over `tp_size` ranks.
@@ -98,81 +122,108 @@ def measure_micro_batch(
     every_chunk = model.output.chunks
 
     def few_chunks(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
-        """All chunks of one loss cost the same: a few show the peak. (Their messages are a few bytes a token.)"""
+        """The first and the last chunks: all chunks of one loss cost the same.
+
+        (The messages of those left out are a few bytes a token.)
+        """
         chunks = list(every_chunk(tokens, kl_tokens))
         return iter(chunks[:3] + chunks[3:][-2:])
 
     model.output.chunks = few_chunks  # type: ignore[method-assign]
-    rows = config.data.kl_fraction * config.schedule.micro_batch_size
-    held, read_again, recomputed = _run(model, config, math.ceil(rows))
+
+    kl_sequences = config.data.kl_fraction * config.schedule.micro_batch_size
+    most_kl_sequences = math.ceil(kl_sequences)
+    passed = _run(model, config, most_kl_sequences)
     sent = Counter(payload_bytes)
-    share = math.ceil(rows) - rows
-    if share and tp_size > 1:  # some micro-batches rehearse fewer sequences
+    if kl_sequences < most_kl_sequences and tp_size > 1:
+        # Some micro-batches have fewer KL sequences: the mean lies between most and none.
         payload_bytes.clear()
         _run(model, config, 0)
-        share /= math.ceil(rows)
-        sent = Counter(
-            {kind: round(share * payload_bytes[kind] + (1 - share) * sent[kind]) for kind in sent}
-        )
+        share = (most_kl_sequences - kl_sequences) / most_kl_sequences
+        for kind, most in sent.items():
+            sent[kind] = round(share * payload_bytes[kind] + (1 - share) * most)
 
-    def use_of(name: str, weight: nn.Parameter) -> ParameterUse:
-        by_muon = (
-            config.schedule.optimizer == "muon"
-            and weight.requires_grad
-            and is_layer_matrix(name, weight)
-        )
-        whole = math.prod(full_shape_of(weight)) if by_muon else 0
-        return ParameterUse(
-            size=weight.numel(),
-            trained=weight.requires_grad,
-            read_again=weight in read_again,
-            recomputed=weight in recomputed,
-            muon_size=whole,
-            split=tp_size > 1 and partition_of(weight).dim is not None,
-        )
-
-    uses = tuple(use_of(*named) for named in model.named_parameters())
-    held_bytes = sum(weight.nbytes for weight in model.parameters())
-    return MicroBatchCosts(**held, payload_bytes=sent, parameters=uses, parameter_bytes=held_bytes)
-
-
-def _run(
-    model: Decoder, config: RunConfig, kl_rows: int
-) -> tuple[dict[str, int], set[nn.Parameter], set[nn.Parameter]]:
-    """Runs a micro-batch of which `kl_rows` sequences are rehearsed.
-
-    Returns the bytes that it holds; the parameters of modules whose outputs have a gradient; and the frozen ones of
-    layers that run again for it.
-    """
-    shape = config.schedule.micro_batch_size, config.data.sequence_length
-    tokens = torch.zeros(shape, dtype=torch.long, device="meta")
-    ends = torch.zeros(shape[0] + 1, dtype=torch.int32, device="meta")
-    documents = (
-        Documents(torch.zeros_like(tokens), ends, (1,) * shape[0])
-        if config.data.document_mask
-        else None
+    uses = []
+    for name, weight in model.named_parameters():
+        uses.append(_use_of(name, weight, passed, tp_size, with_muon=_uses_muon(config)))
+    return MicroBatchCosts(
+        activation_bytes=passed.activation_bytes,
+        loss_bytes=passed.loss_bytes,
+        temporary_bytes=passed.temporary_bytes,
+        payload_bytes=sent,
+        parameters=tuple(uses),
+        parameter_bytes=sum(weight.nbytes for weight in model.parameters()),
     )
+
+
+class _Pass(NamedTuple):
+    """A forward and a backward pass: the bytes that it held, and the parameters that it read.
+
+    Attributes:
+        activation_bytes, loss_bytes, temporary_bytes: see `MicroBatchCosts`.
+        read_again: the parameters of modules whose outputs have a gradient.
+        recomputed: the frozen parameters of layers that ran again for the backward pass.
+    """
+
+    activation_bytes: int
+    loss_bytes: int
+    temporary_bytes: int
+    read_again: set[nn.Parameter]
+    recomputed: set[nn.Parameter]
+
+
+def _uses_muon(config: RunConfig) -> bool:
+    return config.schedule.optimizer == "muon"
+
+
+def _use_of(
+    name: str, weight: nn.Parameter, passed: _Pass, tp_size: int, *, with_muon: bool
+) -> ParameterUse:
+    """What a step does with one parameter."""
+    muon_size = 0
+    if with_muon and weight.requires_grad and is_layer_matrix(name, weight):
+        muon_size = math.prod(full_shape_of(weight))
+    return ParameterUse(
+        size=weight.numel(),
+        trained=weight.requires_grad,
+        read_again=weight in passed.read_again,
+        recomputed=weight in passed.recomputed,
+        muon_size=muon_size,
+        split=tp_size > 1 and partition_of(weight).dim is not None,
+    )
+
+
+def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
+    """Runs a micro-batch of which `kl_sequences` sequences train by KL(base || model)."""
+    rows = config.schedule.micro_batch_size
+    tokens = torch.zeros(rows, config.data.sequence_length, dtype=torch.long, device="meta")
+    documents = None
+    if config.data.document_mask:
+        ends = torch.zeros(rows + 1, dtype=torch.int32, device="meta")
+        documents = Documents(torch.zeros_like(tokens), ends, (1,) * rows)
+
     live = LiveMemory(*model.parameters())
-    forward_peak = activations = 0
+    forward_peak = 0
+    activations = 0
     read_again: set[nn.Parameter] = set()
     recomputed: set[nn.Parameter] = set()
+    checkpointed = {layer for layer in model.layers if model.is_checkpointed(layer)}
 
     def before_loss(*_: object) -> None:
         nonlocal forward_peak, activations
-        forward_peak, activations = live.peak, live.now
+        forward_peak = live.peak
+        activations = live.now
         live.peak = live.now
 
     def after(module: nn.Module, _: object, outputs: object) -> None:
-        if any(
-            isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)
-        ):
-            read_again.update(module.parameters(recurse=False))
-            if module in again:
-                recomputed.update(
-                    weight for weight in module.parameters() if not weight.requires_grad
-                )
+        if not _has_gradient(outputs):
+            return
+        read_again.update(module.parameters(recurse=False))
+        if module in checkpointed:
+            for weight in module.parameters():
+                if not weight.requires_grad:
+                    recomputed.add(weight)
 
-    again = {layer for layer in model.layers if model.is_checkpointed(layer)}
     with ExitStack() as hooks:
         hooks.enter_context(model.output.register_forward_pre_hook(before_loss))
         for module in model.modules():
@@ -180,34 +231,47 @@ def _run(
             if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
-            # ZeRO frees a gradient once it is reduced; what it then holds is counted separately.
-            free = parameter.register_post_accumulate_grad_hook(
-                lambda parameter: setattr(parameter, "grad", None)
-            )
-            hooks.enter_context(free)
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
         with live:
-            losses = model(tokens, tokens, tokens, documents, kl_rows, kl_rows)
+            losses = model(tokens, tokens, tokens, documents, kl_sequences, kl_sequences)
             loss = live.peak - activations
             losses.total.backward()
-    temporary = max(forward_peak, live.peak) - activations - loss
-    held = {"activation_bytes": activations, "loss_bytes": loss, "temporary_bytes": temporary}
-    return held, read_again, recomputed
+    return _Pass(
+        activation_bytes=activations,
+        loss_bytes=loss,
+        temporary_bytes=max(forward_peak, live.peak) - activations - loss,
+        read_again=read_again,
+        recomputed=recomputed,
+    )
 
 
-# --- Memory of tensors without data -----------------------------------------------------------------------------------
+def _has_gradient(outputs: object) -> bool:
+    """Whether one of a module's outputs takes part in the backward pass."""
+    return any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(outputs)
+    )
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    """ZeRO frees a gradient once it is reduced; what it then holds is counted separately."""
+    parameter.grad = None
+
+
+# --- Memory of tensors without data ---------------------------------------------------------------
 
 _sizes_of_results: dict[object, tuple[Any, ...] | None] = {}
 
 
 class KnownSizes(TorchDispatchMode):
-    """While entered, a new meta tensor that an equal call made before is made again from its sizes.
+    """While entered, a new meta tensor that an equal call made before is made from its sizes.
 
-    torch derives the sizes of most results on the meta device in Python, which takes longer than all the rest.
+    torch derives the sizes of most results on the meta device in Python, which takes longer than
+    all the rest.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: to keep the compiler out of every call would take a third of the time."""
+        """Nothing is compiled here: the compiler in every call would take a third of the time."""
         return False
 
     def __torch_dispatch__(
@@ -221,9 +285,9 @@ class KnownSizes(TorchDispatchMode):
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         result = operation(*args, **kwargs)
         if key not in _sizes_of_results:
-            _sizes_of_results[key] = (
-                _sizes(result) if _is_new_meta_tensor(result, (args, kwargs)) else None
-            )
+            is_new = _is_new_meta_tensor(result, (args, kwargs))
+            # None: views, results in place and several results are always computed.
+            _sizes_of_results[key] = _sizes(result) if is_new else None
         return result
 
 
@@ -245,17 +309,20 @@ def _is_new_meta_tensor(result: Any, given: Any) -> bool:
     if not isinstance(result, Tensor) or not result.is_meta:
         return False
     storage = result.untyped_storage()
-    tensors = (tensor for tensor in tree_leaves(given) if isinstance(tensor, Tensor))
-    return storage.nbytes() == result.nbytes and all(
-        tensor.untyped_storage()._cdata != storage._cdata for tensor in tensors
-    )
+    if storage.nbytes() != result.nbytes:
+        return False
+    for tensor in tree_leaves(given):
+        if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == storage._cdata:
+            return False
+    return True
 
 
 class LiveMemory(KnownSizes):
     """Counts, while entered, the bytes of new storages that are alive (`now`), and their peak.
 
-    A storage counts once, however many views it has, from the operation that creates it until its last tensor is freed.
-    The storages of the tensors `known` do not count. Works on real, fake and meta tensors.
+    A storage counts once, however many views it has, from the operation that creates it until its
+    last tensor is freed. The storages of the tensors `known` do not count. Works on real, fake and
+    meta tensors.
     """
 
     def __init__(self, *known: Tensor) -> None:
@@ -269,7 +336,9 @@ class LiveMemory(KnownSizes):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(operation, types, args, kwargs)
-        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+        # Most results are one tensor, for which tree_leaves would take long.
+        tensors = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
         return result
@@ -287,23 +356,29 @@ class LiveMemory(KnownSizes):
         self.now -= self._sizes.pop(key)
 
 
-# --- Ranks that do not exist ------------------------------------------------------------------------------------------
+# --- Ranks that do not exist ----------------------------------------------------------------------
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """A process group without other ranks: it adds up its messages in `payload_bytes` and sends nothing."""
+    """A process group without other ranks: its messages are added up, not sent."""
 
     def __init__(self, size: int, payload_bytes: Counter[tuple[int, str]]) -> None:
-        super().__init__(0, size)  # type: ignore[call-arg]  # the stub only has another constructor
+        super().__init__(0, size)  # type: ignore[call-arg]  # the stub has another one
         self._payload_bytes = payload_bytes
 
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:  # type: ignore[override]
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], options: Any = None
+    ) -> None:
         self._record("all-reduce", *tensors)
 
-    def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> None:  # type: ignore[override]
+    def all_gather_single(  # type: ignore[override]
+        self, output: Tensor, own: Tensor, options: Any = None
+    ) -> None:
         self._record("all-gather", output)
 
-    def reduce_scatter_single(self, own: Tensor, given: Tensor, options: Any = None) -> None:  # type: ignore[override]
+    def reduce_scatter_single(  # type: ignore[override]
+        self, own: Tensor, given: Tensor, options: Any = None
+    ) -> None:
         self._record("reduce-scatter", given)
 
     def _record(self, collective: str, *tensors: Tensor) -> None:
@@ -313,11 +388,16 @@ class RecordingGroup(dist.ProcessGroup):
 def imagined_ranks(
     tp_size: int, payload_bytes: Counter[tuple[int, str]], *, sequence_parallel: bool = False
 ) -> TensorParallel:
-    """Rank 0 of `tp_size` tensor-parallel ranks, without the others; its messages are counted in `payload_bytes`."""
+    """Rank 0 of `tp_size` tensor-parallel ranks without the others.
+
+    Its messages are counted in `payload_bytes`, and not sent.
+    """
     if tp_size == 1:
         return TensorParallel()
-    shared = [size for size in range(2, tp_size) if tp_size % size == 0]
-    groups = tuple((size, RecordingGroup(size, payload_bytes)) for size in shared)
-    return TensorParallel(
-        0, tp_size, RecordingGroup(tp_size, payload_bytes), groups, sequence_parallel
-    )
+    # Ranks with the same key/value head form a replica group, of a size that divides tp_size.
+    groups = []
+    for size in range(2, tp_size):
+        if tp_size % size == 0:
+            groups.append((size, RecordingGroup(size, payload_bytes)))
+    whole = RecordingGroup(tp_size, payload_bytes)
+    return TensorParallel(0, tp_size, whole, tuple(groups), sequence_parallel)

@@ -1,31 +1,35 @@
-"""What a GPU sends in a step, by purpose, and over which link; what ZeRO partitions, and what ZeRO-3 gathers.
+"""What a GPU sends in a step, by purpose and by link; what ZeRO partitions, and what it gathers.
 
-Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a reduce-scatter, and
-twice that in an all-reduce. All n edges of a ring carry the same; with m members on each node, one edge in m leaves it.
+Collectives are rings: of a payload P over n ranks, each rank sends P·(n−1)/n in an all-gather or a
+reduce-scatter, and twice that in an all-reduce. All n edges of a ring carry the same; with m
+members on each node, one edge in m leaves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse
+from pipeline.sizing.micro_batch import MicroBatchCosts, total_elements
 
-GATHER, REDUCE, TENSOR_PARALLEL = "parameter gathers", "gradient reduction", "tensor parallelism"
+GATHER = "parameter gathers"
+REDUCE = "gradient reduction"
+TENSOR_PARALLEL = "tensor parallelism"
 MUON = "whole matrices for Muon"
+_MUON_BYTES = 4
+"""Bytes of an element that is sent for Muon: fp32."""
 
 
 def partition_size(size: int, dp_size: int) -> int:
-    """A rank's part of `size` elements; that of the last rank is padded."""
+    """A rank's part of `size` elements; the last rank's part is padded."""
     return -(-size // dp_size)
 
 
 class Gathering(NamedTuple):
-    """What ZeRO-3 gathers in a micro-batch in total, and the most that is gathered at once. In elements."""
+    """What ZeRO-3 gathers in a micro-batch in total, and the most at once. In elements."""
 
     total: int
     most_at_once: int
@@ -34,34 +38,39 @@ class Gathering(NamedTuple):
 def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gathering:
     """What DeepSpeed gathers in a micro-batch; nothing below ZeRO-3.
 
-    It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are prefetched and stay
-    for the backward pass, or those used last within `max_reuse_distance`; the others are gathered again if the backward
-    pass reads them. Frozen parameters of a layer that is recomputed are always released and gathered once more: see
-    `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most `param_persistence_threshold` elements
-    are never partitioned, so never gathered.
+    It gathers each parameter once for the forward pass. Up to `max_live_parameters` elements are
+    prefetched and stay for the backward pass, or those used last within `max_reuse_distance`; the
+    others are gathered again if the backward pass reads them. Frozen parameters of a layer that is
+    recomputed are always released and gathered once more: see
+    `PartitionedParameterCoordinator.release_sub_module`. Parameters of at most
+    `param_persistence_threshold` elements are never partitioned, so never gathered.
     """
     if zero.zero_stage < 3:
         return Gathering(0, 0)
     threshold = zero.elements("stage3_param_persistence_threshold")
     partitioned = [parameter for parameter in costs.parameters if parameter.size > threshold]
-    whole = _elements(partitioned)
-    live = (
-        zero.elements("stage3_max_live_parameters")
-        if zero.elements("stage3_prefetch_bucket_size")
-        else 0
-    )
-    kept = min(
-        whole, max(live, zero.elements("stage3_max_reuse_distance") // 2)
-    )  # a way up and down again
-    again = (
-        _elements(one for one in partitioned if one.read_again) * (1 - kept / whole) if whole else 0
-    )
-    total = whole + round(again) + _elements(one for one in partitioned if one.recomputed)
-    return Gathering(total, min(whole, kept + max((one.size for one in partitioned), default=0)))
+    if not partitioned:
+        return Gathering(0, 0)
+    whole = total_elements(partitioned)
 
+    # From a use in the forward pass to the reuse in the backward pass, all later parameters are
+    # read twice: half of the distance is what stays.
+    kept = zero.elements("stage3_max_reuse_distance") // 2
+    if zero.elements("stage3_prefetch_bucket_size"):
+        kept = max(kept, zero.elements("stage3_max_live_parameters"))
+    kept = min(kept, whole)
 
-def _elements(parameters: Iterable[ParameterUse]) -> int:
-    return sum(parameter.size for parameter in parameters)
+    read_again = 0
+    recomputed = 0
+    largest = 0
+    for parameter in partitioned:
+        largest = max(largest, parameter.size)
+        if parameter.read_again:
+            read_again += parameter.size
+        if parameter.recomputed:
+            recomputed += parameter.size
+    again = round(read_again * (1 - kept / whole))
+    return Gathering(total=whole + again + recomputed, most_at_once=min(whole, kept + largest))
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class Traffic:
         purpose: `GATHER`, `REDUCE`, `TENSOR_PARALLEL` or `MUON`.
         collective: `all-gather`, `reduce-scatter` or `all-reduce`.
         payload_bytes: the total length of the messages, as passed to the collectives.
-        group_size, on_node: over how many ranks, and how many of them share a node.
+        group_size: the number of ranks in a group.
+        on_node: how many ranks of a group share a node.
     """
 
     purpose: str
@@ -84,23 +94,22 @@ class Traffic:
     @property
     def sent_bytes(self) -> float:
         """What a GPU sends."""
+        # A ring all-reduce is a reduce-scatter followed by an all-gather.
         passes = 2 if self.collective == "all-reduce" else 1
         return passes * self.payload_bytes * (self.group_size - 1) / self.group_size
 
     @property
     def between_bytes(self) -> float:
         """What of it goes to other nodes, on average."""
-        return self.sent_bytes / self.on_node if self.group_size > self.on_node else 0.0
+        if self.group_size <= self.on_node:
+            return 0.0
+        return self.sent_bytes / self.on_node
 
     def seconds(self, cluster: Cluster) -> float:
         """How long the rings take, without contention."""
-        return (
-            max(
-                self.sent_bytes / cluster.node_gb_per_s,
-                self.between_bytes / cluster.network_gb_per_s,
-            )
-            / 1e9
-        )
+        within = self.sent_bytes / cluster.node_gb_per_s
+        between = self.between_bytes / cluster.network_gb_per_s
+        return max(within, between) / 1e9
 
 
 def estimate_traffic(
@@ -111,39 +120,62 @@ def estimate_traffic(
     cluster: Cluster,
 ) -> list[Traffic]:
     """The messages of a rank in an optimizer step of `micro_batches`."""
-    trained, dp_size, tp_size = _elements(costs.trained), layout.dp_size, layout.tp_size
-    by_muon = [parameter for parameter in costs.parameters if parameter.muon_size]
-    traffic = []
-    if dp_size > 1:
-        updated = trained
-        if (
-            zero.zero_stage == 3
-        ):  # parameters that are never partitioned are gathered once, after the update
-            threshold = zero.elements("stage3_param_persistence_threshold")
-            sizes = (
-                parameter.size for parameter in costs.parameters if parameter.size <= threshold
-            )
-            gathered = estimate_gathering(costs, zero).total
-            updated = gathered * micro_batches + sum(
-                partition_size(size, dp_size) * dp_size for size in sizes
-            )
-        reduced = (
-            trained
-            * zero.communication_dtype.itemsize
-            * (1 if zero.zero_stage == 1 else micro_batches)
-        )
-        reduction = "reduce-scatter" if zero.zero_stage == 3 else "all-reduce"
-        on_node = max(1, min(dp_size, cluster.gpus_per_node // tp_size))
-        traffic.append(
-            Traffic(GATHER, "all-gather", updated * zero.dtype.itemsize, dp_size, on_node)
-        )
-        traffic.append(Traffic(REDUCE, reduction, reduced, dp_size, on_node))
-        if by_muon:
-            traffic.append(Traffic(MUON, "all-reduce", 4 * _elements(by_muon), dp_size, on_node))
-    if split := _elements(one for one in by_muon if one.split):
-        on_node = min(tp_size, cluster.gpus_per_node)
-        traffic.append(Traffic(MUON, "all-gather", 4 * split * tp_size, tp_size, on_node))
+    traffic: list[Traffic] = []
+    if layout.dp_size > 1:
+        traffic += _data_parallel(costs, zero, layout, micro_batches, cluster)
+
+    split = total_elements(one for one in costs.by_muon if one.split)
+    if split:
+        on_node = min(layout.tp_size, cluster.gpus_per_node)
+        payload = _MUON_BYTES * split * layout.tp_size
+        traffic.append(Traffic(MUON, "all-gather", payload, layout.tp_size, on_node))
+
     for (size, collective), payload in sorted(costs.payload_bytes.items()):
         on_node = min(size, cluster.gpus_per_node)
-        traffic.append(Traffic(TENSOR_PARALLEL, collective, payload * micro_batches, size, on_node))
+        payload *= micro_batches
+        traffic.append(Traffic(TENSOR_PARALLEL, collective, payload, size, on_node))
     return traffic
+
+
+def _data_parallel(
+    costs: MicroBatchCosts,
+    zero: DeepSpeedConfig,
+    layout: Layout,
+    micro_batches: int,
+    cluster: Cluster,
+) -> list[Traffic]:
+    """The messages of a rank to the ranks that hold the same shards."""
+    dp_size = layout.dp_size
+    # Tensor-parallel ranks are beside each other on a node: fewer replicas share it.
+    on_node = max(1, min(dp_size, cluster.gpus_per_node // layout.tp_size))
+
+    gathered = _gathered_elements(costs, zero, dp_size, micro_batches) * zero.dtype.itemsize
+    reduced = total_elements(costs.trained) * zero.communication_dtype.itemsize
+    if zero.zero_stage > 1:
+        # ZeRO-2 and 3 reduce in every micro-batch, ZeRO-1 once in a step.
+        reduced *= micro_batches
+    reduction = "reduce-scatter" if zero.zero_stage == 3 else "all-reduce"
+    traffic = [
+        Traffic(GATHER, "all-gather", gathered, dp_size, on_node),
+        Traffic(REDUCE, reduction, reduced, dp_size, on_node),
+    ]
+    by_muon = total_elements(costs.by_muon)
+    if by_muon:
+        traffic.append(Traffic(MUON, "all-reduce", _MUON_BYTES * by_muon, dp_size, on_node))
+    return traffic
+
+
+def _gathered_elements(
+    costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int, micro_batches: int
+) -> int:
+    """The parameters that data-parallel ranks gather in a step."""
+    if zero.zero_stage < 3:
+        # Each rank updates its partition of what trains, and all gather it.
+        return total_elements(costs.trained)
+    elements = estimate_gathering(costs, zero).total * micro_batches
+    threshold = zero.elements("stage3_param_persistence_threshold")
+    for parameter in costs.parameters:
+        if parameter.size <= threshold:
+            # A parameter that is never partitioned is gathered once, after the update.
+            elements += partition_size(parameter.size, dp_size) * dp_size
+    return elements

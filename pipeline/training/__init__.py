@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it; the only room that imports DeepSpeed."""
+"""The training loop and what surrounds it; the only package that imports DeepSpeed."""

@@ -1,6 +1,7 @@
 """The micro-batches of a rank; the samples of a step depend on its number alone.
 
-Every rank of a tensor-parallel group reads the same samples. A thread prepares the next micro-batches.
+Every rank of a tensor-parallel group reads the same samples. A thread prepares the next
+micro-batches.
 """
 
 from __future__ import annotations
@@ -23,43 +24,67 @@ from pipeline.parallel.topology import Layout
 
 READ_AHEAD = 2
 """How many micro-batches are prepared while one is computed."""
-Plan = tuple[list[list[int]], list[list[int]]]
-"""The indices of a step's samples: a list per micro-batch, of this rank and of the one with the most to train by KL."""
 
 
 class MicroBatch(NamedTuple):
-    """The decoder's inputs, tensors of [B, S]; `documents` is None where attention may cross them."""
+    """The decoder's inputs.
+
+    Attributes:
+        tokens, targets, positions: [B, S].
+        documents: None where attention may cross documents.
+        kl_sequences: how many sequences, the first ones, train by KL(base || model).
+        reference_sequences: the largest `kl_sequences` among the ranks. The base runs on so many
+            sequences on every rank, so that all ranks run the same layers and collectives.
+    """
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Documents | None
-    kl_rows: int = 0
-    """so many sequences, the first, train by KL(base || model)"""
-    reference_rows: int = 0
-    """the largest such number among the ranks: the base runs on as many, so that all ranks run the same layers"""
+    kl_sequences: int = 0
+    reference_sequences: int = 0
 
     def pinned_for(self, device: torch.device) -> MicroBatch:
-        """The same in memory that a GPU can copy by itself; a copy from elsewhere would make the host wait."""
-        return self if device.type == "cpu" else self._mapped(Tensor.pin_memory)
+        """The same in pinned memory, which a GPU copies without making the host wait."""
+        if device.type == "cpu":
+            return self
+        return self._mapped(Tensor.pin_memory)
 
     def on(self, device: torch.device) -> MicroBatch:
-        """The same on `device`, once that has done what was asked of it before."""
+        """The same on `device`; the copy is queued behind the device's earlier work."""
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        tokens, targets, positions = map(change, (self.tokens, self.targets, self.positions))
-        documents = None if self.documents is None else self.documents.moved(change)
+        documents = self.documents
+        if documents is not None:
+            documents = documents.moved(change)
         return self._replace(
-            tokens=tokens, targets=targets, positions=positions, documents=documents
+            tokens=change(self.tokens),
+            targets=change(self.targets),
+            positions=change(self.positions),
+            documents=documents,
         )
+
+
+class StepPlan(NamedTuple):
+    """The samples that this rank reads in a step. Each list has an entry per micro-batch.
+
+    Attributes:
+        samples: the global indices of the samples.
+        kl_sequences, reference_sequences: see `MicroBatch`.
+    """
+
+    samples: list[list[int]]
+    kl_sequences: list[int]
+    reference_sequences: list[int]
 
 
 class TrainingBatches:
     """The micro-batches of a rank, on its device.
 
-    A thread of its own reads and packs the next ones, and pins them for a GPU: nothing else may read `samples`. What it
-    has read ahead is no state of the run, which resumes from the number of a step. `close` ends it.
+    A thread reads and packs the next ones, and pins them for a GPU; nothing else may read
+    `samples`. What it has read ahead is no state of the run, because a run resumes from the number
+    of a step. `close` ends the thread.
     """
 
     def __init__(
@@ -75,33 +100,43 @@ class TrainingBatches:
         self.document_mask = config.data.document_mask
         self.kl_roles = config.data.kl_roles
         self.uses_kl = config.data.kl_fraction > 0
-        self.dp_rank, self.dp_size = layout.dp_rank(rank), layout.dp_size
+        self.dp_rank = layout.dp_rank(rank)
+        self.dp_size = layout.dp_size
         self.device = device
         self._per_step = accumulation_steps(config.schedule, self.dp_size)
         self._end = self.schedule.steps * self._per_step
-        self._planned: tuple[int, Plan] | None = None
+        self._plan: StepPlan | None = None
+        self._planned_step: int | None = None
         self._ahead: dict[int, Future[MicroBatch]] = {}
-        # On a machine of several GPUs the thread would otherwise use the first one.
-        initializer = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        initializer = None
+        if device.type == "cuda":
+            # On a machine of several GPUs the thread would otherwise use the first one.
+            initializer = partial(torch.cuda.set_device, device)
         self._reader = ThreadPoolExecutor(1, "batches", initializer)
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """The micro-batches of the step after `step` steps; raises DataError where a sample of one cannot be read."""
+        """The micro-batches of the step after `step` steps.
+
+        Raises:
+            DataError: a sample of one cannot be read.
+        """
         for number in range(step * self._per_step, (step + 1) * self._per_step):
             if number not in self._ahead:
-                self._expect(range(number, number + 1))
-            yield self._ahead.pop(number).result().on(self.device)
-            # Not before: threads of Python take turns, and only now does the GPU have its work.
-            self._expect(range(number + 1, min(number + 1 + READ_AHEAD, self._end)))
+                self._read_ahead(range(number, number + 1))
+            batch = self._ahead.pop(number).result()
+            yield batch.on(self.device)
+            # Not before the yield: threads of Python take turns, and only now has the GPU its work.
+            self._read_ahead(range(number + 1, min(number + 1 + READ_AHEAD, self._end)))
 
     def close(self) -> None:
         """Ends the thread, after the micro-batch that it is reading."""
         self._reader.shutdown(cancel_futures=True)
 
-    def _expect(self, numbers: range) -> None:
+    def _read_ahead(self, numbers: range) -> None:
         """Lets the thread read these micro-batches, counted from the beginning of the run.
 
-        Others are forgotten, left over where the run goes on elsewhere: a step computed again or skipped.
+        Others are forgotten: they are left over where the run went on elsewhere, as after a step
+        that was computed again or skipped.
         """
         for left in self._ahead.keys() - set(numbers):
             self._ahead.pop(left).cancel()
@@ -111,58 +146,68 @@ class TrainingBatches:
 
     def _read(self, number: int) -> MicroBatch:
         step, place = divmod(number, self._per_step)
-        if self._planned is None or self._planned[0] != step:
-            self._planned = step, self._plan(step)
-        own, fullest = (part[place] for part in self._planned[1])
-        batch = collate([self.samples[index] for index in own], self.document_mask)
-        if self.uses_kl:
-            batch = batch._replace(
-                kl_rows=self._kl_rows(own), reference_rows=self._kl_rows(fullest)
-            )
+        if self._plan is None or self._planned_step != step:
+            self._plan = self._plan_of(step)
+            self._planned_step = step
+        samples = [self.samples[index] for index in self._plan.samples[place]]
+        batch = collate(samples, self.document_mask)
+        batch = batch._replace(
+            kl_sequences=self._plan.kl_sequences[place],
+            reference_sequences=self._plan.reference_sequences[place],
+        )
         return batch.pinned_for(self.device)
 
-    def _plan(self, step: int) -> Plan:
-        """Which samples a step reads; those that train by KL are dealt out first, evenly: no rank has more than rank 0.
+    def _plan_of(self, step: int) -> StepPlan:
+        """Which samples a step reads, in their order unless some of them train by KL."""
+        first = step * self.schedule.global_batch_size
+        if self.uses_kl:
+            return self._plan_with_kl(first)
+        samples = rank_indices(
+            first,
+            global_batch_size=self.schedule.global_batch_size,
+            micro_batch_size=self.schedule.micro_batch_size,
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
+        )
+        no_kl = [0] * len(samples)
+        return StepPlan(samples, no_kl, no_kl)
 
-        In their own order, with many ranks almost every micro-batch would have one on some rank, and all ranks would
-        run the base in almost every one.
+    def _plan_with_kl(self, first: int) -> StepPlan:
+        """Deals out the samples that train by KL before the others, evenly over all micro-batches.
+
+        If they stayed in their own order, with many ranks almost every micro-batch would have one
+        on some rank, and all ranks would run the base in almost every one. Dealt like this, no rank
+        has more of them than rank 0.
         """
-        batch_size, micro_batch_size = (
-            self.schedule.global_batch_size,
-            self.schedule.micro_batch_size,
-        )
-        first = step * batch_size
-        if not self.uses_kl:
-            sizes = {
-                "global_batch_size": batch_size,
-                "micro_batch_size": micro_batch_size,
-                "dp_size": self.dp_size,
-            }
-            own = rank_indices(first, dp_rank=self.dp_rank, **sizes)
-            return own, own
-        ordered = sorted(range(first, first + batch_size), key=lambda index: not self._is_kl(index))
-        stride = batch_size // micro_batch_size  # micro-batches over all ranks
-        own, fullest = (
-            [ordered[start::stride] for start in range(rank, stride, self.dp_size)]
-            for rank in (self.dp_rank, 0)
-        )
-        return own, fullest
+        indices = range(first, first + self.schedule.global_batch_size)
+        # `sorted` is stable: within each of the two groups the order stays.
+        ordered = sorted(indices, key=lambda index: not self._is_kl(index))
+        micro_batches = len(indices) // self.schedule.micro_batch_size  # of all ranks together
+        plan = StepPlan([], [], [])
+        for start in range(0, micro_batches, self.dp_size):
+            own = ordered[start + self.dp_rank :: micro_batches]
+            of_rank0 = ordered[start::micro_batches]
+            plan.samples.append(own)
+            plan.kl_sequences.append(sum(map(self._is_kl, own)))
+            plan.reference_sequences.append(sum(map(self._is_kl, of_rank0)))
+        return plan
 
     def _is_kl(self, index: int) -> bool:
+        """Whether a sample trains by KL(base || model)."""
         return self.samples.role_of(index) in self.kl_roles
-
-    def _kl_rows(self, indices: Sequence[int]) -> int:
-        return sum(map(self._is_kl, indices))
 
 
 def collate(samples: Sequence[Sample], document_mask: bool) -> MicroBatch:
     """Joins samples of S tokens each into a micro-batch of [B, S], on the host.
 
-    Without `document_mask` only padding could be masked; it comes last, where causal attention never reads it.
+    Without `document_mask`, only padding would have to be masked. It comes last in a sample, where
+    causal attention never reads it.
     """
-    fields = ("tokens", "targets", "positions", "document_ids")
-    tokens, targets, positions, ids = (
-        torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
-        for field in fields
-    )
-    return MicroBatch(tokens, targets, positions, Documents.of(ids) if document_mask else None)
+
+    def stacked(field: str) -> Tensor:
+        return torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
+
+    documents = None
+    if document_mask:
+        documents = Documents.of(stacked("document_ids"))
+    return MicroBatch(stacked("tokens"), stacked("targets"), stacked("positions"), documents)

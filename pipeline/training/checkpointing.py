@@ -1,7 +1,8 @@
-"""Saves and resumes a run. A checkpoint is complete or absent, and a full disk does not end training.
+"""Saves and resumes a run. A checkpoint is complete or absent, and a full disk ends no training.
 
-A checkpoint is written to a hidden folder and renamed when all files of all ranks are on the disk and hashed. Then
-`latest` is set to it, and then older ones are removed. So a run that is killed at any moment leaves a complete one.
+A checkpoint is written to a hidden folder, and renamed when the files of all ranks are on the disk
+and hashed. Then `latest` is set to it, and only then are older ones removed. A run that is killed
+at any moment therefore leaves a complete one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from torch import Tensor
 from pipeline import log
 from pipeline.checkpoint import folder as folders
 from pipeline.checkpoint import manifest as manifests
-from pipeline.checkpoint.manifest import FileRecord, LayoutRecord, Manifest, Position, RunRecord
+from pipeline.checkpoint.manifest import (
+    CheckpointFile,
+    CheckpointManifest,
+    LayoutRecord,
+    Position,
+    RunRecord,
+)
 from pipeline.checkpoint.rank_files import (
     RankState,
     rank_file,
@@ -30,7 +37,7 @@ from pipeline.checkpoint.rank_files import (
     read_random_state,
     write_rank_file,
 )
-from pipeline.config.run import Checkpoints as Settings
+from pipeline.config.run import CheckpointSettings
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import file_hash
 from pipeline.parallel.ranks import (
@@ -51,99 +58,133 @@ from pipeline.training.launch import COLLECTIVE_TIMEOUT
 _logger = log.get_logger(__name__)
 
 
-class Checkpoints:
-    """The checkpoints of one run, in `folder`; every rank must make it."""
+class CheckpointManager:
+    """The checkpoints of one run, in `folder`; every rank must make it.
+
+    Attributes:
+        failed_saves: how many saves have failed since this attempt began.
+    """
 
     def __init__(
         self,
         folder: Path,
         run: RunRecord,
         layout: LayoutRecord,
-        settings: Settings,
+        settings: CheckpointSettings,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
         rollback_steps: int = 0,
     ) -> None:
-        """`timeout` is how long the first rank to finish writing waits for the last; a checkpoint that lies
-        `rollback_steps` behind the newest is kept, however few are."""
-        self.folder, self.run, self.layout, self.settings = folder, run, layout, settings
+        """Makes a process group; every rank must call it.
+
+        Args:
+            timeout: how long the first rank to finish writing waits for the last.
+            rollback_steps: how far back training may have to go: a checkpoint that lies so far
+                behind the newest one is kept, however few are kept otherwise.
+        """
+        self.folder = folder
+        self.run = run
+        self.layout = layout
+        self.settings = settings
         self.rollback_steps = rollback_steps
-        self.failed_saves = 0  # since this attempt began
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.failed_saves = 0
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         # A separate group: messages of the saving thread must not mix with those of training.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._finish: Callable[[], None] = lambda: None
+        self._wait_for_save: Callable[[], None] | None = None
 
     def save(self, engine: Engine, position: Position, *, last: bool = False) -> Path:
-        """Writes a checkpoint of `engine`; every rank must call it. Returns the checkpoint's folder.
+        """Writes a checkpoint of `engine`; every rank must call it. Returns its folder.
 
-        An asynchronous one is complete when `finish`, or the next `save`, returns. On a full or failing disk the
-        earlier checkpoints stay and `failed_saves` counts. The `last` one is waited for and must succeed: else a
-        CheckpointStorageError on rank 0, and SystemExit on the others.
+        An asynchronous save is complete when `finish`, or the next `save`, returns. On a full or
+        failing disk the earlier checkpoints stay, and `failed_saves` counts. The `last` save is
+        waited for and must succeed.
+
+        Raises:
+            CheckpointStorageError: on rank 0, if the `last` save failed. The other ranks raise
+                SystemExit.
         """
         self.finish()
-        failed_before, final = self.failed_saves, self.folder / checkpoint_name(position.step)
+        failed_before = self.failed_saves
+        final = self.folder / checkpoint_name(position.step)
         state = engine.state()
         if self.settings.asynchronous:
+            # The values are views of what the next steps change.
             copies = {name: value.to("cpu", copy=True) for name, value in state.values.items()}
-            self._finish = in_background(
-                partial(self._write, final, position, state._replace(values=copies))
-            )
+            copied = state._replace(values=copies)
+            self._wait_for_save = in_background(partial(self._write, final, position, copied))
         else:
             self._write(final, position, state)
         if last:
             self.finish()
             if self.failed_saves > failed_before:
-                fault = f"{final}: the last checkpoint could not be written, the line above has the cause"
-                raise_on_all_ranks(CheckpointStorageError(f"{fault}; make room and start again"))
+                raise_on_all_ranks(
+                    CheckpointStorageError(
+                        f"{final}: the last checkpoint could not be written, the line above has "
+                        "the cause; make room and start again"
+                    )
+                )
         return final
 
     def finish(self) -> None:
-        """Waits until a background save is complete or has failed; every rank must call it before it exits."""
-        finish, self._finish = self._finish, lambda: None
-        finish()
+        """Waits until a background save is complete or has failed.
+
+        Every rank must call it before it exits.
+        """
+        wait = self._wait_for_save
+        self._wait_for_save = None
+        if wait is not None:
+            wait()
 
     def resume(self, engine: Engine, before: int | None = None) -> Position | None:
-        """Restores `engine` from the newest whole checkpoint, of any layout; every rank must call it.
+        """Restores `engine` from the newest whole checkpoint, of any layout.
 
-        It tries the checkpoint that `latest` names, or with `before` the newest of fewer than `before` steps. A
-        damaged one is renamed and the one before it is tried. Returns None if nothing was saved yet; raises
-        CheckpointError if a checkpoint belongs to another base or run, or all are damaged.
+        Every rank must call it. It tries the checkpoint that `latest` names, or with `before` the
+        newest one of fewer than `before` steps. A damaged one is renamed, and the one before it is
+        tried. Returns None if nothing was saved yet.
+
+        Raises:
+            CheckpointError: a checkpoint belongs to another base or run, or all are damaged.
         """
         damaged: tuple[Path, str] | None = None
-        while found := broadcast_from_rank0(partial(self._next_candidate, before, damaged)):
-            damages = [
-                text
-                for text in all_gathered(run_on_all_ranks(partial(self._examine, *found)))
-                if text
-            ]
-            checkpoint, manifest = found
+        while True:
+            candidate = broadcast_from_rank0(partial(self._next_candidate, before, damaged))
+            if candidate is None:
+                return None
+            checkpoint, manifest = candidate
+            own_damage = run_on_all_ranks(partial(self._examine, checkpoint, manifest))
+            damages = [damage for damage in all_gathered(own_damage) if damage is not None]
             if not damages:
                 self._restore(engine, checkpoint, manifest)
                 return manifest.position
-            damaged = checkpoint, damages[0]
-        return None
+            damaged = (checkpoint, damages[0])
 
     def record_rollback(self, position: Position) -> None:
-        """Records `position` in the checkpoint that was restored: a kill before the next save must not forget the
-        rollback and its skipped steps. Every rank must call it."""
+        """Records `position` in the checkpoint that was restored; every rank must call it.
+
+        Otherwise a kill before the next save would forget the rollback and its skipped steps.
+        """
         checkpoint = self.folder / checkpoint_name(position.step)
 
         def amend() -> None:
             if self.rank == 0:
-                manifests.load_manifest(checkpoint).model_copy(update={"position": position}).save(
-                    checkpoint
-                )
+                manifest = manifests.load_manifest(checkpoint)
+                manifest.model_copy(update={"position": position}).save(checkpoint)
 
-        if fault := self._disk_fault(amend):
+        fault = self._disk_fault(amend)
+        if fault is not None:
             _logger.error(
                 "%s: the rollback is not on record until the next save: %s", checkpoint, fault
             )
 
     def _write(self, final: Path, position: Position, state: RankState) -> None:
-        """Writes the files of all ranks and publishes them as a checkpoint, possibly on a background thread."""
+        """Writes the files of all ranks and publishes them as a checkpoint.
+
+        Every rank must call it, perhaps on a background thread.
+        """
         unfinished = folders.unfinished(final)
         own = rank_file(unfinished, self.rank)
-        files: dict[str, FileRecord] = {}
+        files: dict[str, CheckpointFile] = {}
 
         def begin() -> None:
             if self.rank == 0:
@@ -153,16 +194,14 @@ class Checkpoints:
         def write() -> None:
             write_rank_file(own, state)
             # Hashed by its writer, whose node still has it in the page cache.
-            files[own.name] = FileRecord(bytes=own.stat().st_size, sha256=file_hash(own))
+            files[own.name] = CheckpointFile(bytes=own.stat().st_size, sha256=file_hash(own))
 
         def publish() -> None:
-            written = {
-                name: record
-                for part in all_gathered(files, self._group)
-                for name, record in part.items()
-            }
+            written: dict[str, CheckpointFile] = {}
+            for part in all_gathered(files, self._group):
+                written.update(part)
             if self.rank == 0:
-                manifest = Manifest(
+                manifest = CheckpointManifest(
                     run=self.run, position=position, layout=self.layout, files=written
                 )
                 manifest.save(unfinished)
@@ -171,7 +210,8 @@ class Checkpoints:
                 _logger.info("saved %s", final)
 
         for work in (begin, write, publish):
-            if fault := self._disk_fault(work):
+            fault = self._disk_fault(work)
+            if fault is not None:
                 self.failed_saves += 1
                 if self.rank == 0:
                     shutil.rmtree(unfinished, ignore_errors=True)
@@ -179,46 +219,54 @@ class Checkpoints:
                 return
 
     def _remove_superseded(self) -> None:
-        steps = {folders.step_of(path): path for path in all_checkpoints(self.folder)}
-        keep_last, keep_every_steps = self.settings.keep_last, self.settings.keep_every_steps
-        gone = folders.superseded([*steps], keep_last, keep_every_steps, self.rollback_steps)
-        for path in [
-            *(steps[step] for step in gone),
-            *self.folder.glob(f"step_*{folders.ROLLED_BACK}*"),
-        ]:
+        """On rank 0: removes older checkpoints, and those that a rollback made void."""
+        checkpoint_at = {folders.step_of(path): path for path in all_checkpoints(self.folder)}
+        superseded = folders.superseded(
+            list(checkpoint_at),
+            self.settings.keep_last,
+            self.settings.keep_every_steps,
+            self.rollback_steps,
+        )
+        for step in superseded:
+            folders.discard(checkpoint_at[step])
+        for path in self.folder.glob(f"step_*{folders.ROLLED_BACK}*"):
             folders.discard(path)
 
     def _disk_fault(self, work: Callable[[], object]) -> str | None:
-        """Runs `work`, which every rank must call; returns the first rank's OSError, or None where all succeeded."""
-        fault: str | None = None
+        """Runs `work` on every rank; returns the first rank's OSError, or None."""
+        own_fault: str | None = None
         try:
             work()
         except OSError as error:
-            fault = f"rank {self.rank} on {socket.gethostname()}: {error.strerror or error}"
-        return next((text for text in all_gathered(fault, self._group) if text is not None), None)
+            own_fault = f"rank {self.rank} on {socket.gethostname()}: {error.strerror or error}"
+        for fault in all_gathered(own_fault, self._group):
+            if fault is not None:
+                return fault
+        return None
 
     def _next_candidate(
         self, before: int | None, damaged: tuple[Path, str] | None
-    ) -> tuple[Path, Manifest] | None:
-        """On rank 0: renames the checkpoint that was found `damaged`, and returns the next one to try."""
+    ) -> tuple[Path, CheckpointManifest] | None:
+        """On rank 0: renames the `damaged` checkpoint, and returns the next one to try."""
+        # Read first: `latest` may name the one that is renamed now.
         named = named_checkpoint(self.folder)
         if damaged is not None:
             checkpoint, damage = damaged
-            aside = folders.set_aside(checkpoint)
+            aside = folders.quarantine(checkpoint)
             _logger.warning("%s; renamed to %s, trying the one before", damage, aside.name)
         found = folders.candidates(self.folder)
         if before is not None:
             found = [checkpoint for checkpoint in found if folders.step_of(checkpoint) < before]
-        elif not found and (
-            named is not None or any(self.folder.glob(f"step_*{folders.DAMAGED}*"))
-        ):
+        elif found:
+            if damaged is None and found[0] != named:
+                _logger.warning(
+                    "%s names no checkpoint; trying %s", self.folder / LATEST, found[0].name
+                )
+        elif named is not None or any(self.folder.glob(f"step_*{folders.DAMAGED}*")):
             raise CheckpointError(
-                f"{self.folder}: no checkpoint is whole; the damaged ones end in {folders.DAMAGED}. Copy a whole one "
-                "back, or remove the folder to start the run from step 0"
-            )
-        elif found and damaged is None and found[0] != named:
-            _logger.warning(
-                "%s names no checkpoint; trying %s", self.folder / LATEST, found[0].name
+                f"{self.folder}: no checkpoint is whole; the damaged ones end in "
+                f"{folders.DAMAGED}. Copy a whole one back, or remove the folder to start the run "
+                "from step 0"
             )
         if not found:
             return None
@@ -229,20 +277,22 @@ class Checkpoints:
         manifests.check_same_run(manifest, found[0], self.run)
         return found[0], manifest
 
-    def _examine(self, checkpoint: Path, manifest: Manifest) -> str | None:
+    def _examine(self, checkpoint: Path, manifest: CheckpointManifest) -> str | None:
         """Checks this rank's share of the files of `checkpoint`; returns what is damaged."""
+        own_share = sorted(manifest.files)[self.rank :: self.world_size]
         try:
-            for name in sorted(manifest.files)[self.rank :: self.world_size]:
+            for name in own_share:
                 manifests.check_file(manifest, checkpoint, name)
         except DamagedCheckpointError as damage:
             return str(damage)
         return None
 
-    def _restore(self, engine: Engine, checkpoint: Path, manifest: Manifest) -> None:
+    def _restore(self, engine: Engine, checkpoint: Path, manifest: CheckpointManifest) -> None:
         _logger.info("resuming from %s", checkpoint)
         if manifest.layout != self.layout:
             _logger.info("it was written at another layout: %s", manifest.layout)
-        if unknown := manifests.not_recorded(manifest):
+        unknown = manifests.not_recorded(manifest)
+        if unknown:
             _logger.info(
                 "an earlier version wrote it without a record of %s: not compared",
                 " and ".join(unknown),
@@ -252,8 +302,8 @@ class Checkpoints:
         def read() -> dict[str, Tensor]:
             engine.restore(index)
             if self.rank == 0:
-                folders.go_back_to(checkpoint)
-            # With more ranks than at the save, the additional ones take the random states of others.
+                folders.rollback_to(checkpoint)
+            # With more ranks than at the save, the additional ones take other ranks' states.
             return read_random_state(checkpoint, self.rank % manifest.layout.world_size)
 
         random_state = run_on_all_ranks(read)
@@ -264,7 +314,10 @@ class Checkpoints:
 
 
 def in_background(work: Callable[[], None]) -> Callable[[], None]:
-    """Starts `work` on a thread; the function returned waits for its end, and raises what it raised."""
+    """Starts `work` on a thread.
+
+    The function returned waits for its end, and raises what it raised.
+    """
     done: Future[None] = Future()
 
     def guarded() -> None:
@@ -274,6 +327,7 @@ def in_background(work: Callable[[], None]) -> Callable[[], None]:
         except BaseException as fault:  # noqa: BLE001  # raised on the main thread
             done.set_exception(fault)
 
-    # A daemon, unlike an executor's: a process that fails must not wait for a thread that waits for another rank.
+    # A daemon, unlike an executor's: a process that fails must not wait for a thread that waits
+    # for another rank.
     threading.Thread(target=guarded, name="checkpoint writer", daemon=True).start()
     return done.result

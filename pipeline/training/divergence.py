@@ -1,6 +1,7 @@
-"""Divergence: which steps are a spike, how many may be skipped, and the report of a run that is ended.
+"""Divergence: which steps are a spike, how many may be skipped, and the report at the end.
 
-All decisions follow from the run's position, so a resumed run makes the same ones as a run that never stopped.
+All decisions follow from the run's position, so a resumed run makes the same ones as a run that
+never stopped.
 """
 
 from __future__ import annotations
@@ -18,69 +19,76 @@ from pipeline.files import write_json
 from pipeline.parallel.ranks import raise_on_all_ranks
 
 REPORT = "divergence.json"
+_REPORTED = {"step", "skipped_steps", "recomputed_steps", "rollbacks", "learning_rate_factor"}
+"""What divergence.json says of the run's position."""
 
 
 def remembered(
     recent: Sequence[StepRecord], record: StepRecord, stability: Stability
 ) -> tuple[StepRecord, ...]:
     """`recent` and `record`, as far back as `find_spike` may need them."""
-    return (*recent, record)[-(stability.window + stability.spike_steps) :]
+    length = stability.window + stability.spike_steps
+    return (*recent, record)[-length:]
 
 
 def find_spike(
     recent: Sequence[StepRecord], stability: Stability, gradient_clipping: float
 ) -> list[StepRecord]:
-    """The last `spike_steps` steps, if each is a spike against the `window` steps before them; else none.
+    """The last `spike_steps` steps, if each is a spike against the `window` steps before them.
 
-    That is a loss `loss_increase` nats above their median, or a gradient norm that is clipped and
-    `gradient_norm_factor` times their median. A single bad batch is not a spike: the steps after it are as before.
+    A step is a spike if its loss is `loss_increase` nats above their median, or its gradient norm
+    is clipped and is `gradient_norm_factor` times their median. A single bad batch is no spike,
+    because the steps after it are as before. Returns an empty list if there is no spike.
     """
-    before, last = recent[: -stability.spike_steps], list(recent[-stability.spike_steps :])
+    before = recent[: -stability.spike_steps]
+    last = list(recent[-stability.spike_steps :])
     if len(before) < stability.window:
         return []
-    highest_loss = highest_norm = float("inf")
+    highest_loss = float("inf")
     if stability.loss_increase is not None:
         highest_loss = median(record.loss for record in before) + stability.loss_increase
+    highest_norm = float("inf")
     if stability.gradient_norm_factor is not None:
-        norm = median(record.gradient_norm for record in before)
-        highest_norm = max(gradient_clipping, norm * stability.gradient_norm_factor)
-    is_spike = all(
-        record.loss > highest_loss or record.gradient_norm > highest_norm for record in last
-    )
-    return last if is_spike else []
+        usual_norm = median(record.gradient_norm for record in before)
+        # A norm that is not clipped harms nothing, however unusual.
+        highest_norm = max(gradient_clipping, usual_norm * stability.gradient_norm_factor)
+    for record in last:
+        if record.loss <= highest_loss and record.gradient_norm <= highest_norm:
+            return []
+    return last
 
 
 def check_skipped_steps(config: RunConfig, position: Position) -> None:
-    """Ends a run that has skipped more than `stability.max_skipped_steps`; every rank must call it."""
-    skipped, most = len(position.skipped_steps), config.stability.max_skipped_steps
-    if skipped > most:
-        end_diverged(
-            config,
-            position,
-            f"{skipped} steps were skipped, more than stability.max_skipped_steps {most}",
-        )
+    """Ends a run that has skipped too many steps; every rank must call it.
+
+    Raises:
+        DivergenceError: on rank 0, where more than `stability.max_skipped_steps` were skipped. The
+            other ranks raise SystemExit.
+    """
+    skipped = len(position.skipped_steps)
+    limit = config.stability.max_skipped_steps
+    if skipped > limit:
+        reason = f"{skipped} steps were skipped, more than stability.max_skipped_steps {limit}"
+        end_diverged(config, position, reason)
 
 
 def end_diverged(config: RunConfig, position: Position, reason: str) -> NoReturn:
-    """Writes divergence.json into the run folder and ends the run; every rank must call it."""
+    """Writes divergence.json into the run folder and ends the run; every rank must call it.
+
+    Raises:
+        DivergenceError: on rank 0. The other ranks raise SystemExit.
+    """
     path = config.folder / REPORT
     if dist.get_rank() == 0:
-        figures = position.model_dump(
-            mode="json",
-            include={
-                "step",
-                "skipped_steps",
-                "recomputed_steps",
-                "rollbacks",
-                "learning_rate_factor",
-            },
-        )
-        recent = [record._asdict() for record in position.recent]
-        settings = config.stability.model_dump(mode="json")
-        write_json(path, {**figures, "reason": reason, "settings": settings, "recent": recent})
+        report = position.model_dump(mode="json", include=_REPORTED)
+        report["reason"] = reason
+        report["settings"] = config.stability.model_dump(mode="json")
+        report["recent"] = [record._asdict() for record in position.recent]
+        write_json(path, report)
     raise_on_all_ranks(
         DivergenceError(
-            f"step {position.step}: {reason}; nothing was saved since the last checkpoint, from which the same command "
-            f"resumes; lower schedule.learning_rate, or examine these steps' samples: {path} has the figures"
+            f"step {position.step}: {reason}; nothing was saved since the last checkpoint, from "
+            "which the same command resumes; lower schedule.learning_rate, or examine these steps' "
+            f"samples: {path} has the figures"
         )
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
+from typing import Any
 
 import deepspeed
 import torch
@@ -16,8 +17,9 @@ from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.chunked_loss import Losses
 from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
-from pipeline.model.output import HiddenStates, Losses
+from pipeline.model.hidden_states import HiddenStates
 from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.training import deepspeed_internals
@@ -32,12 +34,15 @@ def build_model(
     groups: ProcessGroups,
     device: torch.device | None = None,
 ) -> Decoder:
-    """The run's model with unset values; every rank must call it, and holds at most the shard that it will train.
+    """The run's model with unset values; every rank must call it.
 
-    Under ZeRO-1 and 2 it is made on `device`, where it stays: the shards of a node's ranks may not fit its host memory.
+    A rank holds at most the shard that it will train. Under ZeRO-1 and 2 the model is made on
+    `device`, where it stays: the shards of a node's ranks may not fit its host memory.
     """
     partitioning = deepspeed_internals.partitioning_context(config, deepspeed_config, groups)
-    on_device = device if device is not None and deepspeed_config.zero_stage < 3 else nullcontext()
+    on_device: AbstractContextManager[Any] = nullcontext()
+    if device is not None and deepspeed_config.zero_stage < 3:
+        on_device = device
     with default_dtype(deepspeed_config.dtype), partitioning, on_device:
         model = methods.build_model(config, base.spec, groups.tensor_parallel)
     deepspeed_internals.attach_zero_partitions(model)
@@ -49,7 +54,8 @@ class Engine:
 
     Attributes:
         model: the decoder; under ZeRO-3 a parameter has values only while its module runs.
-        trainable_parameters, total_parameters: how many elements the whole model has, each counted once.
+        trainable_parameters, total_parameters: how many elements the whole model has, each counted
+            once.
         routed: whether the model chooses a path per token.
     """
 
@@ -61,13 +67,15 @@ class Engine:
         groups: ProcessGroups,
     ) -> None:
         """Wraps `model` in DeepSpeed's engine; every rank must call it."""
-        sizes = [
-            (prod(full_shape_of(parameter)), parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-            if not name.startswith(REFERENCE)
-        ]
-        self.trainable_parameters = sum(size for size, is_trained in sizes if is_trained)
-        self.total_parameters = sum(size for size, _ in sizes)
+        self.trainable_parameters = 0
+        self.total_parameters = 0
+        for name, parameter in model.named_parameters():
+            if name.startswith(REFERENCE):
+                continue  # the frozen copy of the base, for KL, is no part of the model
+            size = prod(full_shape_of(parameter))
+            self.total_parameters += size
+            if parameter.requires_grad:
+                self.trainable_parameters += size
         self.routed = model.plan is not None and model.plan.routed
         self.tensor_parallel = groups.tensor_parallel
         self._tokens_per_micro_batch = (
@@ -85,11 +93,11 @@ class Engine:
                 mpu=groups,
                 dist_init_required=False,
             )
-        except (
-            AssertionError
-        ) as error:  # its ZeRO optimizers say so of settings that exclude each other
+        except AssertionError as error:
+            # Its ZeRO optimizers assert that settings do not exclude each other.
             raise ConfigError(
-                f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}"
+                f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}; correct the "
+                "file"
             ) from None
         self.model: Decoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
@@ -101,22 +109,31 @@ class Engine:
     def backward(self, loss_sum: Tensor) -> None:
         """Adds the gradient of a micro-batch. loss_sum: scalar.
 
-        DeepSpeed averages over accumulated micro-batches and data-parallel ranks. So the gradient of a step is that of
-        the summed loss over `global_batch_size · sequence_length`, however the batch is spread. That of a loss that is
-        not finite is made NaN, which DeepSpeed finds in the norm, on every rank, before it changes any weight.
+        DeepSpeed averages over accumulated micro-batches and data-parallel ranks. The gradient of a
+        step is therefore the gradient of the summed loss over
+        `global_batch_size * sequence_length`, however the batch is spread. The gradient of a loss
+        that is not finite is made NaN: DeepSpeed finds it in the norm, on every rank, before it
+        changes any weight.
         """
+        # The gradient of `loss_sum * nan` is NaN even where that of the loss would be finite.
         finite = torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
         self._engine.backward(loss_sum * finite / self._tokens_per_micro_batch)
 
     def step(self, learning_rate: float) -> None:
-        """Ends a micro-batch; after the last of a step it updates the weights, if the gradient is finite."""
+        """Ends a micro-batch; after the last one of a step it updates the weights.
+
+        It does not if the gradient is not finite.
+        """
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["learning_rate_factor"]
         self._engine.step()
 
     @property
     def step_applied(self) -> bool:
-        """Whether the last step changed weights and moments, as it did if its gradient was finite; all ranks agree."""
+        """Whether the last step changed weights and moments; all ranks agree.
+
+        It did if its gradient was finite.
+        """
         return bool(self._engine.was_step_applied())
 
     @property
@@ -131,17 +148,20 @@ class Engine:
 
     @torch.no_grad()
     def logit_chunks(self, *hidden: HiddenStates) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's columns of the logits of each of `hidden`, in chunks of n tokens: [n, columns] in fp32.
+        """This rank's columns of the logits of each of `hidden`, in chunks of n tokens.
 
-        Every rank must exhaust it. The logits of a whole batch would not fit on a GPU.
+        Each chunk has fp32 tensors [n, columns]. Every rank must exhaust the iterator. The logits
+        of a whole batch would not fit on a GPU.
         """
         output = self.model.output
         # ZeRO-3 gathers parameters only around a module's forward, which this is not.
         with deepspeed.zero.GatheredParameters(list(output.parameters(recurse=False))):
             for rows in output.chunks(len(hidden[0].x)):
-                yield tuple(
-                    output.logits(states.rows(rows))[:, : output.columns] for states in hidden
-                )
+                chunks = []
+                for states in hidden:
+                    # The last rank's part of the vocabulary may be padded.
+                    chunks.append(output.logits(states.rows(rows))[:, : output.columns])
+                yield tuple(chunks)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -154,7 +174,10 @@ class Engine:
             self.model.train()
 
     def state(self) -> RankState:
-        """What this rank's optimizer holds of the trained parameters, and the random states; the values are views."""
+        """What this rank's optimizer holds of the trained parameters, and the random states.
+
+        The values are views.
+        """
         first, values, adam_step = deepspeed_internals.optimizer_state(self._engine, self.model)
         random_state = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
@@ -169,10 +192,16 @@ class Engine:
         )
 
     def restore(self, index: Index) -> None:
-        """Loads this rank's optimizer state from a checkpoint of any layout; no collective. The base is there."""
+        """Loads this rank's optimizer state from a checkpoint of any layout.
+
+        It is no collective: `publish_restored` follows. The base is in the model already.
+        """
         reader = CheckpointReader(index, self.model)
         deepspeed_internals.restore(self._engine, self.model, reader, self.tensor_parallel)
 
     def publish_restored(self, step: int) -> None:
-        """Copies what `restore` loaded into the model, the state after `step` steps; every rank must call it."""
+        """Copies what `restore` loaded into the model, whose state is that after `step` steps.
+
+        Every rank must call it.
+        """
         deepspeed_internals.publish(self._engine, self.model, step)

@@ -1,8 +1,9 @@
-"""Muon for the trained matrices of the layers, AdamW for everything else, as one optimizer that ZeRO can partition.
+"""Muon for the trained matrices of the layers, AdamW for the rest, as one optimizer for ZeRO.
 
-Muon (Jordan et al. 2024) moves a matrix by its orthogonalised momentum, of which no part can be orthogonalised alone. A
-rank keeps the momentum of the elements that ZeRO and tensor parallelism leave it. For the update the ranks put every
-matrix together, and each that holds a part of it orthogonalises the whole: the result is the same in every layout.
+Muon (Jordan et al. 2024) moves a matrix by its orthogonalised momentum. No part of a matrix can be
+orthogonalised alone. A rank keeps the momentum of the elements that ZeRO and tensor parallelism
+leave it. For the update the ranks put every matrix together, and each rank that holds a part of it
+orthogonalises the whole: the result is the same in every layout.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.rank_files import Kind
 from pipeline.config.schedule import Schedule
+from pipeline.methods.parameter_groups import parameter_groups
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
     OptimizerShard,
@@ -34,77 +36,91 @@ _ITERATIONS = 5
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _SMALLEST_NORM = 1e-7
 _RMS = 0.2
-"""The root mean square of an update over the learning rate, about that of AdamW's: one rate serves both (Liu et al.
-2025, "Muon is scalable for LLM training")."""
+"""The root mean square of an update, as a multiple of the learning rate.
+
+AdamW's updates have about the same, so that one learning rate serves both (Liu et al. 2025, "Muon
+is scalable for LLM training").
+"""
 
 
 def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
-    """The optimizer of the trained parameters alone; vectors (gains, biases) do not decay."""
+    """The optimizer of the trained parameters alone, in the groups of `schedule`.
+
+    A group holds its parameters' names too: ZeRO-1 and 2 replace the parameters by one flat tensor.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
     trained = dict(named_trained_parameters(model))
-    by_muon = [
-        name
-        for name in trained
-        if schedule.optimizer == "muon" and is_layer_matrix(name, trained[name])
-    ]
-    # By the full shapes: ZeRO-3's partitions are flat.
-    vectors = [name for name in trained if len(full_shape_of(trained[name])) <= 1]
-    others = [name for name in trained if name not in {*by_muon, *vectors}]
-    groups: list[dict[str, Any]] = [
-        {"params": by_muon, "weight_decay": schedule.weight_decay, "muon": True},
-        {"params": others, "weight_decay": schedule.weight_decay, "muon": False},
-        {"params": vectors, "weight_decay": 0.0, "muon": False},
-    ]
-    return (Muon if by_muon else torch.optim.AdamW)(
-        [
-            {**group, "params": [trained[name] for name in group["params"]]}
-            for group in groups
-            if group["params"]
-        ],
-        lr=schedule.learning_rate,
-        betas=schedule.betas,
-        fused=True,
-    )
+    by_muon: list[str] = []
+    if schedule.optimizer == "muon":
+        by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
+    groups: list[dict[str, Any]] = []
+    for group in parameter_groups(trained, schedule, by_muon=by_muon):
+        groups.append(
+            {
+                "params": [trained[name] for name in group.names],
+                "names": group.names,
+                "learning_rate_factor": group.learning_rate_factor,
+                "weight_decay": group.weight_decay,
+                "muon": group.by_muon,
+            }
+        )
+    kind = Muon if by_muon else torch.optim.AdamW
+    return kind(groups, lr=schedule.learning_rate, betas=schedule.betas, fused=True)
 
 
 def moments_of(
     optimizer: torch.optim.Optimizer, name: str, parameter: nn.Parameter
 ) -> tuple[Kind, ...]:
-    """What the optimizer holds of a parameter beside it. Muon's momentum is called as AdamW's first moment."""
-    by_muon = isinstance(optimizer, Muon) and is_layer_matrix(name, parameter)
-    return ("exp_avg",) if by_muon else ("exp_avg", "exp_avg_sq")
+    """The moments that the optimizer holds of a parameter.
+
+    Muon's momentum has the name of AdamW's first moment.
+    """
+    if isinstance(optimizer, Muon) and is_layer_matrix(name, parameter):
+        return ("exp_avg",)
+    return ("exp_avg", "exp_avg_sq")
 
 
 class Muon(torch.optim.AdamW):
     """AdamW, but for the groups marked `muon`. Every rank must call `step`, after `attach`."""
 
     def attach(self, shards: Iterable[OptimizerShard], groups: ProcessGroups) -> None:
-        """Tells what this rank holds of each of Muon's matrices, perhaps nothing, in the same order on every rank."""
-        self._shards, self._ranks = list(shards), groups
+        """Tells what this rank holds of each of Muon's matrices, perhaps nothing.
+
+        The order of the matrices must be the same on every rank, because `step` gathers them.
+        """
+        self._shards = list(shards)
+        self._ranks = groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Updates the parameters of the groups as they are now: ZeRO sets them one after the other."""
-        groups = self.param_groups
-        for group in groups:
-            for flat in group["params"] if group["muon"] else ():
+        """Updates the parameters of the groups as they are now: ZeRO sets them one by one."""
+        all_groups = self.param_groups
+        adamw_groups = []
+        for group in all_groups:
+            if not group["muon"]:
+                adamw_groups.append(group)
+                continue
+            for flat in group["params"]:
                 self._update(flat, group)
         try:
-            self.param_groups = [group for group in groups if not group["muon"]]
+            self.param_groups = adamw_groups
             return super().step(closure)
         finally:
-            self.param_groups = groups
+            self.param_groups = all_groups
 
     def _update(self, flat: Tensor, group: dict[str, Any]) -> None:
-        state, gradient = self.state[flat], flat.grad
+        """Updates the elements of `flat`, in which ZeRO holds this rank's parts of the matrices."""
+        gradient = flat.grad
         assert gradient is not None
+        state = self.state[flat]
         if not state:
-            state |= {
-                "step": torch.zeros((), device=flat.device),
-                "exp_avg": torch.zeros_like(flat),
-            }
+            state["step"] = torch.zeros((), device=flat.device)
+            state["exp_avg"] = torch.zeros_like(flat)
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
-        update = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's
+        update = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's momentum
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for shard in self._shards:
             if shard.flat is flat:
@@ -114,21 +130,24 @@ class Muon(torch.optim.AdamW):
         whole = self._put_together(shard, update)
         if not shard.length:
             return
+        direction = orthogonalised(whole)
+        # The elements of U V^T have a root mean square of 1/sqrt(max(out, in)).
         rate = learning_rate * _RMS * math.sqrt(max(whole.shape[-2:]))
         tp = self._ranks.tensor_parallel
-        own = split(
-            orthogonalised(whole), partition_of(shard.parameter), tp.rank, tp.size
-        ).flatten()
-        shard.within(shard.flat).add_(own[shard.first : shard.first + shard.length], alpha=-rate)
+        own_shard = split(direction, partition_of(shard.parameter), tp.rank, tp.size).flatten()
+        own_part = own_shard[shard.first : shard.first + shard.length]
+        shard.within(shard.flat).add_(own_part, alpha=-rate)
 
     def _put_together(self, shard: OptimizerShard, update: Tensor) -> Tensor:
         """The whole matrix of which the ranks hold parts in `update`; all ranks must call it."""
-        shape, partition = full_shape_of(shard.parameter), partition_of(shard.parameter)
+        shape = full_shape_of(shard.parameter)
+        partition = partition_of(shard.parameter)
         tp = self._ranks.tensor_parallel
         local = local_shape(shape, partition, tp.size)
         flat = update.new_zeros(math.prod(local))
         flat[shard.first : shard.first + shard.length] = shard.within(update)
-        if self._ranks.layout.dp_size > 1:  # exact: the others add zeros
+        if self._ranks.layout.dp_size > 1:
+            # Exact in any order of ranks: each element is on one of them, and the others add zeros.
             dist.all_reduce(flat, group=self._ranks.get_data_parallel_group())
         if tp.size == 1 or partition.dim is None:
             return flat.view(local)
@@ -138,19 +157,24 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """U Vᵀ, about, of the singular value decomposition U S Vᵀ of each of `matrices` [..., out, in]; zeros of zeros.
+    """About U Vᵀ of the singular value decomposition U S Vᵀ of each of `matrices` [..., out, in].
 
-    As in torch.optim.Muon, which takes single matrices only. In bf16; a CPU, which is slow in it, takes fp32.
+    Zeros give zeros. It is computed as in torch.optim.Muon, which takes single matrices only: by
+    Newton-Schulz iterations, in bf16. A CPU, which is slow in bf16, takes fp32.
     """
     a, b, c = _COEFFICIENTS
+    dtype = torch.bfloat16
+    if matrices.device.type == "cpu":
+        dtype = torch.float32
+    # The Gram matrix x xᵀ is smaller where x is wide.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if is_tall else matrices).to(
-        torch.float32 if matrices.device.type == "cpu" else torch.bfloat16
-    )
-    shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
+    wide = matrices.mT if is_tall else matrices
+    shape = wide.shape
+    x = wide.to(dtype).reshape(-1, *shape[-2:])
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
+        # x <- a x + (b G + c G²) x
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.view(shape)
     return x.mT if is_tall else x

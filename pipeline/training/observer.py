@@ -1,7 +1,8 @@
 """The events of the training loop, and the base class of their observers.
 
-An observer that measures exists on every rank and may use collectives: all ranks reach the same events in one order. It
-may add figures to an event, which the observers after it see. An observer that writes exists on rank 0 alone.
+An observer that measures exists on every rank and may use collectives: all ranks reach the same
+events in one order. It may add figures to an event, which the observers after it see. An observer
+that writes exists on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -16,28 +17,37 @@ from pipeline.training.validation import HeldoutScore
 
 @dataclass
 class StepEvent:
-    """A finished step, after its validation if it has one, and before its save. Step 0 is the untrained model."""
+    """A finished step, after its validation if it has one, and before its save.
+
+    Step 0 is the untrained model.
+
+    Attributes:
+        tokens: the tokens of the step, over all ranks.
+        seconds: None for step 0, and where the step's samples were skipped.
+        figures: the values to log, by their names in metrics.jsonl.
+    """
 
     step: int
     tokens: int
-    """over all ranks"""
     seconds: float | None
-    """None for step 0 and where its samples were skipped"""
     figures: dict[str, float]
-    """the values to log, by their names in metrics.jsonl"""
 
 
 @dataclass
 class ValidationEvent:
-    """Scores of the held-out parts. An observer may change the position's learning rate, or end the run."""
+    """Scores of the held-out parts.
+
+    Attributes:
+        position: where the run stands. An observer may replace it, to change the learning rate; the
+            run continues from what it is after the last observer.
+        figures: the scores, and what observers add.
+        stop: an observer may set it; the run then saves this step and ends with this error.
+    """
 
     position: Position
-    """where the run stands; it continues from here"""
     scores: Mapping[str, HeldoutScore]
     figures: dict[str, float] = field(default_factory=dict)
-    """the scores, and what observers add"""
     stop: UserError | None = None
-    """if set, the run saves this step and ends with this error"""
 
 
 class Observer:
@@ -50,7 +60,7 @@ class Observer:
         """The held-out parts were scored; `on_step` of the same step follows."""
 
     def on_rollback(self, step: int) -> None:
-        """The run went back to its state after `step` steps: what was reported for later steps is void."""
+        """The run went back to its state after `step` steps; reports of later steps are void."""
 
     def on_end(self, *, finished: bool) -> None:
-        """The attempt ends, with the run's last step or before it. It may not be called after a crash."""
+        """The attempt ends, with the run's last step or before it; not called after a crash."""

@@ -1,7 +1,8 @@
-"""The model in vLLM: the layers of `remote_code`, whose attention vLLM computes over its own paged cache.
+"""The model in vLLM: the layers of `remote_code`, whose attention vLLM computes over its own paged
+cache.
 
-One rank and one stage; no quantisation, LoRA or speculative decoding. Above `l_fp` a routed model has two sets of heads
-in the cache; below, both paths are one.
+One rank and one stage; no quantisation, LoRA or speculative decoding. Above `l_fp` a routed model
+has two sets of heads in the cache; below, both paths are one.
 """
 
 from __future__ import annotations
@@ -26,9 +27,16 @@ _ATTENTION = "scale_vllm"
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, K], key and value [1, H_kv, N, K] of all requests' new tokens -> [1, N, H, K]."""
-    flat = (heads[0].transpose(0, 1).flatten(1) for heads in (query, key, value))
-    return module.served(*flat).view(1, -1, query.shape[1], query.shape[3]), None
+    """query [1, H, N, K], key and value [1, H_kv, N, K] of all requests' new tokens -> [1, N, H,
+    K].
+    """
+    attended = module.served(_flat(query), _flat(key), _flat(value))
+    return attended.view(1, -1, query.shape[1], query.shape[3]), None
+
+
+def _flat(heads: Tensor) -> Tensor:
+    """[1, H, N, K] -> [N, H K]."""
+    return heads[0].transpose(0, 1).flatten(1)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)
@@ -42,11 +50,15 @@ def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str 
         return "it is served in the type of its weights: leave --quantization out"
     if config.mixture is not None:
         return "its mixture of experts has not been tried under vLLM; serve it with transformers"
-    return config.why_not_packed()
+    return config.packing_unsupported_reason()
 
 
 class ScaleForVllm(nn.Module):
-    """A causal language model by vLLM's interface; hidden states are the streams of one path or of two."""
+    """A causal language model by vLLM's interface.
+
+    Its hidden states [N, paths (D + U) + 1] are the streams of one path or of two, and a last
+    column that is 1 for tokens that the gate has closed and else 0.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -60,6 +72,7 @@ class ScaleForVllm(nn.Module):
         self.model = ScaleForCausalLM(config)
         self.widths = [config.hidden_size, config.expansion_hidden_size]
         for index, layer in enumerate(self.model.layers):
+            name = f"layers.{index}.attention"
             paths = 2 if config.routed and index >= config.l_fp else 1
             layer.attention.served = Attention(
                 num_heads=paths * config.num_attention_heads,
@@ -69,9 +82,7 @@ class ScaleForVllm(nn.Module):
                 cache_config=vllm_config.cache_config,
                 logits_soft_cap=config.attention_softcap,
                 per_layer_sliding_window=layer.attention.sliding_window,
-                prefix=f"{prefix}.layers.{index}.attention"
-                if prefix
-                else f"layers.{index}.attention",
+                prefix=f"{prefix}.{name}" if prefix else name,
             )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -86,32 +97,42 @@ class ScaleForVllm(nn.Module):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """The hidden states [N, paths (D + U)] of all requests' new tokens [N]."""
+        """The hidden states of all requests' new tokens [N]."""
         embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         # Masks are vLLM's. A dict keeps the model from making its own.
-        none = dict.fromkeys(self.model.config.layer_types)
-        row = (embedded, positions, input_ids)
-        embedded, positions, tokens = (
-            None if tensor is None else tensor.unsqueeze(0) for tensor in row
+        no_masks = dict.fromkeys(self.model.config.layer_types)
+        last = self.model.streams(
+            embedded.unsqueeze(0),
+            attention_mask=no_masks,
+            position_ids=positions.unsqueeze(0),
+            tokens=None if input_ids is None else input_ids.unsqueeze(0),
         )
-        paths = self.model.streams(
-            embedded, attention_mask=none, position_ids=positions, tokens=tokens
-        )
-        return torch.cat([stream for path in paths for stream in path[:2]], dim=-1)[0]
+        columns = []
+        for path in last.paths:
+            assert path.x_up is not None, "with masks of its own, the model computes the expansion"
+            columns += [path.x, path.x_up]
+        if last.closed is None:
+            columns.append(embedded.new_zeros(1, len(embedded), 1))
+        else:
+            columns.append(last.closed.to(embedded.dtype))
+        return torch.cat(columns, dim=-1)[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[N, paths (D + U)] -> [N, V]."""
-        streams = hidden_states.unsqueeze(0).split(
-            self.widths * (hidden_states.shape[-1] // sum(self.widths)), dim=-1
-        )
-        paths = [StreamPath(*pair) for pair in zip(streams[::2], streams[1::2], strict=True)]
-        return self.model.output(paths)[0]
+        """Hidden states of n tokens -> [n, V]."""
+        states = hidden_states.unsqueeze(0)
+        closed = states[..., -1:] > 0
+        count = states.shape[-1] // sum(self.widths)
+        streams = states[..., :-1].split(self.widths * count, dim=-1)
+        paths = [StreamPath(x, x_up) for x, x_up in zip(streams[::2], streams[1::2], strict=True)]
+        return self.model.output(paths, closed)[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fills the parameters; returns their names."""
-        parameters, loaded = dict(self.model.named_parameters()), set()
+        parameters = dict(self.model.named_parameters())
+        loaded = set()
         for name, tensor in weights:
             parameter = parameters[name]
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+            load = getattr(parameter, "weight_loader", default_weight_loader)
+            load(parameter, tensor)
             loaded.add(f"model.{name}")
         return loaded

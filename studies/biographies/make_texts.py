@@ -1,6 +1,7 @@
-"""Makes the texts of the biography study: invented people, biographies of them, questions about them, and a tokenizer.
+r"""Makes the texts of the biography study: people, biographies of them, questions, and a tokenizer.
 
-    python studies/biographies/make_texts.py --people 4000 --pool-fraction 0.1 --output runs/biography/texts
+    python -m studies.biographies.make_texts --people 4000 --pool-fraction 0.1 \
+        --output runs/biography/texts
 
 The same arguments give the same bytes:
 
@@ -10,9 +11,10 @@ The same arguments give the same bytes:
     OUTPUT/tokenizer/                   trained on all of these texts
     OUTPUT/people.jsonl                 all people with their attributes
 
-Of 200,000 people, as in the paper, 100,000 have biographies, 50,000 of these are in Task 0, 20,000 others in Task 1.
-The pools are as large as those of Zheng et al. (2025): 400 first, 400 middle and 1000 last names, 200 cities, 300
-universities, 100 majors, 263 companies, each in one city. Their values are combined from parts, and none is real.
+Of 200,000 people, as in the paper, 100,000 have biographies, 50,000 of these are in Task 0, 20,000
+others in Task 1. The pools are as large as those of Zheng et al. (2025): 400 first, 400 middle and
+1000 last names, 200 cities, 300 universities, 100 majors, 263 companies, each in one city. Their
+values are combined from parts, and none is real.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -41,22 +42,23 @@ _MIDDLE = (
     "a ald ard e el elle er ette i ine is ley man mond na or ra rick ton win",
 )
 _LAST = (
-    "Ash Barn Birch Brad Broad Brook Clay Cold Cran Dal East Elm Fair Glen Gold Gran Green Hale Hart Hazel Hol Kirk "
-    "Lang Long Lynd Mill Nether Oak Pem Quar Rad Rose Sand Shel Stan Stone Thorn Wake West Whit",
-    "beck berg bourne bridge burn by croft dale den field ford gate grave ham house land ley low man more shaw stead "
-    "wall well wick",
+    "Ash Barn Birch Brad Broad Brook Clay Cold Cran Dal East Elm Fair Glen Gold Gran Green Hale "
+    "Hart Hazel Hol Kirk Lang Long Lynd Mill Nether Oak Pem Quar Rad Rose Sand Shel Stan Stone "
+    "Thorn Wake West Whit",
+    "beck berg bourne bridge burn by croft dale den field ford gate grave ham house land ley low "
+    "man more shaw stead wall well wick",
 )
 _CITY = (
     "Alder Bay Cedar Clear Eagle Fox Grand Iron Lake Maple North Pine River Silver Spring",
     "bluff burg port dale field ford haven mont mouth point side ton view ville",
 )
 _STATES = (
-    "AL AK AZ AR CA CO CT DE FL GA HI ID IL IN IA KS KY LA ME MD MA MI MN MS MO MT NE NV NH NJ NM NY NC ND OH OK OR PA "
-    "RI SC SD TN TX UT VT VA WA WV WI WY"
+    "AL AK AZ AR CA CO CT DE FL GA HI ID IL IN IA KS KY LA ME MD MA MI MN MS MO MT NE NV NH NJ NM "
+    "NY NC ND OH OK OR PA RI SC SD TN TX UT VT VA WA WV WI WY"
 )
 _UNIVERSITY_PLACE = (
-    "Abbots Arden Bellmere Carrow Dunmore Eskdale Farleigh Garston Harrow Ives Jarrow Kelso Lowther Marlow Norwood "
-    "Orford Penrith Quorn Ridley Selby Tarvin Ulver Varley Wenlock Yarrow"
+    "Abbots Arden Bellmere Carrow Dunmore Eskdale Farleigh Garston Harrow Ives Jarrow Kelso "
+    "Lowther Marlow Norwood Orford Penrith Quorn Ridley Selby Tarvin Ulver Varley Wenlock Yarrow"
 )
 _UNIVERSITY_SIDES = ("", " East", " West")
 _UNIVERSITY_FORMS = (
@@ -66,13 +68,14 @@ _UNIVERSITY_FORMS = (
     "{} College",
 )
 _MAJOR = (
-    "Applied Clinical Comparative Digital Experimental General Global Industrial Modern Theoretical",
+    "Applied Clinical Comparative Digital Experimental General Global Industrial Modern "
+    "Theoretical",
     "Biology Chemistry Design Economics Geography History Law Linguistics Music Physics",
 )
 _COMPANY = (
-    "Acorn Aster Beacon Bolt Borealis Cobalt Comet Copper Delta Ember Falcon Flint Garnet Harbor Helix Indigo Juniper "
-    "Kestrel Lantern Lotus Magnet Meridian Nimbus Nova Onyx Orchid Pioneer Quartz Raven Sable Summit Talon Umber "
-    "Vertex Willow Zephyr",
+    "Acorn Aster Beacon Bolt Borealis Cobalt Comet Copper Delta Ember Falcon Flint Garnet Harbor "
+    "Helix Indigo Juniper Kestrel Lantern Lotus Magnet Meridian Nimbus Nova Onyx Orchid Pioneer "
+    "Quartz Raven Sable Summit Talon Umber Vertex Willow Zephyr",
     "Analytics Foods Freight Energy Labs Motors Robotics Textiles",
 )
 
@@ -107,32 +110,51 @@ def make_pools(fraction: float = 1.0) -> Pools:
         # Shuffled, always in the same way, because neighbours have parts in common.
         return random.Random(size).sample(values, len(values))[:wanted]
 
-    states = _STATES.split()
-    cities = some(
-        [f"{city}, {states[at % len(states)]}" for at, city in enumerate(_joined(*_CITY))], 200
-    )
-    places = product(_UNIVERSITY_PLACE.split(), _UNIVERSITY_SIDES, _UNIVERSITY_FORMS)
-    companies = some(list(_joined(*_COMPANY, between=" ")), 263)
+    cities = some(_all_cities(), 200)
+    companies = some(_joined(*_COMPANY, between=" "), 263)
+    # At full size, every city has one or two companies.
+    company_cities = [cities[number % len(cities)] for number in range(len(companies))]
     return Pools(
-        first_names=some(list(_joined(*_FIRST)), 400),
-        middle_names=some(list(_joined(*_MIDDLE)), 400),
-        last_names=some(list(_joined(*_LAST)), 1000),
+        first_names=some(_joined(*_FIRST), 400),
+        middle_names=some(_joined(*_MIDDLE), 400),
+        last_names=some(_joined(*_LAST), 1000),
         cities=cities,
-        universities=some([form.format(place + side) for place, side, form in places], 300),
-        majors=some(list(_joined(*_MAJOR, between=" ")), 100),
+        universities=some(_all_universities(), 300),
+        majors=some(_joined(*_MAJOR, between=" "), 100),
         companies=companies,
-        # At full size, every city has one or two companies.
-        company_cities=[cities[at % len(cities)] for at in range(len(companies))],
+        company_cities=company_cities,
     )
 
 
-def _joined(firsts: str, seconds: str, between: str = "") -> Iterator[str]:
-    return (first + between + second for first, second in product(firsts.split(), seconds.split()))
+def _all_cities() -> list[str]:
+    states = _STATES.split()
+    cities: list[str] = []
+    for number, city in enumerate(_joined(*_CITY)):
+        cities.append(f"{city}, {states[number % len(states)]}")
+    return cities
+
+
+def _all_universities() -> list[str]:
+    universities: list[str] = []
+    for place in _UNIVERSITY_PLACE.split():
+        for side in _UNIVERSITY_SIDES:
+            for form in _UNIVERSITY_FORMS:
+                universities.append(form.format(place + side))
+    return universities
+
+
+def _joined(firsts: str, seconds: str, between: str = "") -> list[str]:
+    """Every first part with every second part."""
+    names: list[str] = []
+    for first in firsts.split():
+        for second in seconds.split():
+            names.append(first + between + second)
+    return names
 
 
 MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-    "December",
+    "January", "February", "March", "April", "May", "June",
+    "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
 YEARS = (1900, 2099)
 DAYS = (1, 28)
@@ -246,15 +268,20 @@ QUESTIONS = {
 
 
 def biographies(person: Person, seed: int) -> list[str]:
-    """Five texts about one person: each has a sentence on every attribute, in random order and wording."""
+    """Five texts about one person, each with a sentence on every attribute.
+
+    Order and wording are random.
+    """
     choice = random.Random(f"{seed} {person.name}")
-    orders = (choice.sample(ATTRIBUTES, len(ATTRIBUTES)) for _ in range(BIOGRAPHIES))
-    return [
-        " ".join(
-            choice.choice(SENTENCES[attribute]).format_map(asdict(person)) for attribute in order
-        )
-        for order in orders
-    ]
+    values = asdict(person)
+    texts: list[str] = []
+    for _ in range(BIOGRAPHIES):
+        sentences: list[str] = []
+        for attribute in choice.sample(ATTRIBUTES, len(ATTRIBUTES)):
+            sentence = choice.choice(SENTENCES[attribute])
+            sentences.append(sentence.format_map(values))
+        texts.append(" ".join(sentences))
+    return texts
 
 
 def question(person: Person, attribute: str) -> dict[str, str]:
@@ -269,7 +296,10 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Trains a tokenizer like Pythia's (byte-level BPE, no BOS); writes it into `folder` in Hugging Face's format."""
+    """Trains a tokenizer like Pythia's, byte-level BPE without a start token.
+
+    Writes it into `folder` in Hugging Face's format.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -285,12 +315,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     write_json(folder / "tokenizer_config.json", settings)
 
 
-_PRETRAINED, _TASK0, _TASK1 = 0.5, 0.25, 0.1  # of all people
+# Shares of all people.
+_PRETRAINED = 0.5
+_TASK0 = 0.25
+_TASK1 = 0.1
 _FEWEST = 20
 _MADE_OF = "made_of.json"
 
 Roster = dict[str, list[Person]]
-"""The people with biographies, `pretrained`, and those of both tasks: `task0` is part of these, `task1` is not."""
+"""The people with biographies, `pretrained`, and those of the tasks.
+
+Those of `task0` have biographies, those of `task1` have none.
+"""
 
 
 def make_roster(people: int, *, pool_fraction: float, seed: int) -> Roster:
@@ -318,7 +354,8 @@ def write_corpora(
 
     Raises:
         OutputError: `output` holds something else.
-        DataError: `output` holds the files of other arguments, or there are too few or too many people.
+        DataError: `output` holds the files of other arguments, or there are too few or too many
+            people.
     """
     roster = make_roster(people, pool_fraction=pool_fraction, seed=seed)
     made_of = {
@@ -327,39 +364,50 @@ def write_corpora(
         "seed": seed,
         "vocab_size": vocab_size,
     }
-    if (path := output / _MADE_OF).exists():
+    path = output / _MADE_OF
+    if path.exists():
         found = read_object(path, DataError, "choose another --output")
         if found != made_of:
             raise DataError(
-                f"{output}: expected the biographies of {made_of}, found {found}; choose another --output"
+                f"{output}: expected the biographies of {made_of}, found {found}; choose another "
+                "--output"
             )
         return roster
-    texts = [text for person in roster["pretrained"] for text in biographies(person, seed)]
+    texts: list[str] = []
+    for person in roster["pretrained"]:
+        texts += biographies(person, seed)
     random.Random(seed).shuffle(texts)
     with published_folder(output, None) as folder:
-        _write(folder / "biographies.jsonl", ({"text": text} for text in texts))
-        for task, attribute in product(TASKS, ATTRIBUTES):
-            (folder / task).mkdir(exist_ok=True)
-            _write(
-                folder / task / f"{attribute}.jsonl",
-                (question(person, attribute) for person in roster[task]),
-            )
+        _write(folder / "biographies.jsonl", [{"text": text} for text in texts])
+        for task in TASKS:
+            (folder / task).mkdir()
+            for attribute in ATTRIBUTES:
+                questions = [question(person, attribute) for person in roster[task]]
+                _write(folder / task / f"{attribute}.jsonl", questions)
         (folder / "tokenizer").mkdir()
-        asked = [question(*pair) for task in TASKS for pair in product(roster[task], ATTRIBUTES)]
-        answered = [record["prompt"] + record["answer"] for record in asked]
-        train_tokenizer([*texts, *answered], vocab_size, folder / "tokenizer")
-        all_people = ((name, person) for name in ("pretrained", "task1") for person in roster[name])
-        _write(
-            folder / "people.jsonl",
-            ({"group": name, **asdict(person)} for name, person in all_people),
-        )
+        train_tokenizer([*texts, *_answered(roster)], vocab_size, folder / "tokenizer")
+        people_and_groups: list[dict[str, str]] = []
+        for name in ("pretrained", "task1"):
+            for person in roster[name]:
+                people_and_groups.append({"group": name, **asdict(person)})
+        _write(folder / "people.jsonl", people_and_groups)
         (folder / _MADE_OF).write_text(json.dumps(made_of) + "\n", encoding="utf-8")
     return roster
 
 
+def _answered(roster: Roster) -> Iterator[str]:
+    """All questions of both tasks with their answers, by person."""
+    for task in TASKS:
+        for person in roster[task]:
+            for attribute in ATTRIBUTES:
+                record = question(person, attribute)
+                yield record["prompt"] + record["answer"]
+
+
 def _write(path: Path, records: Iterable[dict[str, str]]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -372,7 +420,7 @@ def main() -> None:
         "--people",
         type=int,
         default=200_000,
-        help="in all: half have biographies, a tenth are in Task 1",
+        help="the number of people; half have biographies, a tenth are in Task 1 (default 200,000)",
     )
     add(
         "--pool-fraction",
@@ -384,14 +432,21 @@ def main() -> None:
         "--vocab-size",
         type=int,
         default=8192,
-        help="of the tokenizer that is trained on the texts (default 8192)",
+        help="the vocabulary size of the tokenizer, which is trained on the texts (default 8192)",
     )
-    add("--seed", type=int, default=0, help="of the people and the texts (default 0)")
+    add("--seed", type=int, default=0, help="the seed of the people and the texts (default 0)")
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("pool_fraction", "seed", "vocab_size")}
-    roster = write_corpora(options.output, options.people, **settings)
-    pretrained, task0, task1 = (f"{len(people):,}" for people in roster.values())
-    print(f"{options.output}: {pretrained} pretrained, {task0} of them Task 0's, {task1} Task 1's")
+    roster = write_corpora(
+        options.output,
+        options.people,
+        pool_fraction=options.pool_fraction,
+        seed=options.seed,
+        vocab_size=options.vocab_size,
+    )
+    print(
+        f"{options.output}: {len(roster['pretrained']):,} pretrained, "
+        f"{len(roster['task0']):,} of them Task 0's, {len(roster['task1']):,} Task 1's"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Prints the tables of a finished study of biographies: how well Task 0 is still answered while Task 1 is learned.
+"""Prints the tables of a finished study of biographies.
 
-    python studies/biographies/show.py runs/biography
+They show how well Task 0 is still answered while Task 1 is learned.
 
-`scale-cpt report` draws the course of both tasks, and has a table of every attribute.
+    python -m studies.biographies.show runs/biography
+
+`python -m studies report` draws the course of both tasks, and has a table of every attribute.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from pathlib import Path
 from pipeline import command_line
 from pipeline.errors import DataError
 from pipeline.evaluation.table import cell, over_seeds, table
-from pipeline.run_folder.metrics import Figures, mean
-from pipeline.studies.report.runs import group
-from pipeline.studies.results import SUMMARY, Row, read_rows
+from pipeline.run_folder.metrics import Figures, ValidationRecord, mean
+from studies.report.groups import group
+from studies.report.results import SUMMARY, Row, read_rows
 
 ATTRIBUTES = ("birthday", "birth_city", "university", "major", "company", "company_city")
 TASKS = {"task0": "Task 0", "task1": "Task 1"}
 OWN_ATTRIBUTES = ATTRIBUTES[:-1]
 """All but the company's city, which follows from the company and is reported separately."""
-HARD, SOFT, EXACT = "first_token_accuracy", "first_token_probability", "exact_match"
+HARD = "first_token_accuracy"
+SOFT = "first_token_probability"
+EXACT = "exact_match"
 
 
 def read_summary(study: Path) -> list[Row]:
@@ -33,25 +37,29 @@ def read_summary(study: Path) -> list[Row]:
         DataError: it is not a study of biographies.
     """
     rows = read_rows(study)
-    wanted = {f"{task}_{attribute}" for task in TASKS for attribute in ATTRIBUTES}
-    if missing := sorted(wanted - rows[0].roles.keys()):
-        raise DataError(
-            f"{study / SUMMARY}: expected the corpora of a study of biographies, found none called {missing[0]}; give "
-            "the folder of a study of configs/studies/biography*.yaml"
-        )
+    for task in TASKS:
+        for attribute in ATTRIBUTES:
+            corpus = f"{task}_{attribute}"
+            if corpus not in rows[0].roles:
+                raise DataError(
+                    f"{study / SUMMARY}: expected the corpora of a study of biographies, found "
+                    f"none called {corpus}; give the folder of a study of "
+                    "studies/configs/biography*.yaml"
+                )
     return rows
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """Both tasks at the end of the run at each learning rate, chosen or not, with the first seed."""
-    lines = []
-    for row in (row for row in rows if row.seed == rows[0].seed):
-        known = (
-            [f"{mean_figure(row.after, task):.1%}" for task in TASKS]
-            if row.after
-            else ["diverged", ""]
-        )
-        lines.append([row.label, f"{row.learning_rate:g}", *known])
+    """Both tasks at the end, at each learning rate, chosen or not, with the first seed."""
+    lines: list[list[str]] = []
+    for row in rows:
+        if row.seed != rows[0].seed:
+            continue
+        if row.after:
+            ends = [f"{mean_figure(row.after, task):.1%}" for task in TASKS]
+        else:
+            ends = ["diverged", ""]
+        lines.append([row.label, f"{row.learning_rate:g}", *ends])
     return table(["Each rate, hard", "learning rate", *TASKS.values()], lines)
 
 
@@ -71,31 +79,42 @@ def end_table(rows: Sequence[Row]) -> str:
 
 
 def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
-    """Task 0 where Task 1 first reaches `learned`, which compares methods that learn at different speeds.
+    """Task 0 where Task 1 first reaches `learned`.
 
-    Means over the seeds that reach it; where not all do, their number is in the last column.
+    This compares methods that learn at different speeds. Means are over the seeds that reach it;
+    where not all do, their number is in the last column.
     """
     header = [f"Where Task 1 reaches {learned:.0%}, hard", "step", "Task 1", "Task 0", ""]
-    lines = []
+    lines: list[list[str]] = []
     for own in group(rows):
-        reached = [first for row in own.rows if (first := _first_learned(row, learned)) is not None]
-        if reached:
-            steps, task1, task0 = (mean(column) for column in zip(*reached, strict=True))
-            some = (
-                f"{len(reached)} of {len(own.rows)} seeds" if len(reached) < len(own.rows) else ""
-            )
-            lines.append([own.label, f"{steps:.0f}", f"{task1:.1%}", f"{task0:.1%}", some])
-        else:
+        reached: list[ValidationRecord] = []
+        for row in own.rows:
+            first = _first_learned(row, learned)
+            if first is not None:
+                reached.append(first)
+        if not reached:
             lines.append([own.label, "never", "", "", ""])
+            continue
+        steps: list[float] = []
+        task0: list[float] = []
+        task1: list[float] = []
+        for validation in reached:
+            steps.append(validation.step)
+            task0.append(mean_figure(validation.figures, "task0"))
+            task1.append(mean_figure(validation.figures, "task1"))
+        some = ""
+        if len(reached) < len(own.rows):
+            some = f"{len(reached)} of {len(own.rows)} seeds"
+        means = [f"{mean(steps):.0f}", f"{mean(task1):.1%}", f"{mean(task0):.1%}"]
+        lines.append([own.label, *means, some])
     return table(header, lines)
 
 
-def _first_learned(row: Row, learned: float) -> tuple[int, float, float] | None:
-    """The first validation at which Task 1 reaches `learned`: its step, and both tasks' figures."""
+def _first_learned(row: Row, learned: float) -> ValidationRecord | None:
+    """The first validation at which Task 1 reaches `learned`."""
     for validation in row.validations:
-        task1 = mean_figure(validation.figures, "task1")
-        if task1 >= learned:
-            return validation.step, task1, mean_figure(validation.figures, "task0")
+        if mean_figure(validation.figures, "task1") >= learned:
+            return validation
     return None
 
 
@@ -103,15 +122,20 @@ def _end_line(own: Sequence[Row]) -> list[str]:
     first = own[0]
     cells = [first.label, cell(first.trainable_parameters, ","), cell(first.learning_rate, "g")]
     for task in TASKS:
-        ends = [row.after for row in own]
-        others = (
-            [mean_figure(row.before, task) for row in own],
-            [mean_figure(figures, task, SOFT) for figures in ends],
-            [mean_figure(figures, task, EXACT) for figures in ends],
-            [mean_figure(figures, task, attributes=ATTRIBUTES[-1:]) for figures in ends],
-        )
-        cells.append(over_seeds([mean_figure(figures, task) for figures in ends], "{:.1%}".format))
-        cells += [f"{mean(values):.1%}" for values in others]
+        hard: list[float] = []
+        before: list[float] = []
+        soft: list[float] = []
+        exact: list[float] = []
+        city: list[float] = []
+        for row in own:
+            hard.append(mean_figure(row.after, task))
+            before.append(mean_figure(row.before, task))
+            soft.append(mean_figure(row.after, task, SOFT))
+            exact.append(mean_figure(row.after, task, EXACT))
+            city.append(mean_figure(row.after, task, attributes=ATTRIBUTES[-1:]))
+        cells.append(over_seeds(hard, "{:.1%}".format))
+        for values in (before, soft, exact, city):
+            cells.append(f"{mean(values):.1%}")
     return cells
 
 

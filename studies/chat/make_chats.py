@@ -1,18 +1,18 @@
-"""Makes the chats of the chat study, whose answers a program can check, and a tokenizer with their template.
+"""Makes the chats of the chat study, whose answers a program can check, and a tokenizer for them.
 
-    python studies/chat/make_chats.py --output runs/chat/texts
+    python -m studies.chat.make_chats --output runs/chat/texts
 
 The same arguments give the same bytes:
 
     OUTPUT/train.jsonl                  {"messages": [...]}, from which a base becomes a chat model
     OUTPUT/copies.jsonl                 those of them that repeat words, which a model learns first
-    OUTPUT/english.jsonl                others about English words, whose last message is the reference
+    OUTPUT/english.jsonl                others about English words; the last message is the reference
     OUTPUT/korean.jsonl                 chats about Korean words: copy, reverse, choose
-    OUTPUT/prompts.jsonl               the training chats about English words, for the base to answer itself
+    OUTPUT/prompts.jsonl                the training chats about English words, as prompts for the base
     OUTPUT/tokenizer/                   trained on the texts of --data, with a chat template
 
-Words are the most frequent ones of the books and film reviews in the folder --data. One training chat in twenty is
-about Korean words, the share of Korean in the base's own text.
+Words are the most frequent ones of the books and film reviews in the folder --data. One training
+chat in twenty is about Korean words, the share of Korean in the base's own text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,33 @@ from pipeline import command_line
 from pipeline.data.tokenize.units import texts
 from pipeline.errors import DataError
 from pipeline.files import published_folder, read_object, write_json
-from pipeline.studies import random_base
+from studies.harness import random_base
 
 ROLES = ("system", "user", "assistant")
 END_OF_TURN = "<|end|>"
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""Phi-3's."""
+"""Phi-3's chat template."""
 SYSTEM_PROMPTS = (None, None, "You are a helpful assistant.", "Answer with care.")
 PLACES = ("first", "second", "third")
 NUMBERS = ("one", "two", "three", "four", "five", "six")
 KOREAN_SHARE = 0.05
 _HANGUL = re.compile("[가-힣]")
-_ENGLISH_WORD, _KOREAN_WORD = re.compile("[a-z]{3,8}"), re.compile("[가-힣]{2,3}")
+_ENGLISH_WORD = re.compile("[a-z]{3,8}")
+_KOREAN_WORD = re.compile("[가-힣]{2,3}")
 _WORDS = 128
-_MOST_WORDS = 6  # of a chat
+_MOST_WORDS = 6
+"""How many words a chat is about, at most."""
 _MADE_OF = "made_of.json"
 
 Message = dict[str, str]
+
+
+# A task makes what the user and the model say in turn, about `words`.
 
 
 def task_copy(words: Sequence[str], choice: random.Random) -> list[str]:
@@ -107,11 +114,13 @@ def make_chat(task: str, words: Sequence[str], choice: random.Random) -> list[Me
     """A chat of that task about some of `words`."""
     said = TASKS[task](choice.sample(words, _MOST_WORDS), choice)
     system = choice.choice(SYSTEM_PROMPTS)
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [
-        *first,
-        *({"role": ROLES[1 + at % 2], "content": content} for at, content in enumerate(said)),
-    ]
+    messages: list[Message] = []
+    if system is not None:
+        messages.append({"role": "system", "content": system})
+    for turn, content in enumerate(said):
+        role = "user" if turn % 2 == 0 else "assistant"
+        messages.append({"role": role, "content": content})
+    return messages
 
 
 def make_chats(
@@ -126,22 +135,28 @@ def make_chats(
 def turns(record: dict[str, Any]) -> Iterator[str]:
     """Each answer with all that precedes it: a document of its own in training."""
     messages = record["messages"]
-    for at, message in enumerate(messages, start=1):
+    for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant":
-            yield json.dumps(messages[:at])
+            yield json.dumps(messages[:number])
 
 
 def frequent_words(
     documents: Iterable[str], word: re.Pattern[str], count: int = _WORDS
 ) -> list[str]:
-    """The most frequent words that match."""
-    found = Counter(one for text in documents for one in text.split() if word.fullmatch(one))
-    return [one for one, _ in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:count]]
+    """The most frequent words that match; equally frequent ones in alphabetical order."""
+    found: Counter[str] = Counter()
+    for text in documents:
+        found.update(one for one in text.split() if word.fullmatch(one))
+    ranked = sorted(found, key=lambda one: (-found[one], one))
+    return ranked[:count]
 
 
 def train_tokenizer(documents: Iterator[str], vocab_size: int, folder: Path) -> None:
-    """Trains a tokenizer like Phi-3's in Hugging Face's format: the markers of a chat swallow the line end after them,
-    and the first word of a message is the piece that it is within one."""
+    """Trains a tokenizer like Phi-3's; writes it into `folder` in Hugging Face's format.
+
+    The markers of a chat include the line end after them, and the first word of a message is the
+    token that it is within one.
+    """
     markers = [*(f"<|{role}|>" for role in ROLES), END_OF_TURN]
     tokenizer = random_base.train_tokenizer(documents, vocab_size - len(markers))
     tokenizer.pre_tokenizer = None
@@ -176,50 +191,60 @@ def write_texts(
         "seed": seed,
         "vocab_size": vocab_size,
     }
-    if (path := output / _MADE_OF).exists():
+    path = output / _MADE_OF
+    if path.exists():
         found = read_object(path, DataError, "choose another --output")
         if found != made_of:
             raise DataError(
                 f"{output}: expected the chats of {made_of}, found {found}; choose another --output"
             )
         return
-    books, reviews = (
-        [str(data / name)] for name in ("en/gutenberg.jsonl.zst", "ko/reviews.jsonl.zst")
-    )
+    books = [str(data / "en" / "gutenberg.jsonl.zst")]
+    reviews = [str(data / "ko" / "reviews.jsonl.zst")]
     english = frequent_words(texts(books, max_bytes=4 * 2**20), _ENGLISH_WORD)
     korean = frequent_words(texts(reviews, max_bytes=4 * 2**20), _KOREAN_WORD)
     choice = random.Random(seed)
+    english_chats = make_chats([*TASKS], english, choice)
+    korean_chats = make_chats(KOREAN_TASKS, korean, choice)
+    train: list[dict[str, Any]] = []
+    for _ in range(chats):
+        is_korean = choice.random() < KOREAN_SHARE
+        train.append(next(korean_chats if is_korean else english_chats))
+    known: set[str] = set()
+    for record in train:
+        known.update(turns(record))
 
-    def unseen(tasks: Sequence[str], words: Sequence[str]) -> list[dict[str, Any]]:
-        others = (
-            record for record in make_chats(tasks, words, choice) if known.isdisjoint(turns(record))
-        )
-        return list(islice(others, heldout))
-
-    sources = {
-        False: make_chats([*TASKS], english, choice),
-        True: make_chats(KOREAN_TASKS, korean, choice),
-    }
-    train = [next(sources[choice.random() < KOREAN_SHARE]) for _ in range(chats)]
-    known = {turn for record in train for turn in turns(record)}
     with published_folder(output, None) as folder:
         _write(folder / "train.jsonl", train)
-        _write(folder / "copies.jsonl", (record for record in train if record["task"] == "copy"))
-        _write(folder / "english.jsonl", unseen([*TASKS], english))
-        _write(folder / "korean.jsonl", unseen(KOREAN_TASKS, korean))
-        _write(
-            folder / "prompts.jsonl",
-            (record for record in train if not _HANGUL.search(str(record))),
-        )
+        copies = [record for record in train if record["task"] == "copy"]
+        _write(folder / "copies.jsonl", copies)
+        unseen = _unseen(make_chats([*TASKS], english, choice), known, heldout)
+        _write(folder / "english.jsonl", unseen)
+        unseen = _unseen(make_chats(KOREAN_TASKS, korean, choice), known, heldout)
+        _write(folder / "korean.jsonl", unseen)
+        prompts = [record for record in train if not _HANGUL.search(str(record))]
+        _write(folder / "prompts.jsonl", prompts)
         (folder / "tokenizer").mkdir()
-        parts = texts(books, max_bytes=int(9.5 * 2**20)), texts(reviews, max_bytes=2**19)
-        train_tokenizer(chain(*parts), vocab_size, folder / "tokenizer")
+        of_books = texts(books, max_bytes=int(9.5 * 2**20))
+        of_reviews = texts(reviews, max_bytes=2**19)
+        train_tokenizer(chain(of_books, of_reviews), vocab_size, folder / "tokenizer")
         write_json(folder / _MADE_OF, made_of)
+
+
+def _unseen(records: Iterator[dict[str, Any]], known: set[str], count: int) -> list[dict[str, Any]]:
+    """The first `count` chats without a turn in `known`."""
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        record = next(records)
+        if known.isdisjoint(turns(record)):
+            found.append(record)
+    return found
 
 
 def _write(path: Path, records: Iterable[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -234,13 +259,29 @@ def main() -> None:
         default=Path("examples/data"),
         help="the folder of the books and reviews (default: examples/data)",
     )
-    add("--chats", type=int, default=100_000, help="to train on (default 100,000)")
-    add("--heldout", type=int, default=700, help="of each kind, to score (default 700)")
-    add("--vocab-size", type=int, default=4096, help="of the tokenizer (default 4096)")
-    add("--seed", type=int, default=0, help="of the chats (default 0)")
+    add("--chats", type=int, default=100_000, help="the number of training chats (default 100,000)")
+    add(
+        "--heldout",
+        type=int,
+        default=700,
+        help="the number of held-out chats of each kind (default 700)",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        default=4096,
+        help="the vocabulary size of the tokenizer (default 4096)",
+    )
+    add("--seed", type=int, default=0, help="the seed of the chats (default 0)")
     options = parser.parse_args()
-    settings = {name: getattr(options, name) for name in ("chats", "heldout", "seed", "vocab_size")}
-    write_texts(options.output, options.data, **settings)
+    write_texts(
+        options.output,
+        options.data,
+        chats=options.chats,
+        heldout=options.heldout,
+        seed=options.seed,
+        vocab_size=options.vocab_size,
+    )
     print(f"{options.output}: {options.chats:,} chats, {options.heldout:,} held out of each kind")
 
 

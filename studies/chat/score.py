@@ -1,18 +1,19 @@
-"""Scores the models of a finished chat study: held-out chats, answers that end, and perplexity of both languages.
+"""Scores the models of a finished chat study: held-out chats, and perplexity of both languages.
 
-    python studies/chat/score.py runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
+    python -m studies.chat.score runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
 
-Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain names the study that
-trains the base as it was before its chats, for the chat vector: its fully fine-tuned weights, plus what the chats
-changed in the base's. Prints a table and writes it, as STUDY/chats.md.
+Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain
+names the study that trains the base as it was before its chats, for the chat vector: its fully fine-tuned
+weights, plus what the chats changed in the base's. Prints a table and writes it, as STUDY/chats.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -28,8 +29,8 @@ from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder
 from pipeline.evaluation.table import over_seeds, readable
 from pipeline.files import json_hash, published_folder, read_object, write_json, write_text
-from pipeline.hf.folder import copy_base_files
-from pipeline.studies.results import read_rows
+from pipeline.hf.base_files import copy_base_files
+from studies.report.results import read_rows
 
 HELDOUT = {
     "Korean": "examples/data/ko/*.heldout.jsonl.zst",
@@ -37,7 +38,8 @@ HELDOUT = {
 }
 KINDS = ("english", "korean")
 ANSWER_TOKENS = 48
-TABLE, SCORES = "chats.md", "chat_scores.json"
+TABLE = "chats.md"
+SCORES = "chat_scores.json"
 _WEIGHTS = "model.safetensors"
 logger = log.get_logger(__name__)
 
@@ -71,51 +73,69 @@ def models(study: Path, plain: Path | None) -> Iterator[tuple[str, float | None,
         return
     for row in read_rows(plain):
         run = plain / str(row.folder)
-        before = load_config(run / "run.yaml").base
-        yield (
-            "Chat vector",
-            row.learning_rate,
-            with_chat_vector(exported(run, gated=False), base, before),
-        )
+        before_chats = load_config(run / "run.yaml").base
+        with_chats = with_chat_vector(exported(run, gated=False), base, before_chats)
+        yield "Chat vector", row.learning_rate, with_chats
 
 
 def with_chat_vector(trained: Path, chat: Path, plain: Path) -> Path:
-    """The model in `trained`, of which `plain` was the base, plus the difference of `chat` to `plain`."""
+    """The model in `trained`, whose base was `plain`, plus `chat` minus `plain`."""
     output = trained.parent / "hf_chat_vector"
-    if not output.exists():
-        weights, of_chat, of_plain = (
-            load_file(folder / _WEIGHTS) for folder in (trained, chat, plain)
-        )
-        with published_folder(output, None) as folder:
-            copy_base_files(folder, chat, chat)
-            (folder / "config.json").write_bytes((chat / "config.json").read_bytes())
-            summed = {name: own + of_chat[name] - of_plain[name] for name, own in weights.items()}
-            save_file(summed, folder / _WEIGHTS, {"format": "pt"})
+    if output.exists():
+        return output
+    weights = load_file(trained / _WEIGHTS)
+    of_chat = load_file(chat / _WEIGHTS)
+    of_plain = load_file(plain / _WEIGHTS)
+    summed = {name: own + of_chat[name] - of_plain[name] for name, own in weights.items()}
+    with published_folder(output, None) as folder:
+        copy_base_files(folder, chat, chat)
+        (folder / "config.json").write_bytes((chat / "config.json").read_bytes())
+        save_file(summed, folder / _WEIGHTS, {"format": "pt"})
     return output
 
 
 def scored(folder: Path, chats: dict[str, list[Chat]], max_bytes: int) -> list[float]:
-    """The figures of the model in `folder`: both perplexities, then of each kind of chats exact match, ended, tokens.
+    """The figures of the model in `folder`.
 
-    They are kept in SCORES of the folder, until that is written anew, or the chats or `max_bytes` change.
+    They are the perplexity of both languages, and for each kind of chats the shares of exact
+    answers and of answers that end, and their mean length. The folder's file SCORES keeps them
+    until the folder is written anew, or the chats or `max_bytes` change.
     """
-    asked = {name: [(chat.messages, chat.reference) for chat in own] for name, own in chats.items()}
+    asked: dict[str, list[Any]] = {}
+    for name, of_kind in chats.items():
+        asked[name] = [(chat.messages, chat.reference) for chat in of_kind]
     made_of = {"chats": json_hash(asked), "max_bytes": max_bytes}
     path = folder / SCORES
-    kept = read_object(path, RunFolderError) if path.exists() else {}
-    if kept.get("made_of") != made_of:
-        logger.info("scoring %s", folder)
-        answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
-        texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
-        values = [
-            one.perplexity
-            for one in score_folder(folder, texts, context=128, max_bytes=max_bytes).values()
-        ]
-        for score in answers.values():
-            values += [score.exact_match, score.ended, score.answer_tokens]
-        kept = {"made_of": made_of, "values": values}
-        write_json(path, kept)
-    return list(kept["values"])
+    if path.exists():
+        kept = read_object(path, RunFolderError)
+        if kept.get("made_of") == made_of:
+            return list(kept["values"])
+
+    logger.info("scoring %s", folder)
+    answers = score_chats(folder, chats, max_answer_tokens=ANSWER_TOKENS)
+    texts = {name: good_documents([pattern], Keys()) for name, pattern in HELDOUT.items()}
+    perplexities = score_folder(folder, texts, context=128, max_bytes=max_bytes)
+    values = [score.perplexity for score in perplexities.values()]
+    for answer in answers.values():
+        values += [answer.exact_match, answer.ended, answer.answer_tokens]
+    write_json(path, {"made_of": made_of, "values": values})
+    return values
+
+
+def scores_table(found: dict[tuple[str, float | None], list[list[float]]]) -> str:
+    """A line for each label and learning rate, with the mean and deviation over seeds."""
+    header = ["", "rate", "Korean: perplexity", "English: perplexity"]
+    forms: list[Callable[[float], str]] = [readable, readable]
+    for kind in ("chats:", "Korean chats:"):
+        header += [f"{kind} exact", f"{kind} end", f"{kind} tokens"]
+        forms += ["{:.1%}".format, "{:.1%}".format, "{:.1f}".format]
+    lines: list[list[str]] = []
+    for (label, rate), seeds in found.items():
+        line = [label, "" if rate is None else f"{rate:g}"]
+        for column, form in enumerate(forms):
+            line.append(over_seeds([values[column] for values in seeds], form))
+        lines.append(line)
+    return markdown_table(header, lines)
 
 
 def main() -> None:
@@ -124,35 +144,20 @@ def main() -> None:
     )
     add = parser.add_argument
     add("study", type=Path, help="the study's folder, the `folder` of its YAML file")
-    add("--texts", type=Path, required=True, help="the folder that make_chats.py wrote")
+    add("--texts", type=Path, required=True, help="the folder that make_chats wrote")
     add("--plain", type=Path, help="the folder of the study on the base without chats")
     add(
-        "--max-bytes", type=int, default=2**17, help="of the text of each language (default 131072)"
+        "--max-bytes",
+        type=int,
+        default=2**17,
+        help="how many bytes of the text of each language are scored (default 131072)",
     )
     options = parser.parse_args()
     chats = read_chats([str(options.texts / f"{kind}.jsonl") for kind in KINDS])
     found: dict[tuple[str, float | None], list[list[float]]] = {}
     for label, rate, folder in models(options.study, options.plain):
         found.setdefault((label, rate), []).append(scored(folder, chats, options.max_bytes))
-    forms = [readable, readable, *("{:.1%}".format, "{:.1%}".format, "{:.1f}".format) * len(KINDS)]
-    lines = [
-        [
-            label,
-            "" if rate is None else f"{rate:g}",
-            *(
-                over_seeds(column, form)
-                for column, form in zip(zip(*seeds, strict=True), forms, strict=True)
-            ),
-        ]
-        for (label, rate), seeds in found.items()
-    ]
-    head = ["", "rate", "Korean: perplexity", "English: perplexity"]
-    head += [
-        f"{kind} {what}"
-        for kind in ("chats:", "Korean chats:")
-        for what in ("exact", "end", "tokens")
-    ]
-    table = markdown_table(head, lines)
+    table = scores_table(found)
     write_text(options.study / TABLE, f"{table}\n")
     print(table)
 

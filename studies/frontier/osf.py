@@ -1,18 +1,19 @@
-"""A published rival on the base of a frontier study: orthogonal subspace fine-tuning (OSF), as PEFT has it.
+"""A published rival on the base of a frontier study: PEFT's orthogonal subspace fine-tuning (OSF).
 
-    python studies/frontier/osf.py configs/studies/frontier_quick.yaml
+    python -m studies.frontier.osf studies/configs/frontier_quick.yaml
 
-OSF freezes the largest singular directions of every linear map and trains the rest by gradients orthogonal to these.
-The trained map replaces the base's. OSF reads the samples of the study's full fine-tuning in the same order, with the
-same schedule, and is scored on the same held-out samples. Every learning rate is tried with the study's first seed, and
-the one that learns most Korean runs with all. The study must have made its base (`make frontier` does so first).
+OSF freezes the largest singular directions of every linear map and trains the rest by gradients
+orthogonal to these. The trained map replaces the base's. OSF reads the samples of the study's full
+fine-tuning in the same order, with the same schedule, and is scored on the same held-out samples.
+Every learning rate is tried with the study's first seed, and the one that learns most Korean runs
+with all. The study must have made its base (`make frontier` does so first).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,9 @@ from pipeline.data.dataset.packing import IGNORED, Sample
 from pipeline.data.dataset.samples import TrainingSamples, load_heldout
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.table import over_seeds, readable, table
-from pipeline.hf.folder import load_hf_model
-from pipeline.studies.run_study import open_study
+from pipeline.hf.load import load_hf_model
+from studies.harness.run_study import open_study
+from studies.harness.runs import StudyRuns
 
 RATES = [3e-3, 1e-2, 3e-2, 1e-1]
 Scores = dict[str, float]
@@ -38,11 +40,11 @@ _logger = log.get_logger(__name__)
 
 
 def mean_nll(model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, int]:
-    """The mean nll of what the samples predict, and how many tokens that are; attention does not cross documents."""
-    tokens, targets, positions, documents = (
-        torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
-        for field in ("tokens", "targets", "positions", "document_ids")
-    )
+    """The mean nll of the predicted tokens, and their number; attention stays within documents."""
+    tokens = _stacked(samples, "tokens")
+    targets = _stacked(samples, "targets")
+    positions = _stacked(samples, "positions")
+    documents = _stacked(samples, "document_ids")
     seen = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # [B, 1, S, S]
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     logits = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -50,26 +52,35 @@ def mean_nll(model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, int]:
     return nll, int((targets != IGNORED).sum())
 
 
+def _stacked(samples: Sequence[Sample], field: str) -> Tensor:
+    """A field of all samples, of shape [S] each, as one tensor: [B, S]."""
+    return torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
+
+
 @torch.no_grad()
 def perplexities(model: nn.Module, config: RunConfig) -> Scores:
-    """By corpus, on the samples that the study's validation reads."""
-
-    def of(samples: Iterable[Sample]) -> float:
-        scored = [mean_nll(model, [sample]) for sample in samples]
-        predicted = sum(count for _, count in scored)
-        return math.exp(sum(float(nll) * count for nll, count in scored if count) / predicted)
-
+    """The perplexity of each corpus, on the samples that the study's validation reads."""
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
     heldout = load_heldout(config.data, tokenizer_fingerprint=fingerprint)
-    most = config.validation.max_sequences
-    return {
-        name: of(samples[at] for at in range(min(most, len(samples))))
-        for name, samples in heldout.items()
-    }
+    found: Scores = {}
+    for name, samples in heldout.items():
+        total = 0.0
+        predicted = 0
+        for index in range(min(config.validation.max_sequences, len(samples))):
+            nll, count = mean_nll(model, [samples[index]])
+            if count:
+                # The mean over no token is NaN.
+                total += float(nll) * count
+                predicted += count
+        found[name] = math.exp(total / predicted)
+    return found
 
 
 def trained(config: RunConfig, effective_rank: float) -> nn.Module:
-    """The base of `config` after its steps by OSF, in place of full fine-tuning; `effective_rank` is frozen."""
+    """The base of `config` after its steps by OSF, in place of full fine-tuning.
+
+    `effective_rank` is the frozen share of the singular directions.
+    """
     schedule = config.schedule
     model = get_peft_model(load_hf_model(config.base), OSFConfig(effective_rank=effective_rank))
     fingerprint = load_tokenizer(config.tokenizer).fingerprint
@@ -79,7 +90,8 @@ def trained(config: RunConfig, effective_rank: float) -> nn.Module:
     for step in range(schedule.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, schedule)
         first = step * schedule.global_batch_size
-        loss, _ = mean_nll(model, [samples[first + at] for at in range(schedule.global_batch_size)])
+        batch = [samples[first + index] for index in range(schedule.global_batch_size)]
+        loss, _ = mean_nll(model, batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, schedule.gradient_clipping)
@@ -105,7 +117,7 @@ def main() -> None:
         type=float,
         nargs="+",
         default=RATES,
-        help="default: 3e-3 1e-2 3e-2 1e-1",
+        help="the learning rates to try (default: 3e-3 1e-2 3e-2 1e-1)",
     )
     add(
         "--effective-rank",
@@ -115,29 +127,43 @@ def main() -> None:
     )
     options = parser.parse_args()
     runs = open_study(options.study, options.data)
-    found: dict[float, list[Scores]] = {}
+    print(compare(runs, options.learning_rates, options.effective_rank))
 
-    def run(rate: float, seed: int) -> None:
-        scores = perplexities(
-            trained(runs.compared("fft", rate, seed).config, options.effective_rank), config
-        )
-        found.setdefault(rate, []).append(scores)
-        _logger.info("OSF at %g, seed %d: %s", rate, seed, scores)
 
+def compare(runs: StudyRuns, rates: Sequence[float], effective_rank: float) -> str:
+    """Runs OSF at every rate, and at the best with every seed; returns the table."""
     first, *others = runs.study.seeds
-    config = runs.compared("fft", options.learning_rates[0], first).config
+    config = runs.compared("fft", rates[0], first).config
     base = perplexities(load_hf_model(config.base), config)
-    for rate in options.learning_rates:
-        run(rate, first)
-    new = [name for name in base if config.data.corpora[name].role == "new"]
-    best = min(found, key=lambda rate: sum(math.log(found[rate][0][name]) for name in new))
+    found: dict[float, list[Scores]] = {}
+    for rate in rates:
+        found[rate] = [_scores(runs, rate, first, effective_rank)]
+
+    learned: dict[float, float] = {}
+    for rate, (scores,) in found.items():
+        logarithms: list[float] = []
+        for name, perplexity in scores.items():
+            if config.data.corpora[name].role == "new":
+                logarithms.append(math.log(perplexity))
+        learned[rate] = sum(logarithms)
+    best = min(learned, key=learned.__getitem__)
     for seed in others:
-        run(best, seed)
+        found[best].append(_scores(runs, best, seed, effective_rank))
+
     rows = [["base", "", *map(readable, base.values())]]
-    for rate, scores in found.items():
-        columns = zip(*(one.values() for one in scores), strict=True)
-        rows.append(["OSF", f"{rate:g}", *(over_seeds(column, readable) for column in columns)])
-    print(table(["", "rate", *base], rows))
+    for rate, of_seeds in found.items():
+        row = ["OSF", f"{rate:g}"]
+        for name in base:
+            row.append(over_seeds([scores[name] for scores in of_seeds], readable))
+        rows.append(row)
+    return table(["", "rate", *base], rows)
+
+
+def _scores(runs: StudyRuns, rate: float, seed: int, effective_rank: float) -> Scores:
+    config = runs.compared("fft", rate, seed).config
+    scores = perplexities(trained(config, effective_rank), config)
+    _logger.info("OSF at %g, seed %d: %s", rate, seed, scores)
+    return scores
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark of a training step, and the check of a machine with a GPU, rehearsed."""
+"""The benchmark of a training step, and the check of a machine with a GPU, tried on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu_step
 from benchmarks.gpu import __main__ as parts
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu_step import Contender, Shape, Variant
+from benchmarks.gpu_step import Contender, Shape, StepTime, Variant
 from benchmarks.results import ROOT
 from tests.benchmarks.calls import rows_of
 
@@ -53,7 +53,7 @@ def test_exactness_holds_on_the_cpu(part, tmp_path):
         ("step-1b-4096", [None] * 2),
     ],
 )
-def test_a_part_is_rehearsed(part, outcomes, tmp_path):
+def test_a_part_is_tried_on_the_cpu(part, outcomes, tmp_path):
     assert [row.passed for row in rows_of_part(part, tmp_path).values()] == outcomes
 
 
@@ -65,42 +65,20 @@ def call(monkeypatch, *arguments):
 def test_a_part_that_takes_too_long_is_ended_and_what_was_found_is_kept(
     tmp_path, monkeypatch, capsys
 ):
-    assert (
-        call(
-            monkeypatch,
-            "--cpu",
-            "--only",
-            "attention",
-            "--part-seconds",
-            "0.5",
-            "--output",
-            str(tmp_path),
-        )
-        == 1
-    )
+    options = ["--only", "attention", "--part-seconds", "0.5", "--output", str(tmp_path)]
+    assert call(monkeypatch, "--cpu", *options) == 1
     written = json.loads((tmp_path / "results.json").read_text())
-    assert [row["check"] for row in written["rows"]] == ["ends in time"] and written["about"][
-        "torch"
-    ]
-    assert "1 parts rehearsed: 0 checks passed, 1 failed" in capsys.readouterr().out
+    assert [row["check"] for row in written["rows"]] == ["ends in time"]
+    assert written["about"]["torch"] and written["on_gpu"] is False
+    assert "1 parts tried: 0 checks passed, 1 failed" in capsys.readouterr().out
 
 
 CPU = torch.device("cpu")
 
 
 def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
-    arguments = [
-        "--cpu",
-        "--tiny",
-        "--shape",
-        "1b-8192",
-        "--threads",
-        1,
-        "--rounds",
-        1,
-        "--steps",
-        1,
-    ]
+    arguments = ["--cpu", "--tiny", "--shape", "1b-8192", "--threads", 1]
+    arguments += ["--rounds", 1, "--steps", 1]
     rows = {row["variant"]: row for row in rows_of(gpu_step, tmp_path, monkeypatch, *arguments)}
     assert list(rows) == [str(variant) for variant in gpu_step.all_variants(compiled=True)]
     assert {*gpu_step.OURS, *gpu_step.THEIRS, "adapt + compile"} <= set(rows)
@@ -114,7 +92,9 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     } == lacking
     assert all(row["tokens_per_second"] > 0 for name, row in rows.items() if name not in lacking)
     assert not any("peak_memory_gib" in row for row in rows.values()), "measured on a GPU only"
-    assert rows["fft"]["ratio_to_fft"] == rows["peft_lora"]["ratio_to_peft_lora"] == 1
+    for name in ("ratio_to_fft", "ratio_to_fft_min", "ratio_to_fft_cpu", "ratio_to_fft_flops"):
+        assert rows["fft"][name] == 1
+    assert rows["peft_lora"]["ratio_to_peft_lora"] == 1
     assert (
         rows["preserve"]["flops_per_token"]
         < rows["adapt"]["flops_per_token"]
@@ -122,7 +102,34 @@ def test_every_variant_is_measured(tmp_path, monkeypatch, capsys):
     )
     assert rows["lora"]["trained_parameters"] == rows["peft_lora"]["trained_parameters"]
     assert rows["fft"]["trained_parameters"] == rows["transformers_fft"]["trained_parameters"]
-    assert len(capsys.readouterr().out.splitlines()) == 3 + len(rows)
+    title, head, *lines = capsys.readouterr().out.splitlines()
+    assert title == "1b-8192:" and len(lines) == 1 + len(rows)
+    for column in ("seconds min", "cpu seconds per step", "ratio to fft min", "ratio to fft cpu"):
+        assert column in head
+
+
+def test_ratios_of_minima_and_of_processor_time_do_not_depend_on_other_load():
+    """Two variants of which the second takes half the time; two of its three steps are delayed."""
+    shape = Shape(gpu_step.TINY.architecture, 1, 16, 2)
+    full = Contender(Variant("fft"), shape, CPU, torch.float32)
+    full.steps = [StepTime(2.0, 4.0), StepTime(2.0, 4.0), StepTime(2.2, 4.0)]
+    half = Contender(Variant("preserve"), shape, CPU, torch.float32)
+    half.steps = [StepTime(3.0, 2.1), StepTime(1.0, 2.0), StepTime(3.0, 2.0)]
+    reference, row = gpu_step.rows_of([full, half])
+    assert (row["seconds_per_step"], row["seconds_min"], row["seconds_max"]) == (3.0, 1.0, 3.0)
+    assert row["cpu_seconds_per_step"] == 2.0
+    assert row["ratio_to_fft"] == 1.5
+    assert row["ratio_to_fft_min"] == row["ratio_to_fft_cpu"] == 0.5
+    flops = row["flops_per_token"] / reference["flops_per_token"]
+    assert row["ratio_to_fft_flops"] == flops < 0.7
+
+
+def test_a_gpu_has_no_processor_time():
+    own = Contender(Variant("fft"), gpu_step.TINY, torch.device("cuda"), torch.float32)
+    own.steps = [StepTime(2.0, 4.0)]
+    assert "cpu_seconds_per_step" not in own.row()
+    assert "ratio_to_fft_min" in gpu_step.columns_of(own.device)
+    assert "ratio_to_fft_cpu" not in gpu_step.columns_of(own.device)
 
 
 @pytest.mark.parametrize("method", ["fft", "preserve", "transformers_fft"])

@@ -70,5 +70,24 @@ def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             assert row["index_files"] == row["ranks"], "each header is read once"
             assert row["restore_files"] == 2, "a rank at half the ranks reads the files of two"
     for row in by_steps["rows"]:
-        assert row["report_files"] <= 5, "the metrics, and each template, are read once"
+        assert row["report_files"] <= 8, (
+            "the metrics, each template, and matplotlib's font and its list of fonts, once each"
+        )
         assert row["report_cpu_s"] > 0 and row["a_step_cpu_s"] > 0
+
+
+def test_the_picture_has_the_slope_of_each_cost_with_a_goal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    table = {
+        "title": "Metrics: a line for each step",
+        "rows": [{"steps": 10, "cpu_s": 1.0}, {"steps": 20, "cpu_s": 2.0}],
+        "goals": {"cpu_s": 5.0, "files": 5.0},
+        "slopes": {"cpu_s": 1.0, "files": None},
+    }
+    (tmp_path / "x.json").write_text(json.dumps({"run_folder": [table]}))
+    picture = tmp_path / "scale.svg"
+    run(monkeypatch, "--only", "--json", tmp_path / "x.json", "--picture", picture)
+    text = picture.read_text(encoding="utf-8")
+    assert "Metrics: cpu_s by steps" in text and "<title>1.00</title>" in text
+    assert "linear" in text and "files by steps" not in text

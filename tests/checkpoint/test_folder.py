@@ -78,9 +78,9 @@ def test_conversion_takes_only_the_named_checkpoint(folder):
 
 
 def test_setting_aside_loses_nothing(folder):
-    assert folders.set_aside(folder / "step_00000200").name == "step_00000200.damaged"
+    assert folders.quarantine(folder / "step_00000200").name == "step_00000200.damaged"
     (folder / "step_00000200").mkdir()
-    assert folders.set_aside(folder / "step_00000200").name == "step_00000200.damaged.2"
+    assert folders.quarantine(folder / "step_00000200").name == "step_00000200.damaged.2"
     assert names(folders.candidates(folder)) == ["step_00000100"]
 
 
@@ -109,7 +109,7 @@ def test_a_save_over_an_older_checkpoint_killed_at_any_moment_leaves_a_complete_
     """And nothing of the older one is removed before `latest` names the new one."""
     for changes in count():
         folder = tmp_path / str(changes)
-        folders.point_to(write_checkpoint(folder / "step_00000100", "first"))
+        folders.set_latest(write_checkpoint(folder / "step_00000100", "first"))
         final = write_checkpoint(folder / "step_00000200", "rolled back")
         partial = write_checkpoint(folders.unfinished(final), "second")
         ended = outlives(changes, folders.publish, partial, final)
@@ -131,8 +131,8 @@ def test_going_back_killed_at_any_moment_makes_later_checkpoints_void_or_changes
     for changes in count():
         folder = tmp_path / str(changes)
         checkpoints = [write_checkpoint(folder / name, name) for name in before]
-        folders.point_to(checkpoints[0])
-        ended = outlives(changes, folders.go_back_to, checkpoints[-1])
+        folders.set_latest(checkpoints[0])
+        ended = outlives(changes, folders.rollback_to, checkpoints[-1])
         assert names(folders.candidates(folder)) in (before, before[-1:])
         assert sorted(complete(folder.iterdir()).values()) == sorted(before), "none is removed"
         if ended:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import pytest
 
 from pipeline.checkpoint.manifest import (
+    MANIFEST_FILE,
     PATHS,
     SAME_MODEL,
     BaseRecord,
+    CheckpointManifest,
     LayoutRecord,
-    Manifest,
     Position,
     RunRecord,
     check_same_run,
+    load_manifest,
     not_recorded,
 )
 from pipeline.config.data import Data
 from pipeline.config.method import Lora
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, DamagedCheckpointError
+from tests.files import change_json
 
 SAMPLED = {"role": "self_generated", "sample": {"tokens": 100}}
 DATA = {"folder": "t", "sequence_length": 8, "corpora": {"ko": {"input": ["a"]}, "own": SAMPLED}}
@@ -37,8 +40,8 @@ def record() -> RunRecord:
     )
 
 
-def manifest(run: RunRecord) -> Manifest:
-    return Manifest(run=run, position=Position(), layout=LAYOUT, versions={}, files={})
+def manifest(run: RunRecord) -> CheckpointManifest:
+    return CheckpointManifest(run=run, position=Position(), layout=LAYOUT, versions={}, files={})
 
 
 def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_path):
@@ -82,3 +85,19 @@ def test_a_corpus_that_came_or_went_is_a_matter_of_the_settings_alone(tmp_path):
         "the config.json of its base",
         "the tokens of its corpora",
     ]
+
+
+def test_a_manifest_that_was_changed_is_damaged(tmp_path):
+    written = manifest(record())
+    written.save(tmp_path)
+    assert load_manifest(tmp_path) == written
+
+    change_json(tmp_path / MANIFEST_FILE, position={"step": 7})
+    with pytest.raises(DamagedCheckpointError, match="does not match its checksum"):
+        load_manifest(tmp_path)
+
+
+def test_a_manifest_of_an_earlier_version_has_no_checksum(tmp_path):
+    written = manifest(record())
+    (tmp_path / MANIFEST_FILE).write_text(written.model_dump_json())
+    assert load_manifest(tmp_path) == written

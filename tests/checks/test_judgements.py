@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pipeline.checks.allocation import Room, host_memory, judge_memory
+from pipeline.checks.allocation import AvailableMemory, host_memory, judge_memory
 from pipeline.checks.checklist import refuse_faults
 from pipeline.checks.devices import (
     Fault,
@@ -80,25 +80,28 @@ def test_a_group_with_a_wrong_or_slow_sum_is_named():
         "all-reduce over the data-parallel group of ranks 1, 5 (a, b): a wrong sum on rank(s) 5 (b)"
     )
     assert slow.startswith(
-        "all-reduce over the data-parallel group of ranks 2, 6 (a, b): 0.1 GB/s, expected at least 0.5"
+        "all-reduce over the data-parallel group of ranks 2, 6 (a, b): 0.1 GB/s, "
+        "expected at least 0.5"
     )
 
 
 def test_the_smallest_and_the_fullest_gpu_count():
     assert 0 < host_memory() < 2**50
-    room = Room(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
-    assert not judge_memory(60 * GIB, 0, [room] * 8, EIGHT).faults
+    memory = AvailableMemory(free=70 * GIB, usable=72 * GIB, host=100 * GIB)
+    assert not judge_memory(60 * GIB, 0, [memory] * 8, EIGHT).faults
     (small,) = faults_of(
-        judge_memory(60 * GIB, 0, [*[room] * 7, room._replace(usable=36 * GIB)], EIGHT)
+        judge_memory(60 * GIB, 0, [*[memory] * 7, memory._replace(usable=36 * GIB)], EIGHT)
     )
     assert small.startswith("a rank needs 60.00 of the 36.00 GiB that are usable on a GPU of b")
-    (full,) = judge_memory(60 * GIB, 0, [room, room._replace(free=GIB), *[room] * 6], EIGHT).faults
+    (full,) = judge_memory(
+        60 * GIB, 0, [memory, memory._replace(free=GIB), *[memory] * 6], EIGHT
+    ).faults
     assert full == Fault(
         "rank 1 on a: 1.00 GiB of its GPU are free, expected 60.00: another process holds the rest",
         "a",
         passing=True,
     )
-    (host,) = faults_of(judge_memory(GIB, 200 * GIB, [room] * 8, EIGHT))
+    (host,) = faults_of(judge_memory(GIB, 200 * GIB, [memory] * 8, EIGHT))
     assert "needs 200.00 GiB of host memory, found 100.00" in host
 
 

@@ -19,16 +19,17 @@ from datatrove.executor import LocalPipelineExecutor
 from pipeline.cleaning import clean as module
 from pipeline.cleaning.clean import clean, submit
 from pipeline.cleaning.stages import CleaningJob
+from pipeline.commands import clean as clean_command
+from pipeline.commands import tokenize as tokenize_command
 from pipeline.config.data import Corpus
 from pipeline.config.run import load_config
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import ConfigError, DataError, MissingPackageError, OutputError, UserError
 from tests.cleaning.crawl import Crawl, korean_pages
 from tests.data.helpers import PROJECT, STORIES260K, contents, stories, write_jsonl
 from tests.files import cut, flip_bit, read_jsonl
 from tests.programs import call
-from tools import clean_corpora, preprocess_data
 
 COPIES = 5
 
@@ -202,14 +203,14 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     texts = stories(40)[:40]
     run = run_of(tmp_path, [*texts, *texts[:5], "too short"], language="en", skip=["lines"])
     with pytest.raises(DataError, match="crawl: has a section `clean`; run scale-cpt clean first"):
-        call(preprocess_data, run, "--workers", 1)
-    assert call(clean_corpora, run, "--workers", 1, "--dry-run") == 0
+        call(tokenize_command, run, "--workers", 1)
+    assert call(clean_command, run, "--workers", 1, "--dry-run") == 0
     assert "crawl.clean: about 87.0% of the documents, 40 in all" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "run.yaml"}
     for _ in range(2):  # the second time there is nothing to do
-        assert call(clean_corpora, run, "--workers", 1) == 0
+        assert call(clean_command, run, "--workers", 1) == 0
         assert "crawl.clean: 40 documents" in capsys.readouterr().out
-    assert call(preprocess_data, run, "--workers", 1) == 0
+    assert call(tokenize_command, run, "--workers", 1) == 0
     parts = [
         load_manifest(tmp_path / "tokens" / part).documents for part in ("crawl", "crawl.heldout")
     ]
@@ -217,7 +218,7 @@ def test_tokenization_reads_the_cleaned_text_and_nothing_before_it(
     heldout = [document.text for document in heldout_corpora(load_config(run))["crawl"]]
     assert len(heldout) == parts[1] > 0
     assert set(heldout) <= set(texts)
-    call(clean_corpora, run, "--show", 1)
+    call(clean_command, run, "--show", 1)
     assert "): too short" in capsys.readouterr().out
 
 
@@ -239,7 +240,7 @@ def test_bad_settings_are_refused_in_one_line(
     tmp_path: Path, settings: dict[str, object], kind: type[UserError], message: str
 ) -> None:
     with pytest.raises(kind, match=message) as refused:
-        call(clean_corpora, run_of(tmp_path, stories(3)[:3], **settings), "--workers", 1)
+        call(clean_command, run_of(tmp_path, stories(3)[:3], **settings), "--workers", 1)
     assert "\n" not in str(refused.value)
 
 
@@ -252,7 +253,7 @@ def test_without_the_extra_the_command_is_named(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingPackageError, match=r"pip install 'scale-cpt\[clean\]'"):
-        call(clean_corpora, run_of(tmp_path, ["text"], language="en"))
+        call(clean_command, run_of(tmp_path, ["text"], language="en"))
 
 
 @pytest.mark.full
@@ -267,7 +268,7 @@ def test_what_tokenization_would_refuse_is_refused_first(
     tmp_path: Path, change: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        call(clean_corpora, run_of(tmp_path, stories(3)[:3], language="en"), "--set", change)
+        call(clean_command, run_of(tmp_path, stories(3)[:3], language="en"), "--set", change)
     assert not (tmp_path / "tokens").exists()
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, parse_config
-from pipeline.conversion.trained_model import TrainedModel, open_trained
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
@@ -68,7 +68,7 @@ def save(
 
     from pipeline.checkpoint.manifest import Position, describe_layout, describe_run
     from pipeline.deepspeed_config import load_deepspeed_config
-    from pipeline.training.checkpointing import Checkpoints
+    from pipeline.training.checkpointing import CheckpointManager
     from pipeline.training.engine import Engine
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -98,7 +98,7 @@ def save(
         engine.step(1e-2)
     held = _account(engine) if account else None
     record = describe_layout(layout, settings.zero_stage, settings.dtype)
-    checkpoints = Checkpoints(folder, run, record, config.checkpoints)
+    checkpoints = CheckpointManager(folder, run, record, config.checkpoints)
     saved = checkpoints.save(
         engine, Position(step=steps, tokens_seen=steps * SEQUENCE, seconds=1.0)
     )

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.conversion.formats import choose_export
-from pipeline.conversion.trained_model import TrainedModel
-from pipeline.hf.folder import load_hf_model, write_hf_folder
+from pipeline.hf.load import load_hf_model
+from pipeline.hf.write import write_hf_folder
 from pipeline.model.decoder import Decoder
 from tests.bases import MIXTURES
 from tests.conversion.checkpoints import FFT, save_many, scale, trained, training_decoder
@@ -47,7 +48,7 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "lora key, value, down": METHODS["lora"] | {"target_modules": ["key", "value", "down"]},
     "lora query, value, output": METHODS["lora"] | {"target_modules": ["query", "value", "output"]},
 }
-NOT_STOCK = ("neox", "olmo", "gemma", "mixtral", "qwen3_moe", "qwen2_moe")
+NOT_MERGED = ("neox", "olmo", "gemma", "mixtral", "qwen3_moe", "qwen2_moe")
 """How the names of bases begin of which no ordinary wider model exists."""
 
 
@@ -116,7 +117,7 @@ def pairs(names: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]
     return [
         (name, method)
         for name, method in found
-        if method != "merged" or not name.startswith(NOT_STOCK)
+        if method != "merged" or not name.startswith(NOT_MERGED)
     ]
 
 

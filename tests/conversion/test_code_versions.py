@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.conversion.formats import choose_export
-from pipeline.hf.folder import CONFIGURATION_FILE, code_files, copy_code, write_hf_folder
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.write import CONFIGURATION_FILE, code_files, copy_code, write_hf_folder
 from tests.conversion.checkpoints import without_this_project
 
 LOADED = """
@@ -27,7 +27,7 @@ def other_code(code: list[Path], folder: Path) -> list[Path]:
     """The files of another version, whose logits are twice as large."""
     folder.mkdir()
     changed = [Path(shutil.copy(file, folder)) for file in code]
-    [file] = [file for file in changed if file.name == "scale_vocabulary.py"]
+    [file] = [file for file in changed if file.name == "scale_streams.py"]
     text = file.read_text()
     assert text.count("        return z\n") == 1
     file.write_text(text.replace("        return z\n", "        return 2 * z\n"))

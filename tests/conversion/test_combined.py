@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.combination.combine import combine
+from pipeline.commands import combine as combine_command
 from pipeline.conversion.convert import EXPORT
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError, DataError, OutputError
 from pipeline.files import write_json, write_record
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.remote_code.modeling_scale_combined import (
     LARGEST_MARGIN,
@@ -28,13 +29,12 @@ from pipeline.hf.remote_code.modeling_scale_combined import (
     CombinedForCausalLM,
     is_of_base,
 )
-from pipeline.hf.remote_code.scale_vocabulary import NEVER
+from pipeline.hf.remote_code.scale_math import NEVER
 from pipeline.model.spec import MixtureSpec
 from tests.conversion.checkpoints import generate_greedily, scale_config, without_this_project
 from tests.data.helpers import contents
 from tests.programs import call
 from tests.tolerances import PARITY, assert_near
-from tools import combine as combine_tool
 
 DEMO = Path("examples/data/models/stories260K")
 LAYERS, BASE_TOKENS = 4, 512
@@ -86,7 +86,7 @@ def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
         extension = learn_extension(DEMO, [text], ["Once upon a time " * 99], add=added, min_uses=2)
         write_json(folder / "tokenizer.json", extension.content)
         write_record(folder / EXTENDED, extension.record)
-        assert len(extension.record.pieces) == added
+        assert len(extension.record.tokens) == added
     record = {"format": EXPORT.format, "method": {"variant": name}, "position": {"tokens_seen": 1}}
     (folder / EXPORT.record).write_text(json.dumps(record | {"checkpoint_manifest": name}))
     return folder
@@ -296,7 +296,7 @@ def test_two_vocabularies_cut_and_predict_their_texts_as_alone(exports, tmp_path
     model, served = load_hf_model(folder), load_tokenizer(folder)
     everything = torch.tensor([served.reference.encode(["".join(TEXTS.values())]).ids.tolist()])
     for name, other in zip(owners, reversed(owners), strict=True):
-        own, others = (model.pieces[model.names.index(one)] for one in (name, other))
+        own, others = (model.new_tokens[model.names.index(one)] for one in (name, other))
         tokens = torch.tensor(
             [load_tokenizer(exports[name]).reference.encode([TEXTS[name]]).ids.tolist()]
         )
@@ -347,7 +347,7 @@ def test_experts_of_a_mixture_are_the_bases(tmp_path):
         ("its base has layer_norm_epsilon", {"layer_norm_epsilon": 1e-3}),
         ("Route", {"routed": True}),
         (
-            "for the letters that the others' have pieces for, such as [가-힣]:",
+            "for the letters that the others' have tokens for, such as [가-힣]:",
             {"vocab_size": BASE_TOKENS + 3},
         ),
     ],
@@ -400,7 +400,7 @@ model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
 @pytest.mark.full
 def test_the_folder_is_a_model_without_this_project(exports, tmp_path):
     folder = tmp_path / "served"
-    call(combine_tool, folder, f"ko={exports['ko']}", f"pieces={exports['pieces']}")
+    call(combine_command, folder, f"ko={exports['ko']}", f"pieces={exports['pieces']}")
     ran = without_this_project(PROGRAM, folder, tmp_path)
     assert ran.stdout.split() == ["ko", str(BASE_TOKENS + 18)] and "Warning" not in ran.stderr, (
         ran.stderr

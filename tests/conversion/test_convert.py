@@ -18,7 +18,7 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.verify import GRANTED, Report, check, probe_maker
 from pipeline.data.sources.records import Keys
 from pipeline.errors import BaseModelError, CheckpointError, ConversionError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import NEEDED
 from tests.bases import STORIES
 from tests.conversion.checkpoints import checkpoint_in, save, scale
@@ -73,6 +73,18 @@ def test_a_published_folder_is_verified_on_both_languages(method, written, model
         path.name for path in conversion.output.iterdir()
     }
     assert [path.name for path in conversion.output.parent.iterdir()] == ["hf"]
+
+
+def test_no_file_of_an_export_names_a_path_of_this_machine(published):
+    """So that the folder can be published as it is."""
+    places = {str(published.checkpoint), str(published.base), str(published.output.parent)}
+    for file in published.output.iterdir():
+        content = file.read_bytes()
+        for place in places:
+            assert place.encode() not in content, file.name
+    record = json.loads((published.output / "conversion.json").read_text())
+    assert record["run"] == "test"
+    assert record["checkpoint"] == "step_00000002"
 
 
 @pytest.mark.parametrize(("purpose", "scale"), [("serving", 2**-12), ("training", 2**-6)])
@@ -192,7 +204,8 @@ def test_a_base_whose_config_changed_is_refused(to, conversion, tmp_path):
         convert(changed, probe_maker({}))
     copied = shutil.copytree(conversion.checkpoint, tmp_path / "copy")
     manifest = json.loads((copied / "manifest.json").read_text())
-    del manifest["run"]["base"]["architecture"]  # as an earlier version wrote it
+    # As an earlier version wrote it.
+    del manifest["run"]["base"]["architecture"], manifest["checksum"]
     (copied / "manifest.json").write_text(json.dumps(manifest))
     assert convert(replace(conversion, checkpoint=copied, format=to), probe_maker({}))
 
@@ -234,3 +247,11 @@ def test_the_command_line(models, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: nothing.jsonl: no such file")
     assert not (tmp_path / "second").exists()
+
+
+def test_the_old_name_of_a_format_is_told_the_new_one():
+    done = scale_cpt("convert", "configs/demo.yaml", "--format", "stock")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(
+        "--format: expected merged, which stock is called now, found stock"
+    )

@@ -10,9 +10,10 @@ import torch
 from pipeline.conversion.formats import choose_export
 from pipeline.conversion.model_card import on_stored_scale
 from pipeline.errors import ConversionError
-from pipeline.hf import folder as hf_folder
-from pipeline.hf.folder import load_hf_model, write_hf_folder
+from pipeline.hf import write as hf_write
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.write import write_hf_folder
 from pipeline.model.from_hf import open_base
 from tests.bases import CONFIGS
 from tests.conversion.exports import (
@@ -103,7 +104,7 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
         (torch.float32, "serving", 2e-5, False),  # which the card and the log say
     ],
 )
-def test_a_stock_export_is_fine_tuned_by_other_tools(
+def test_a_merged_export_is_fine_tuned_by_other_tools(
     dtype, purpose, rate, trains, models, tmp_path
 ):
     """AdamW moves a weight by the learning rate, however small it is: channels times 2^-12 make the loss explode."""
@@ -145,7 +146,7 @@ def test_many_files_are_one_model(models, tmp_path, monkeypatch):
     model, many = models("llama tied", "merged"), tmp_path / "many"
     single = exported(model, "merged", tmp_path / "single")
     many.mkdir()
-    monkeypatch.setattr(hf_folder, "FILE_BYTES", 2000)
+    monkeypatch.setattr(hf_write, "FILE_BYTES", 2000)
     write_hf_folder(many, choose_export(model, "merged", torch.float32), model.base.path)
     index = json.loads((many / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2

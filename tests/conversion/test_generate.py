@@ -10,7 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from tests.bases import reference
 from tests.conversion.checkpoints import generate_greedily, without_this_project
 from tests.tolerances import PARITY, assert_near

@@ -27,12 +27,12 @@ EXPANSION = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 
 _CONVERT = """
 import json, sys, threading, time
 from pathlib import Path
-from pipeline.hf import folder as hf_folder
+from pipeline.hf import write as hf_write
 from pipeline.conversion.convert import Conversion, convert
-from pipeline.conversion.trained_model import open_trained
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 
-hf_folder.FILE_BYTES = 2**21  # a file is whole in memory
+hf_write.FILE_BYTES = 2**21  # a file is whole in memory
 checkpoint, base, small_checkpoint, small_base, output, text, *formats = sys.argv[1:]
 probe = probe_maker({"a sentence": [text]})
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.checks.parity import check_against_transformers
 from pipeline.errors import BaseModelError
-from pipeline.hf.folder import base_config, load_hf_model
+from pipeline.hf.base_files import base_config
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS
 from pipeline.model.from_hf import open_base
 from tests.bases import copy_tokenizer, save_base

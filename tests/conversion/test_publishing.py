@@ -18,7 +18,8 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.model_card import _card_of, _terms
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import BaseModelError
-from pipeline.hf.folder import copy_base_files, load_hf_model
+from pipeline.hf.base_files import copy_base_files
+from pipeline.hf.load import load_hf_model
 from pipeline.hub import source_of
 from pipeline.model.from_hf import open_base
 from tests.bases import STORIES

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from pipeline.hf.folder import base_config
+from pipeline.hf.base_files import base_config
 from pipeline.model.from_hf import read_spec
 from tests.bases import CONFIGS
 from tests.conversion.exports import exported

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from pipeline import methods
+from pipeline.checkpoint.folder import newest_checkpoint
+from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.convert import Conversion, convert, latest_conversion, newest_checkpoint
-from pipeline.conversion.trained_model import TrainedModel, open_trained
+from pipeline.conversion.convert import Conversion, convert, latest_conversion
 from pipeline.conversion.verify import probe_maker
 from pipeline.errors import RESUME_LATER, BaseModelError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE

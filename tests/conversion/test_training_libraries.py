@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from pipeline.combination.combine import base_entries
 from pipeline.conversion.model_card import LORA_TARGETS
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale_combined import CombinedConfig
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
 from tests.conversion.checkpoints import scale_config
@@ -128,8 +128,8 @@ def test_adapters_on_the_expansions_blocks_leave_closed_text_to_the_bit(name, me
     model = load(name, method, opens=opens)
     tokens = some_tokens(model.config, 4, 24)
     is_closed = torch.ones_like(tokens, dtype=torch.bool)
-    x_up = model.streams(model.embedding(tokens), tokens=tokens)[0].x_up
-    if len(x_up):
+    x_up = model.streams(model.embedding(tokens), tokens=tokens).paths[0].x_up
+    if x_up is not None:
         is_closed = (x_up == 0).all(-1)
     if method == "adapt":  # whose closed tokens attend to open ones
         is_closed = is_closed.cummin(1).values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
 import random
@@ -14,12 +15,13 @@ from dataclasses import fields
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zstandard
 
 from pipeline.config.data import Corpus
-from pipeline.data.corpus.token_corpus import Manifest, TokenCorpus
+from pipeline.data.corpus.manifest import Manifest
+from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.sources.records import Keys, Record, Rejected
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.job import preprocess
@@ -29,6 +31,8 @@ from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
 PROJECT = Path(__file__).parents[2]
+CASES = PROJECT / "tests" / "cases"
+"""Texts as people bring them: small files made after faults that users of other projects reported."""
 STORIES260K = DATA / "models" / "stories260K"
 TOOL = [sys.executable, "-m", "pipeline", "tokenize"]
 
@@ -38,6 +42,15 @@ COMPRESS = {
     ".zst": zstandard.ZstdCompressor().compress,
     ".xz": lzma.compress,
 }
+
+
+class Expected(NamedTuple):
+    """How many documents a file gives, and what is said about it: of a rejected record, or as an error."""
+
+    documents: int | None = None
+    rejected: int = 0
+    said: str = ""
+    keys: Keys = Keys()
 
 
 @cache
@@ -145,3 +158,18 @@ def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*TOOL, *map(str, arguments)], capture_output=True, text=True, cwd=PROJECT, check=False
     )
+
+
+def pair_ids(prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    """The ids of a prompt, which are read, and of its answer, which are predicted."""
+    encode = stories_tokenizer().reference.encode
+    return [1, *encode([prompt]).ids.tolist()], [*encode([answer]).ids.tolist(), 2]
+
+
+def stored_pairs(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """The ids of the prompts and answers of a corpus."""
+    corpus = TokenCorpus(folder)
+    ids, prompts = corpus.read(0, corpus.tokens), corpus.prompt_mask(0, corpus.tokens)
+    bounds = [*corpus.document_starts(0, corpus.tokens), corpus.tokens]
+    spans = [slice(*bound) for bound in itertools.pairwise(bounds)]
+    return [(list(ids[span][prompts[span]]), list(ids[span][~prompts[span]])) for span in spans]

@@ -1,4 +1,5 @@
-"""A text is scored and answered beside others as alone, also where a model's rotary frequencies change with length."""
+"""A text is scored and answered beside others as alone, also where a model's rotary frequencies
+change with length."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from pipeline.evaluation import chats
 from pipeline.evaluation.batches import frequencies_of, frequency_context
 from pipeline.evaluation.benchmarks import _in_parts, benchmark_model
 from pipeline.evaluation.chats import read_chats, score_chats
-from pipeline.evaluation.perplexity import _token_nll, score_folder
-from pipeline.hf.folder import load_hf_model
+from pipeline.evaluation.perplexity import _token_nll, _Window, score_folder
+from pipeline.hf.load import load_hf_model
 from tests.bases import CONFIGS
 from tests.files import change_json
 from tests.self_generated.helpers import copied_stories, random_base
@@ -69,7 +70,9 @@ def test_perplexity_of_a_short_text_beside_a_long_one(longrope):
 def test_windows_of_a_model_in_the_scale_format(exports):
     model = load_hf_model(exports("phi3", "adapt")[0])
     assert frequency_context(model.config) == CONTEXT
-    windows = [(some_tokens(model.config, 1, length)[0], length - 1) for length in (9, 60, 33, 32)]
+    windows = []
+    for length in (9, 60, 33, 32):
+        windows.append(_Window(some_tokens(model.config, 1, length)[0], length - 1))
     alone = [_token_nll(model, [window], "alone")[0] for window in windows]
     for found, expected in zip(_token_nll(model, windows, "together"), alone, strict=True):
         assert_near(found, expected, PARITY)
@@ -110,7 +113,8 @@ def test_a_continuation_that_is_too_long_is_cut_into_parts():
 
 @pytest.mark.parametrize("kind", ["stories", "longrope"])
 def test_an_answer_is_not_that_of_the_batch(kind, longrope, tmp_path, monkeypatch):
-    """A chat that nearly fills the context leaves the others their own room; longrope's frequencies are each one's."""
+    """A chat that nearly fills the context leaves the others their own room; longrope's frequencies
+    are each one's."""
     folder = longrope
     if kind == "stories":
         settings = {

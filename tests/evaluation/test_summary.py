@@ -15,7 +15,7 @@ from pipeline.data.tokenize.corpora import heldout_corpora
 from pipeline.errors import CheckpointError, ConversionError, DataError
 from pipeline.evaluation.benchmarks import benchmark_model, load_tasks, task_results
 from pipeline.evaluation.summary import summarise
-from pipeline.studies.results import read_runs
+from studies.report.results import read_runs
 from tests.bases import STORIES
 from tests.conversion.checkpoints import scale
 from tests.evaluation.task_files import write_task_files

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 
 from pipeline.config.schedule import Schedule
+from pipeline.gating.gate import FittedGate
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods import method_for, quantize_base
@@ -39,7 +40,6 @@ from pipeline.parallel import experts
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.gate import Gate
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
 from tests.widened import METHODS, SEED, Watched
@@ -49,7 +49,7 @@ DEVICE = torch.device("cuda", 0)
 ROWS = 2
 LENGTH = 251
 """A prime that is no width of any base here: two dimensions of this size are pairs of tokens."""
-NEW_ROWS = 5
+NEW_TOKENS = 5
 
 
 _SEEN_ON_A_GPU = ("_block_mask", "_scaled_dot_product")
@@ -78,7 +78,7 @@ def spec_of(case: Case) -> DecoderSpec:
     with tempfile.TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json")
         spec = read_spec(Path(folder))
-    return replace(spec, new_rows=NEW_ROWS) if "new_rows" in case.options else spec
+    return replace(spec, new_tokens=NEW_TOKENS) if "new_tokens" in case.options else spec
 
 
 def build(case: Case, spec: DecoderSpec) -> Decoder:
@@ -119,10 +119,10 @@ def step(model: Decoder, optimizer: torch.optim.Optimizer, case: Case) -> None:
         model.gate = None
 
 
-def gate_of(model: Decoder) -> Gate:
+def gate_of(model: Decoder) -> FittedGate:
     """A gate before the first layer with W12."""
     vector = torch.ones(2 * model.spec.widths.hidden_size, device=DEVICE)
-    return Gate(1, "token+running_mean", 0 * vector, vector, vector, 0.0, 0.0)
+    return FittedGate(1, "token+running_mean", 0 * vector, vector, vector, 0.0, 0.0)
 
 
 def export_step(case: Case) -> Callable[[], object]:

@@ -65,8 +65,8 @@ def _train(run: Run, rank: int, port: int) -> None:
     descriptor = os.open(run.log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    sys.argv = ["pipeline.train", str(run.config)]
-    runpy.run_module("pipeline.train", run_name="__main__", alter_sys=True)
+    sys.argv = ["scale-cpt", "train", str(run.config)]
+    runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
 
 
 def kill(ranks: Sequence[Any]) -> bool:

@@ -16,8 +16,8 @@ from pipeline.run_folder.attempts import decide, record_end, record_start, recor
 from pipeline.run_folder.lock import RunLock
 from pipeline.run_folder.run_file import write_run
 from pipeline.run_folder.status import as_lines, as_text, read_status
-from pipeline.studies.report.page import page
-from pipeline.studies.results import read_runs
+from studies.report.page import page
+from studies.report.results import read_runs
 from tests.data.helpers import PROJECT
 from tests.fuzz.runner import INPUT, Subject
 from tests.studies.report.studies import rows, write_study

@@ -32,7 +32,7 @@ from pipeline.methods.vocabulary import check_vocabulary
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.topology import Layout
-from pipeline.studies.study import load_study
+from studies.harness.study import load_study
 from tests.bases import CONFIGS, STORIES, copy_tokenizer, random_model
 from tests.data.helpers import COMPRESS, PROJECT, contents, job
 from tests.fuzz import run_folders, trained
@@ -54,7 +54,7 @@ _FILES = {
 _CONFIGS: dict[str, Callable[[Path], object]] = {
     "configs/demo.yaml": lambda path: load_config(path).model_dump_json(),
     "configs/cpt_korean_llama3.2_1b.yaml": lambda path: load_config(path).model_dump_json(),
-    "configs/studies/korean.yaml": lambda path: str(
+    "studies/configs/korean.yaml": lambda path: str(
         load_study(path, PROJECT / "examples" / "data")
     ),
     "ds_configs/zero1.json": lambda path: str(load_deepspeed_config(path, Layout(2, 1))),

@@ -11,27 +11,27 @@ from torch import Tensor
 
 from pipeline.checkpoint.folder import candidates
 from pipeline.checkpoint.manifest import (
-    FileRecord,
+    CheckpointFile,
+    CheckpointManifest,
     LayoutRecord,
-    Manifest,
     Position,
     check_file,
     describe_run,
     load_manifest,
 )
 from pipeline.checkpoint.rank_files import RankState, rank_file, read_random_state, write_rank_file
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig, load_config
-from pipeline.conversion.trained_model import open_trained
 from pipeline.errors import CheckpointError
 from pipeline.expansion_folder import open_expansion
 from pipeline.files import file_hash
+from pipeline.gating.folder import HeldoutText, open_gate, write_gate
+from pipeline.gating.gate import FittedGate
 from pipeline.methods.scale import Scale, upscale
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.gate import Gate
-from pipeline.scale.gate_folder import HeldoutText, open_gate, write_gate
 from tests.bases import STORIES
 from tests.fuzz.runner import INPUT, Subject
 from tests.gating.gates import gate_record
@@ -89,8 +89,8 @@ def _make_checkpoint() -> None:
 
     files = {}
     for path in sorted(folder.iterdir()):
-        files[path.name] = FileRecord(bytes=path.stat().st_size, sha256=file_hash(path))
-    manifest = Manifest(
+        files[path.name] = CheckpointFile(bytes=path.stat().st_size, sha256=file_hash(path))
+    manifest = CheckpointManifest(
         run=describe_run(config, base, model, "none"),
         position=Position(step=STEP, tokens_seen=STEP * 256, seconds=1.0),
         layout=LayoutRecord(
@@ -149,7 +149,7 @@ def _read_expansion() -> str:
 def _make_gate() -> None:
     random = torch.Generator().manual_seed(3)
     mean, std, weight = torch.rand(3, 128, generator=random)
-    gate = Gate(2, "token+running_mean", mean, std, weight, bias=0.3, threshold=0.5)
+    gate = FittedGate(2, "token+running_mean", mean, std, weight, bias=0.3, threshold=0.5)
     heldout = HeldoutText(
         role="new",
         sequences=5,

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pipeline.config.run import GateFeatures
+from pipeline.gating.folder import GateRecord
+from pipeline.gating.gate import FittedGate
 from pipeline.model.attention import Documents
 from pipeline.model.decoder import Decoder
-from pipeline.scale.gate import Gate, GateFeatures, deepest_gate_layer
-from pipeline.scale.gate_folder import GateRecord
 
 Opens = Literal["never", "sometimes", "always"]
 
@@ -42,13 +43,16 @@ def random_gate(
     features: GateFeatures = "token+running_mean",
     layer: int | None = None,
     opens: Opens = "sometimes",
-) -> Gate:
-    """A gate at the deepest layer that the model allows; "sometimes" opens for about half of `tokens`."""
+) -> FittedGate:
+    """A gate at the deepest layer that the model allows.
+
+    "sometimes" opens for about half of `tokens`.
+    """
     assert model.plan is not None
     size = model.spec.widths.hidden_size * (1 + (features != "token"))
     random = torch.Generator().manual_seed(3)
-    gate = Gate(
-        layer=deepest_gate_layer(model.plan) if layer is None else layer,
+    gate = FittedGate(
+        layer=model.plan.last_exact_layer if layer is None else layer,
         features=features,
         mean=0.1 * torch.randn(size, generator=random),
         std=0.5 + torch.rand(size, generator=random),

@@ -1,4 +1,5 @@
-"""Generation with a gate: a text pays for the expansion from where the gate first opens, and gets the same tokens."""
+"""Generation with a gate: a text pays for the expansion from where the gate first opens, and gets
+the same tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from pipeline.hf.remote_code import scale_cache
+from pipeline.hf.remote_code import scale_gate
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
-from pipeline.hf.remote_code.scale_cache import WINDOW, GateCache
+from pipeline.hf.remote_code.scale_gate import GateCache
+from pipeline.scale_math import WINDOW
 from tests.conversion.checkpoints import generate_greedily, scale_config
 from tests.tolerances import PARITY, assert_near
 
@@ -164,7 +166,8 @@ def test_a_cache_of_the_base_alone_is_not_read_with_the_expansion():
 
 @torch.no_grad()
 def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
-    """Its decisions are those of a cache that keeps everything, to the bit; so are those after tokens are cropped."""
+    """Its decisions are those of a cache that keeps everything, to the bit; so are those after
+    tokens are cropped."""
     model, random = gated("running mean", 0.0), torch.Generator().manual_seed(2)
     stream = torch.randn(2, 700, model.config.hidden_size, generator=random)
 
@@ -174,7 +177,7 @@ def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
         )
 
     parts = stream.tensor_split([300, *range(301, 700)], dim=1)
-    with patch.object(scale_cache, "WINDOW", 10**6):
+    with patch.object(scale_gate, "WINDOW", 10**6):
         expected = scores(GateCache(), parts)
     cache = GateCache()
     assert torch.equal(scores(cache, parts), expected)

@@ -13,17 +13,18 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from pipeline.checkpoint.folder import newest_checkpoint
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.config.run import RunConfig, load_config, parse_config
-from pipeline.conversion.convert import convert, latest_conversion, newest_checkpoint, run_sources
-from pipeline.conversion.trained_model import open_trained
+from pipeline.conversion.convert import convert, latest_conversion, run_sources
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConfigError, ConversionError, DataError
 from pipeline.evaluation.summary import summarise
 from pipeline.gating.fit_run import BaseStream, fit_gate, fit_on, warn_of_cost
+from pipeline.gating.folder import open_gate
 from pipeline.gating.windows import FittingText, read_fitting_text
-from pipeline.hf.folder import load_hf_model
-from pipeline.scale.gate_folder import open_gate
+from pipeline.hf.load import load_hf_model
 from tests.bases import STORIES, reference
 from tests.distributed import run_ranks
 from tests.files import change_json
@@ -46,7 +47,8 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def runs(tokens, tmp_path_factory):
-    """Finished runs by variant: the configuration's path. Their gates are fitted and converted by the tests."""
+    """Finished runs by variant: the configuration's path. Their gates are fitted and converted by
+    the tests."""
     folder = tmp_path_factory.mktemp("gated")
     made = {
         name: make_run(
@@ -65,7 +67,8 @@ def with_changes(path: Path, **changes) -> RunConfig:
 
 
 def copied(path: Path, folder: Path, **gate) -> RunConfig:
-    """The same run in another folder, with its checkpoints, no gate, and changes of the section gate."""
+    """The same run in another folder, with its checkpoints, no gate, and changes of the section
+    gate."""
     config = with_changes(path, folder=str(folder), gate={**GATE, **gate})
     shutil.copytree(load_config(path).folder / "checkpoints", folder / "checkpoints")
     return config

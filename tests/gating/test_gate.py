@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.conversion.formats import choose_export
 from pipeline.errors import CheckpointError, ConversionError
-from pipeline.hf.folder import load_hf_model
-from pipeline.scale.gate import DECAY, Gate, gate_features, running_mean
-from pipeline.scale.gate_folder import GATE_RECORD, open_gate, write_gate
+from pipeline.gating.folder import GATE_RECORD, open_gate, write_gate
+from pipeline.gating.gate import FittedGate, gate_features
+from pipeline.hf.load import load_hf_model
+from pipeline.scale_math import GATE_DECAY, running_mean
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
 from tests.files import change_json
@@ -29,7 +30,7 @@ def mean_by_hand(values, document_ids):
     for row in range(len(values)):
         for at in range(values.shape[1]):
             weights = [
-                DECAY ** (at - back) * float(document_ids[row, back] == document_ids[row, at])
+                GATE_DECAY ** (at - back) * float(document_ids[row, back] == document_ids[row, at])
                 for back in range(at + 1)
             ]
             total = sum(weight * values[row, back].double() for back, weight in enumerate(weights))
@@ -76,7 +77,7 @@ RECORD = gate_record(
 @pytest.fixture
 def folder(base, tmp_path):
     """A gate's folder, of a gate for "llama tied"."""
-    gate = Gate(
+    gate = FittedGate(
         1, "token", torch.randn(32), torch.rand(32), torch.randn(32), bias=0.5, threshold=1.5
     )
     write_gate(tmp_path / "run" / "gate", gate, RECORD)

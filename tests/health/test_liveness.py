@@ -1,4 +1,4 @@
-"""A rank's phase and the time of each; and which rank the watchdog blames, from the ranks' reports."""
+"""The phases of a rank and their times; and which rank the watchdog blames."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from pipeline.config.run import Watchdog
+from pipeline.config.run import WatchdogSettings
 from pipeline.errors import LOST_RANK
 from pipeline.health.liveness import Phases, RankHealth, RankReport
 
-LIMITS = Watchdog(dead_after_s=10, hung_after_s=100, slow_after_s=300)
+LIMITS = WatchdogSettings(dead_after_s=10, hung_after_s=100, slow_after_s=300)
 WORKING = RankReport(
     node="n1",
     step=5,

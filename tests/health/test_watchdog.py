@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline import log
-from pipeline.config.run import Watchdog as Settings
+from pipeline.config.run import WatchdogSettings as Settings
 from pipeline.errors import INTERNAL_FAULT, INTERRUPTED, LOST_RANK, DataError
 from pipeline.health.liveness import INTERRUPTION, Phases
-from pipeline.health.watchdog import Watchdog, heartbeat_interval_s
+from pipeline.health.watchdog import RankWatchdog, heartbeat_interval_s
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.training.launch import StopSignals
 from tests.distributed import processes
@@ -90,7 +90,7 @@ def _rank(scenario: Callable[[Phases], None], folder: Path, limits: Settings, ra
     phases = Phases(torch.device("cpu"))
     with (
         StopSignals() as signals,
-        Watchdog(
+        RankWatchdog(
             limits, phases, folder / "stacks", is_interrupted=signals.is_insistent
         ) as watchdog,
     ):
@@ -129,7 +129,7 @@ def interrupted() -> None:
 
 
 def stopped_before_two_keystrokes(phases: Phases) -> None:
-    """The last rank stops. The others wait for it in a collective, where Python handles no signal."""
+    """The last rank stops. The others wait in a collective, where Python handles no signal."""
     if dist.get_rank() == RANKS - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     for after_s in (0.5, 1.5):
@@ -171,7 +171,9 @@ SCENARIOS: dict[str, tuple[Callable[[Phases], None], Settings, int | None]] = {
     "first interrupted": (partial(disturbed, 0, interrupted), PATIENT, None),
     "two keystrokes": (stopped_before_two_keystrokes, PATIENT, 2),
 }
-"""What the ranks do, the limits, and the rank that is stopped, to be killed after the others have ended."""
+"""What the ranks do, the limits, and the rank that is stopped, to be killed after the others have
+ended.
+"""
 TOGETHER = 4
 """The first of them mostly wait, and run at the same time."""
 

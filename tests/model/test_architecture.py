@@ -65,5 +65,5 @@ def test_rounding_new_entries_and_the_runs_own_rows_are_no_change(config):
     [kind] = recorded["layer_kinds"]
     kind["rotary"]["frequencies"] = [value * (1 + 2e-7) for value in kind["rotary"]["frequencies"]]
     del recorded["output_softcap"]
-    assert changed_entry(recorded, architecture_of(replace(spec, new_rows=3))) is None
+    assert changed_entry(recorded, architecture_of(replace(spec, new_tokens=3))) is None
     assert changed_entry(None, architecture_of(spec)) is None

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import BaseModelError, LayoutError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, in_three
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base

@@ -86,7 +86,7 @@ def test_layers_are_compiled_once_for_all_batches(base, method):
 
 FEATURES = [
     Case("llama", "fft"),
-    Case("llama", "freeze", {"frozen_layers": 1}, new_rows=True, uses_kl=True),
+    Case("llama", "freeze", {"frozen_layers": 1}, new_tokens=True, uses_kl=True),
     Case("llama", "llama_pro", {"added_layers": 1}),
     Case("llama", "lora", {"rank": 4}, precision="fp8"),
     Case("llama", "adapt", {"norm": "base"}, "all"),
@@ -97,7 +97,7 @@ def assert_compiles(case, plain, compiled):
     compiled.compile_layers(backend="aot_eager")
     batch, rows = some_batch(plain.spec, 2, 24), int(case.uses_kl)
     expected, found = (
-        model(*batch, kl_rows=rows, reference_rows=rows) for model in (plain, compiled)
+        model(*batch, kl_sequences=rows, reference_sequences=rows) for model in (plain, compiled)
     )
     assert counters["stats"]["unique_graphs"] > 0
     bound = rounding_of(plain.spec, backward=True)

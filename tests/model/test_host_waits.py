@@ -12,7 +12,8 @@ import torch
 from pipeline.methods import method_for
 from pipeline.model.attention import Documents
 from pipeline.parallel.topology import SINGLE
-from pipeline.training.trainer import StepSums
+from pipeline.training.batches import MicroBatch
+from pipeline.training.step_totals import StepSums
 from tests.widened import METHODS, SEED, Watched
 
 META = torch.device("meta")
@@ -36,7 +37,7 @@ def micro_batch(model, sums, documents):
     ends = torch.zeros(3, dtype=torch.int32, device=META)
     losses = model(batch, batch, batch, Documents(batch, ends, (1, 1)) if documents else None)
     losses.total.backward()
-    sums.add(losses, batch, 0)
+    sums.add(losses, MicroBatch(batch, batch, batch, None))
 
 
 def test_a_copy_is_seen(crossings):

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from pipeline.config.method import Method
 from pipeline.model.decoder import Decoder, LogitsPath
-from pipeline.model.from_hf import load_base, open_base
-from pipeline.model.new_rows import load_new_rows
-from pipeline.parallel.layers import greedy_choices_
+from pipeline.model.from_hf import load_base, load_new_tokens, open_base
+from pipeline.parallel.cross_entropy import greedy_choices_
 from pipeline.parallel.quantized import QuantizedPrecision
 from pipeline.parallel.sharding import Partition, merge, named_trained_parameters, partition_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
 from tests.distributed import all_ranks, run_ranks
-from tests.model.test_new_rows import batch_with_new_tokens, extended
+from tests.model.test_new_tokens import batch_with_new_tokens, extended
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     balance_router,
@@ -56,13 +55,13 @@ class Case:
     sequence_parallel: bool = False
     documents: bool = False
     uses_kl: bool = False
-    new_rows: bool = False
+    new_tokens: bool = False
     precision: QuantizedPrecision | None = None
 
     def __str__(self) -> str:
         flags = [
             name
-            for name in ("sequence_parallel", "documents", "rehearses", "new_rows")
+            for name in ("sequence_parallel", "documents", "uses_kl", "new_tokens")
             if getattr(self, name)
         ]
         return " ".join(
@@ -79,7 +78,7 @@ class Case:
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
         """The model, all of its trained part away from zero. The router's threshold is that of the whole model."""
         tp = replace(tp, sequence_parallel=self.sequence_parallel and tp.size > 1)
-        base = extended(open_base(path)) if self.new_rows else open_base(path)
+        base = extended(open_base(path)) if self.new_tokens else open_base(path)
         if self.method not in ("preserve", "adapt", "route"):
             settings = TypeAdapter(Method).validate_python({"name": self.method, **self.changes})
             model = started(base, settings, tp, self.precision)
@@ -87,7 +86,7 @@ class Case:
             if self.uses_kl and not model.keeps_base:
                 model.add_reference()
                 load_base(model.reference, base, tp)
-                load_new_rows(model.reference, base, tp, None)
+                load_new_tokens(model.reference, base, tp, None)
             return model
         settings = scale_settings(self.method, **self.changes)
 
@@ -127,7 +126,7 @@ class Outcome:
 
 def outcome(model: Decoder, case: Case) -> Outcome:
     tokens, targets = (
-        batch_with_new_tokens(model) if case.new_rows else some_batch(model.spec, 2, 24)
+        batch_with_new_tokens(model) if case.new_tokens else some_batch(model.spec, 2, 24)
     )
     positions, documents = two_documents(tokens) if case.documents else (None, None)
     losses = model(tokens, targets, positions, documents, int(case.uses_kl), int(case.uses_kl))
@@ -139,7 +138,7 @@ def outcome(model: Decoder, case: Case) -> Outcome:
     ]
     with torch.no_grad():
         hidden = model.hidden_states(tokens, positions, documents)
-        greedy = greedy_choices_(model.output.logits(hidden), **model.output.all_columns())
+        greedy = greedy_choices_(model.output.logits(hidden), **model.output.vocabulary.range)
     return Outcome(
         logits={
             path: model.logits(tokens, positions, documents, path=path)
@@ -149,7 +148,9 @@ def outcome(model: Decoder, case: Case) -> Outcome:
         nll=losses.nll,
         kl=losses.kl,
         preserved=losses.preserved,
-        places=model.output.places(torch.arange(model.spec.vocab_size + model.spec.new_rows)),
+        places=model.output.vocabulary.of_tokens(
+            torch.arange(model.spec.vocab_size + model.spec.new_tokens)
+        ),
         greedy=greedy,
         gradients=gradients,
         partitions={name: partition_of(parameter) for name, parameter in parameters.items()},
@@ -167,7 +168,7 @@ EVERY_METHOD = [
     for base in ("llama", "neox")
     for method in ("preserve", "adapt", "route", "fft")
 ]
-REHEARSING = [
+WITH_KL = [
     Case("llama", "preserve", uses_kl=True, sequence_parallel=True),
     Case("neox", "adapt", BOTH, uses_kl=True, documents=True),
     Case("llama tied", "route", BOTH, uses_kl=True),
@@ -188,7 +189,7 @@ FEATURED = [
     Case("qwen3_moe dense layer", "adapt", BOTH, "all", uses_kl=True, sequence_parallel=True),
 ]
 EXTENDED = [
-    Case("llama", method, {"rank": 2} if method == "lora" else {}, uses_kl=True, new_rows=True)
+    Case("llama", method, {"rank": 2} if method == "lora" else {}, uses_kl=True, new_tokens=True)
     for method in ("preserve", "route", "fft", "lora")
 ]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
@@ -197,7 +198,7 @@ CASES = {
     2: [
         *EVERY_METHOD[:4],
         *SEQUENCE_PARALLEL[4:],
-        *REHEARSING,
+        *WITH_KL,
         *FEATURED,
         *EXTENDED,
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
@@ -223,7 +224,7 @@ CASES = {
     4: [
         *EVERY_METHOD[4:],
         *SEQUENCE_PARALLEL[:4],
-        *REHEARSING[2:4],
+        *WITH_KL[2:4],
         *FEATURED[-2:],
         *(replace(case, base="llama eight heads") for case in EXTENDED),
         Case(

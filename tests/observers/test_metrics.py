@@ -52,8 +52,8 @@ def test_a_run_that_begins_again_keeps_the_figures_of_its_earlier_attempts(tmp_p
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl.2")] == [9.0, 4.0]
     assert not (tmp_path / "metrics.jsonl.3").exists(), "the reference alone is no progress"
     assert (
-        "metrics.jsonl: the run begins at step 0; the figures of its earlier attempt are in metrics.jsonl.1"
-        in (caplog.text)
+        "metrics.jsonl: the run begins at step 0; the figures of its earlier attempt are in "
+        "metrics.jsonl.1" in (caplog.text)
     )
 
 

@@ -1,4 +1,4 @@
-"""The performance figures of a run: their sums, units and documentation; traces change no number."""
+"""The performance figures of a run: sums, units and documentation; traces change no number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The trackers, with the real packages: figures and settings arrive, restarts continue one run, faults end none."""
+"""The trackers, with the real packages: figures and settings arrive, restarts continue one run,
+faults end none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pytest
 import wandb
 from mlflow import MlflowClient
 
-from pipeline.checks.checklist import check_trackers
+from pipeline.checks.input_checks import check_trackers
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.reading import flattened
 from pipeline.config.run import RunConfig, load_config, parse_config
 from pipeline.errors import MissingPackageError
@@ -44,7 +47,9 @@ def error_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def log_two_attempts(config: RunConfig) -> None:
-    """Steps 0 to 3, back to 2 by a rollback, 3 again, and after a restart from step 2 steps 3 and 4."""
+    """Steps 0 to 3, back to 2 by a rollback, 3 again, and after a restart from step 2 steps 3 and
+    4.
+    """
     (tracker,) = make_trackers(config)
     for step in range(4):
         tracker.on_step(StepEvent(step, 8, 1.0, {"loss": 10.0 - step, "perplexity/korean": 2.0}))
@@ -62,7 +67,9 @@ LOSSES = [(0, 10.0), (1, 9.0), (2, 8.0), (3, 7.0), (3, 5.0), (3, 4.0), (4, 3.0)]
 
 
 def wandb_records(folder: Path) -> dict[str, list[Any]]:
-    """What lies in W&B's offline files of a run folder, oldest first: the ids, the settings and the figures."""
+    """What lies in W&B's offline files of a run folder, oldest first: the ids, the settings and the
+    figures.
+    """
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 
@@ -126,7 +133,7 @@ def test_a_missing_package_is_refused_in_one_line(package, tmp_path, monkeypatch
     with pytest.raises(
         MissingPackageError, match=rf"^observers.{package}: .*pip install 'scale-cpt\[{package}\]'"
     ):
-        check_trackers(config)
+        check_trackers(RunInputs(config, 1))
 
 
 @pytest.mark.parametrize("service", ["wandb", "mlflow"])

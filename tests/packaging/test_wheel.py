@@ -1,4 +1,4 @@
-"""The package as `pip install` gives it: built, installed without the checkout, and used from an empty folder."""
+"""The package as `pip install` gives it: built, installed alone, and used from an empty folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pip(*arguments: object) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from the source distribution of a copy of the project's files: a build writes beside them."""
+    """Built from the source distribution of a copy of the project, as a build writes beside it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory) -> Path:
     ).stdout.splitlines()
     for name in filter(lambda name: (PROJECT / name).is_file(), names):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(PROJECT / name, source / name)
+        shutil.copy(PROJECT / name, source / name, follow_symlinks=False)
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "sdist"],
         cwd=source,
@@ -70,11 +70,20 @@ def wheel(tmp_path_factory) -> Path:
     return next(folder.glob("*.whl"))
 
 
+def test_the_code_of_exports_has_a_copy_of_the_formulas(wheel):
+    """In the checkout it is a link."""
+    with zipfile.ZipFile(wheel) as archive:
+        original = archive.read("pipeline/scale_math.py")
+        assert original == (PROJECT / "pipeline" / "scale_math.py").read_bytes()
+        assert archive.read("pipeline/hf/remote_code/scale_math.py") == original
+
+
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The folder `bin` of an environment with the wheel. Its dependencies are this environment's, through a .pth file.
+    """The folder `bin` of an environment with the wheel.
 
-    Such a file's folders are searched, but their own .pth files, which name the checkout, are not read.
+    Its dependencies are this environment's, through a .pth file. Such a file's folders are
+    searched, but their own .pth files, which name the checkout, are not read.
     """
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)

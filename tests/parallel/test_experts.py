@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.parallel.experts import grouped_product, has_grouped_product, product_of_each
-from pipeline.parallel.layers import ExpertLinear
+from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.quantized import (
     fill_quantized,
     quantization_of,

@@ -1,4 +1,6 @@
-"""Two processes and one run folder: the second is refused with the name of the first, and a dead owner is replaced."""
+"""Two processes and one run folder: the second is refused with the name of the first, and a dead
+owner is replaced.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def holder(folder: Path, *machine: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def lock_owner(folder: Path, *machine: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """Another process, which holds the lock; on another `machine`, its end is not seen here."""
     with start(folder, *machine, **environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -53,7 +55,7 @@ def holder(folder: Path, *machine: str, **environment: str) -> Iterator[subproce
 
 @pytest.mark.parametrize("machine", [[], ["another"]])
 def test_the_second_process_is_refused_in_one_line_that_names_the_first(tmp_path, machine):
-    with holder(tmp_path, *machine, SLURM_JOB_ID="12", SLURMD_NODENAME="gpu7") as first:
+    with lock_owner(tmp_path, *machine, SLURM_JOB_ID="12", SLURMD_NODENAME="gpu7") as first:
         with pytest.raises(FolderTakenError, match="scancel 12") as refused, RunLock(tmp_path):
             pass
         assert f"job 12 on gpu7 (pid {first.pid}, since 20" in str(refused.value)
@@ -64,7 +66,7 @@ def test_a_job_whose_earlier_start_is_alive_exits_with_a_code_that_is_retried(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    with holder(tmp_path, SLURM_RESTART_COUNT="1"):
+    with lock_owner(tmp_path, SLURM_RESTART_COUNT="1"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
         with pytest.raises(FolderTakenError) as refused, RunLock(tmp_path):
             pass
@@ -77,7 +79,7 @@ def test_an_owner_that_is_gone_is_replaced_and_a_silent_one_after_a_while(
 ):
     """At once where its end is seen, on this machine."""
     monkeypatch.setattr(lock, "STALE_AFTER_S", 1.5 if machine else 600)
-    with holder(tmp_path, *machine) as first:
+    with lock_owner(tmp_path, *machine) as first:
         first.kill()
         first.wait()
     if machine == ["unknown"]:
@@ -91,7 +93,7 @@ def test_an_owner_that_is_gone_is_replaced_and_a_silent_one_after_a_while(
 
 def test_a_stopped_owner_that_lost_the_lock_ends_when_it_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "STALE_AFTER_S", 1)
-    with holder(tmp_path, "another") as first:
+    with lock_owner(tmp_path, "another") as first:
         first.send_signal(signal.SIGSTOP)
         assert wait_until(
             lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, every_s=0.01
@@ -134,7 +136,7 @@ def test_a_process_that_proc_hides_is_not_gone(tmp_path):
         return ran.stdout
 
     copied = tmp_path / "owner.json"
-    with holder(tmp_path) as first:
+    with lock_owner(tmp_path) as first:
         copied.write_bytes(lock_path(tmp_path).read_bytes())
         assert seen() == "False\n"
         first.kill()
@@ -143,7 +145,7 @@ def test_a_process_that_proc_hides_is_not_gone(tmp_path):
 
 
 def test_of_two_processes_that_replace_a_dead_owner_one_is_refused(tmp_path):
-    with holder(tmp_path) as dead:
+    with lock_owner(tmp_path) as dead:
         dead.kill()
     both = [start(tmp_path) for _ in range(2)]
     assert wait_until(lambda: any(process.poll() is not None for process in both))
@@ -153,7 +155,7 @@ def test_of_two_processes_that_replace_a_dead_owner_one_is_refused(tmp_path):
 
 @pytest.mark.parametrize("ahead_s", [-3600, 3600])
 def test_a_lock_is_as_old_as_the_file_servers_clock_says(tmp_path, monkeypatch, ahead_s):
-    with holder(tmp_path, "another"):
+    with lock_owner(tmp_path, "another"):
         real = time.time
         monkeypatch.setattr(
             lock.time, "time", lambda: real() + ahead_s

@@ -20,7 +20,9 @@ from pipeline.run_folder.attempts import (
 
 @pytest.fixture
 def attempt(tmp_path, monkeypatch):
-    """Makes one attempt of a series and returns what was decided after it; with `exit_code` None it is killed."""
+    """Makes one attempt of a series and returns what was decided after it; with `exit_code` None it
+    is killed.
+    """
     config = load_config(Path("configs/demo.yaml")).model_copy(update={"folder": tmp_path})
 
     def make(name, *, saved=None, exit_code=LOST_RANK, started=True, stage="train", **limits):

@@ -1,4 +1,6 @@
-"""A run's folder describes the run: its first stage writes run.yaml, and every command takes the folder."""
+"""A run's folder describes the run: its first stage writes run.yaml, and every command takes the
+folder.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ LIMITS = {"without_progress": 3, "most": 100}
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory):
-    """The folder of a run that was stopped after its first step and then finished, and its status between."""
+    """The folder of a run that was stopped after its first step and then finished, and its status
+    between.
+    """
     folder = tmp_path_factory.mktemp("finished")
     config = make_run(folder, tokens, zero=1)
     assert run_ranks(_train, 2, config, "7.0", True) == [RESUME_LATER] * 2

@@ -60,7 +60,7 @@ def test_the_folder_holds_the_expansion_only_and_is_the_same_whenever_it_is_made
     upscale(ADAPT, base("llama"), tmp_path / "again", SEED)
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["init_expansion"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["initial_expansion"]
 
 
 def test_a_router_and_norm_may_change_after_the_expansion_is_made(base, folder):
@@ -88,11 +88,11 @@ def test_an_expansion_of_a_base_whose_config_changed_is_refused(base, folder, tm
     change_json(changed / "config.json", **changes)
     with pytest.raises(
         BaseModelError,
-        match=r"init_expansion: the config.json of its base .* had another \w+ \(expected",
+        match=r"initial_expansion: the config.json of its base .* had another \w+ \(expected",
     ):
         load(open_base(changed), folder)
     manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["base_architecture"]  # as an earlier version wrote it
+    del manifest["base_architecture"], manifest["checksum"]  # as an earlier version wrote it
     (folder / MANIFEST).write_text(json.dumps(manifest))
     load(open_base(changed), folder)
 
@@ -109,13 +109,13 @@ def misshape(folder):
 
 def lead_outside(folder):
     shutil.copy(weights_file(folder), folder.parent / "outside.safetensors")
-    change_json(
-        folder / MANIFEST, tensors=dict.fromkeys(tensors_of(folder), "../outside.safetensors")
-    )
+    outside = dict.fromkeys(tensors_of(folder), "../outside.safetensors")
+    change_json(folder / MANIFEST, tensors=outside, checksum=None)
 
 
 def forget_a_tensor(folder):
-    change_json(folder / MANIFEST, tensors=dict(list(tensors_of(folder).items())[1:]))
+    others = dict(list(tensors_of(folder).items())[1:])
+    change_json(folder / MANIFEST, tensors=others, checksum=None)
 
 
 DAMAGE = {
@@ -124,6 +124,10 @@ DAMAGE = {
     "another format": (
         lambda folder: change_json(folder / MANIFEST, format="2"),
         "manifest.json: format: ",
+    ),
+    "another seed": (
+        lambda folder: change_json(folder / MANIFEST, seed=123),
+        "manifest.json: does not match its checksum",
     ),
     "a tensor not listed": (forget_a_tensor, "manifest.json: lists no"),
     "a tensor of another shape": (misshape, "output.expansion has shape"),
@@ -143,6 +147,13 @@ def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
         load(base("llama"), folder)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_manifest_of_an_earlier_version_has_no_checksum(base, folder):
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["checksum"]
+    (folder / MANIFEST).write_text(json.dumps(content))
+    load(base("llama"), folder)
 
 
 def test_large_expansions_are_spread_over_files_and_a_rank_finds_the_changed_one(

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from pipeline.config.data import Sampling
-from pipeline.data.corpus.token_corpus import Manifest, TokenCorpus
+from pipeline.data.corpus.manifest import Manifest
+from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.model.decoder import Decoder
 from pipeline.self_generated.corpus import SamplingJob, plan_of, sample_corpus

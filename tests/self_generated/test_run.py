@@ -1,4 +1,4 @@
-"""Rehearsal corpora in a run: the stage that makes them, and what every other stage does about them."""
+"""Self-generated corpora in a run: the stage that makes them, and what every other stage does about them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 from pipeline.checkpoint.manifest import PATHS
 from pipeline.checks.checklist import begin
-from pipeline.checks.inputs import Inputs
-from pipeline.checks.plan import make_plan
+from pipeline.checks.dry_run import make_plan
+from pipeline.checks.inputs import RunInputs
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import run_sources
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.corpus.token_corpus import load_manifest
+from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.dataset.samples import TrainingSamples
 from pipeline.errors import ConfigError, DataError
 from pipeline.model.from_hf import open_base
@@ -30,8 +30,8 @@ from tests.programs import scale_cpt
 from tests.training.runs import write_config
 
 
-def rehearsing(folder: Path, tokens: Path, **sample: Any) -> Path:
-    """The configuration of a run with a rehearsal corpus `own`."""
+def run_with_self_generated(folder: Path, tokens: Path, **sample: Any) -> Path:
+    """The configuration of a run with a self-generated corpus `own`."""
     own = {"role": "self_generated", "sample": {"tokens": 300, **sample}}
     return write_config(folder, tokens, data__corpora__own=own)
 
@@ -45,7 +45,7 @@ def copied_tokens(tokens: Path, tmp_path: Path) -> Path:
 def test_the_stage_makes_what_the_run_then_reads(
     copied_tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    path = rehearsing(tmp_path / "run", copied_tokens)
+    path = run_with_self_generated(tmp_path / "run", copied_tokens)
     config, cluster = load_config(path), Cluster(gpus=2, gpus_per_node=2)
     with pytest.raises(DataError, match=r"/own does not exist: start .* \(or scale-cpt sample"):
         TrainingSamples(config.data, seed=1, tokenizer_fingerprint=None)
@@ -66,7 +66,7 @@ def test_the_stage_makes_what_the_run_then_reads(
         config.data.sequence_length,
         0,
     )
-    assert "own" in Inputs(config, 1).samples.training.corpora
+    assert "own" in RunInputs(config, 1).samples.training.corpora
     plan = make_plan(config, cluster)
     assert plan.faults == [] and len(plan.to_make) == 1
     assert f"{manifest.tokens:,} tokens" in dict(plan.rows)["corpus own"]
@@ -84,8 +84,8 @@ def test_the_stage_makes_what_the_run_then_reads(
 def test_a_run_without_such_a_corpus_passes_at_once(tokens: Path, tmp_path: Path):
     path = write_config(tmp_path / "run", tokens)
     code = (
-        "import sys; from tests.programs import call; from tools import sample_base; "
-        f"call(sample_base, {str(path)!r}); assert 'torch' not in sys.modules"
+        "import sys; from tests.programs import call; from pipeline.commands import sample; "
+        f"call(sample, {str(path)!r}); assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -130,23 +130,29 @@ def test_flags_that_are_refused(tmp_path: Path, flags: tuple[str, ...], message:
 def test_what_would_stop_the_stage_is_found_before_tokenizing(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"max_tokens: expected .*base's context.*found 1000"):
         begin(
-            load_config(rehearsing(tmp_path, tmp_path / "tokens", max_tokens=1000)), 2, "tokenize"
+            load_config(run_with_self_generated(tmp_path, tmp_path / "tokens", max_tokens=1000)),
+            2,
+            "tokenize",
         )
-    config = load_config(rehearsing(tmp_path, tmp_path / "tokens", prompts=["none.jsonl"]))
+    config = load_config(
+        run_with_self_generated(tmp_path, tmp_path / "tokens", prompts=["none.jsonl"])
+    )
     plan = make_plan(config, Cluster(gpus=2, gpus_per_node=2))
     assert [fault for fault in plan.faults if "none.jsonl: no such file" in fault]
 
 
 def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
     base = open_base(STORIES)
-    probe = probe_maker(*run_sources(load_config(rehearsing(tmp_path, tmp_path / "tokens"))))(
-        SimpleNamespace(base=base, spec=base.spec, tokenizer=base.path)
-    )  # type: ignore[arg-type]
+    probe = probe_maker(
+        *run_sources(load_config(run_with_self_generated(tmp_path, tmp_path / "tokens")))
+    )(SimpleNamespace(base=base, spec=base.spec, tokenizer=base.path))  # type: ignore[arg-type]
     assert set(probe) == {"korean", "english"}
 
 
-def test_a_checkpoint_does_not_record_where_openings_lie(tmp_path: Path):
-    config = load_config(rehearsing(tmp_path / "run", tmp_path / "tokens", prompts=["o.jsonl"]))
+def test_a_checkpoint_does_not_record_where_prompts_lie(tmp_path: Path):
+    config = load_config(
+        run_with_self_generated(tmp_path / "run", tmp_path / "tokens", prompts=["o.jsonl"])
+    )
     assert (
         "prompts"
         not in config.data.model_dump(mode="json", exclude=PATHS)["corpora"]["own"]["sample"]

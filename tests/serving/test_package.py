@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.hf.folder import code_files, load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import NEEDED
 from pipeline.hf.remote_code.modeling_scale_combined import CombinedForCausalLM
+from pipeline.hf.write import code_files
 from tests.widened import some_tokens
 
 pytestmark = pytest.mark.full

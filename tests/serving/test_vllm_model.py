@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.parallel.sharding import default_dtype
+from pipeline.scale_math import NEVER
 from tests.conversion.checkpoints import training_decoder
 from tests.conversion.exports import exported
+from tests.conversion.test_combined import BASE_TOKENS, export
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
@@ -140,3 +142,21 @@ def test_what_vllm_would_get_wrong_is_refused(vllm_model):
     assert "frequencies" in vllm_model.unsupported_reason(config, 1, False)
     config.rotary, config.mixture = [], {"experts": 4}
     assert "mixture of experts" in vllm_model.unsupported_reason(config, 1, False)
+
+
+@torch.no_grad()
+def test_no_new_token_follows_one_that_the_gate_has_closed(vllm_model, tmp_path):
+    folder = export(tmp_path / "hf", "pieces")
+    loaded = load_hf_model(folder)
+    served = built(vllm_model, folder, loaded)
+    tokens = torch.randint(3, BASE_TOKENS + 18, (40,), generator=torch.Generator().manual_seed(4))
+    scores = []
+    loaded.token_gate.register_forward_hook(lambda gate, read, _: scores.append(gate.scores(*read)))
+    loaded(tokens.unsqueeze(0), output_hidden_states=True)
+    for model in (loaded, served.model):
+        model.token_gate.threshold = float(scores[0].median())
+    expected = loaded(tokens.unsqueeze(0)).logits[0]
+    found = served.compute_logits(served(tokens, torch.arange(40)))
+    assert_near(found, expected, PARITY)
+    is_impossible = found[:, BASE_TOKENS] == NEVER
+    assert is_impossible.any() and not is_impossible.all()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 import zstandard
 
-from pipeline.checks.plan import make_plan
+from pipeline.checks.dry_run import make_plan
 from pipeline.config.run import load_config, parse_config
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConfigError, DataError, LayoutError
@@ -20,7 +20,7 @@ from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.merged_model import merged_widths
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.first_config import _method, measure, propose
+from pipeline.sizing.first_config import FirstRun, _method, measure, propose
 from tests.bases import STORIES
 from tests.data.helpers import documents, tokenize
 from tests.programs import scale_cpt
@@ -39,7 +39,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
     [Cluster(2, gpus_per_node=2, gpu_memory_gib=4.0, on_cpu=True), Cluster(1), Cluster(24)],
 )
 def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
-    config, text = propose("first", STORIES, NEW, OLD, cluster)
+    config, text = propose(FirstRun("first", STORIES, NEW, OLD), cluster)
     assert parse_config(yaml.safe_load(text), source="text") == config
     monkeypatch.chdir(tmp_path)
     assert make_plan(config, cluster).faults == []
@@ -70,19 +70,21 @@ def test_it_starts_and_its_text_describes_it(cluster, tmp_path, monkeypatch):
 
 def test_a_smaller_memory_takes_smaller_micro_batches_and_then_no_run():
     runs = [
-        propose("first", STORIES, NEW, OLD, Cluster(1, gpu_memory_gib=gib, on_cpu=True))[0]
+        propose(FirstRun("first", STORIES, NEW, OLD), Cluster(1, gpu_memory_gib=gib, on_cpu=True))[
+            0
+        ]
         for gib in (4.0, 0.05)
     ]
     assert runs[0].schedule.micro_batch_size > runs[1].schedule.micro_batch_size
     with pytest.raises(LayoutError, match="does not fit on 1 GPUs"):
-        propose("first", STORIES, NEW, OLD, Cluster(1, gpu_memory_gib=0.001, on_cpu=True))
+        propose(FirstRun("first", STORIES, NEW, OLD), Cluster(1, gpu_memory_gib=0.001, on_cpu=True))
 
 
 def test_a_base_without_a_start_token_continues_old_texts(tmp_path, monkeypatch):
     changes = {"tokenizer_config": {"add_bos_token": False}, "tokenizer": {"post_processor": None}}
     base = copied_stories(tmp_path / "base", **changes)
     cluster = Cluster(1, on_cpu=True)
-    config, text = propose("first", base, NEW, OLD, cluster)
+    config, text = propose(FirstRun("first", base, NEW, OLD), cluster)
     assert "&id" not in text and config.data.corpora["self_generated"].sample.prompts == OLD
     monkeypatch.chdir(tmp_path)
     assert make_plan(config, cluster).faults == []
@@ -110,14 +112,15 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypa
     ],
 )
 def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, added, own):
-    """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without W12."""
+    """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without
+    W12."""
     method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"), gated=gated)
     assert method.pop("expansion") == dict(zip(WIDTHS, added, strict=True))
     assert method == {"name": "scale", "variant": "adapt", "l_fp": 3, **own}
 
 
 def test_without_a_gate_the_base_is_rehearsed_and_the_model_may_leave_as_an_ordinary_one():
-    config, _ = propose("plain", STORIES, NEW, OLD, Cluster(1, on_cpu=True), gated=False)
+    config, _ = propose(FirstRun("plain", STORIES, NEW, OLD, gated=False), Cluster(1, on_cpu=True))
     assert config.gate is None and config.data.fractions["self_generated"] > 0
     assert dict(make_plan(config, Cluster(1, on_cpu=True)).rows)["export"].startswith("merged")
 

@@ -28,7 +28,7 @@ def test_modules_that_use_unset_variables_are_loaded(tmp_path: Path):
         ("cpt_korean.sh", ["configs/nowhere.yaml"], "CONFIG=configs/nowhere.yaml: no such file"),
         ("cpt_korean.sh", ["pyproject.toml", "fly"], 'STAGES: there is no stage "fly"'),
         ("cpt_korean.sh", [DEMO, "--set"], "--set: expected KEY=VALUE after it"),
-        ("run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
+        ("../studies/run_study.sh", ["nowhere.yaml"], "STUDY=nowhere.yaml: no such file"),
     ],
 )
 def test_a_mistake_on_the_command_line_ends_in_one_line(
@@ -41,14 +41,15 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(
 
 @dataclass
 class Recorded:
-    """A host whose `programs` write down how they were called, and whose PATH has no python but theirs."""
+    """A host whose `programs` write down their calls, and whose PATH has no python but theirs."""
 
     folder: Path
 
     def program(self, name: str, then: str = "") -> None:
         path = self.folder / name
         path.write_text(
-            f'#!/bin/bash\necho "{name} $@" >> {self.folder}/calls\nenv > {self.folder}/{name}.env\n{then}\n'
+            f'#!/bin/bash\necho "{name} $@" >> {self.folder}/calls\n'
+            f"env > {self.folder}/{name}.env\n{then}\n"
         )
         path.chmod(0o755)
 
@@ -57,7 +58,7 @@ class Recorded:
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
     def run(self, name: str, *arguments: str, cwd: Path = PROJECT, **environment: str) -> list[str]:
-        """The calls that a script of slurm/ makes; `name` is its path in `cwd`, or else in slurm/."""
+        """The calls that a script makes; `name` is its path in `cwd`, or else in slurm/."""
         tools = {"PATH": str(self.folder), "VENV": str(self.folder), **environment}
         script = name if (cwd / name).exists() else str(PROJECT / "slurm" / name)
         command = ["bash", script, *arguments]
@@ -105,7 +106,7 @@ def test_a_dry_run_plans_for_what_sbatch_would_request(
     host.program("sbatch")
     host.program("python")
     (call,) = host.run("cpt_korean.sh", DEMO, "--dry-run", *options, **environment)
-    assert call == f"python -m pipeline.train --dry-run {planned}"
+    assert call == f"python -m pipeline train --dry-run {planned}"
 
 
 @pytest.mark.parametrize("cwd", ["slurm", "slurm/..", "tests/slurm"])
@@ -115,7 +116,7 @@ def test_a_dry_run_plans_the_same_from_every_folder(host: Recorded, cwd: str):
     folder = PROJECT / cwd
     script = os.path.relpath(PROJECT / "slurm" / "cpt_korean.sh", folder)
     (call,) = host.run(script, DEMO, "--dry-run", cwd=folder)
-    assert call == f"python -m pipeline.train --dry-run --gpus 2 --gpus-per-node 1 {DEMO}"
+    assert call == f"python -m pipeline train --dry-run --gpus 2 --gpus-per-node 1 {DEMO}"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_a_dry_run_of_a_users_own_script_plans_what_its_lines_request(
     host.program("sbatch")
     host.program("python")
     (call,) = host.run("mine.sh", DEMO, "--dry-run", cwd=tmp_path, PROJECT=str(PROJECT))
-    assert call == f"python -m pipeline.train --dry-run {planned} {DEMO}"
+    assert call == f"python -m pipeline train --dry-run {planned} {DEMO}"
 
 
 def test_changes_of_settings_and_the_number_of_ranks_reach_every_stage(host: Recorded):
@@ -146,7 +147,7 @@ def test_changes_of_settings_and_the_number_of_ranks_reach_every_stage(host: Rec
     assert host.environment_of("python")["EXPECTED_WORLD_SIZE"] == "3"
     planned = host.run("cpt_korean.sh", *changes, "--dry-run", "--json", NPROC="2")[-1]
     assert (
-        planned.startswith(f"python -m pipeline.train --dry-run {DEMO}")
+        planned.startswith(f"python -m pipeline train --dry-run {DEMO}")
         and "--set=seed=7 --json" in planned
     )
 
@@ -168,6 +169,38 @@ def test_a_container_needs_no_python_on_the_host(host: Recorded):
         1,
         1,
     ) and "no docker-of-nobody on PATH" in absent.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [DEMO, "--set=seed=7", "--format", "scale", "--output", "two words"],
+        ["--checkpoint", "runs/demo/checkpoints/step_00000002", "--base", "b", "--output", "o"],
+    ],
+    ids=["a run", "a checkpoint"],
+)
+def test_a_conversion_gets_the_flags_of_the_script(host: Recorded, arguments: list[str]):
+    host.program("python")
+    (call,) = host.run("convert_checkpoint.sh", *arguments, CONFIG="configs/demo_fft.yaml")
+    assert call == f"python -m pipeline convert {' '.join(arguments)}"
+    assert host.environment_of("python")["STAGE"] == "convert"
+
+
+def test_a_conversion_without_a_run_ends_with_its_fault(host: Recorded):
+    """There is no run folder in which attempts could be counted: the stage is not tried again."""
+    host.program("python", "exit 70")
+    script = PROJECT / "slurm" / "convert_checkpoint.sh"
+    done = bash(
+        script,
+        "--checkpoint=c",
+        "--base=b",
+        "--output=o",
+        **{"PATH": str(host.folder), "VENV": str(host.folder)},
+    )
+    assert done.returncode == 70, done.stderr
+    assert (
+        host.folder / "calls"
+    ).read_text() == "python -m pipeline convert --checkpoint=c --base=b --output=o\n"
 
 
 @pytest.mark.parametrize("launcher", ["srun --mpi=pmix", "mpirun -n 4"])
@@ -213,8 +246,8 @@ def test_the_jobs_of_a_study_do_not_inherit_their_submitters_allocation(host: Re
         "SLURM_NTASKS": "1",
     }
     calls = host.run(
-        "run_study.sh",
-        "configs/studies/korean.yaml",
+        "studies/run_study.sh",
+        "studies/configs/korean.yaml",
         **driver,
         SLURM_CONF="/etc/slurm.conf",
         DATA="x",
@@ -230,12 +263,13 @@ def test_the_jobs_of_a_study_do_not_inherit_their_submitters_allocation(host: Re
 
 
 def test_ranks_see_the_gpus_of_their_node_and_wait_for_a_trackers_end(host: Recorded):
-    """Also where the job was submitted with --gpus-per-task, which srun would bind; W&B takes up to a minute."""
+    """Also with --gpus-per-task, which srun would bind; W&B takes up to a minute."""
     host.program("srun")
     host.program("python")
     host.program(
         "scontrol",
-        '[[ $* != *hostnames* ]] && echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1 x" || echo n1',
+        "[[ $* != *hostnames* ]]"
+        ' && echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1 x" || echo n1',
     )
     job = {
         "SLURM_JOB_ID": "7",

@@ -1,4 +1,4 @@
-"""`slurm/run_study.sh`: every run a job, and the driver after them."""
+"""`studies/run_study.sh`: every run a job, and the driver after them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def submit(cluster: Cluster, study: Path, *options: str) -> list[int]:
     output = f"--output={study.parent}/%j.out"
     driver = cluster.sbatch(
         output,
-        "slurm/run_study.sh",
+        "studies/run_study.sh",
         cwd=PROJECT,
         STUDY=str(study),
         RUN_SBATCH_OPTIONS=" ".join(("--nodes=1", output, *options)),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.studies.runs import StudyRuns
-from pipeline.studies.study import load_study
+from studies.harness.runs import StudyRuns
+from studies.harness.study import load_study
 from tests.studies.studies import study_values, write_study
 
 

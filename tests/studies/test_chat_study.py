@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from pipeline.errors import DataError
-from pipeline.studies.study import load_study
 from studies.chat import score
 from studies.chat.make_chats import KOREAN_TASKS, NUMBERS, SYSTEM_PROMPTS, TASKS, write_texts
+from studies.harness.study import load_study
 from tests.data.helpers import PROJECT, contents, write_jsonl
 from tests.files import read_jsonl
-from tests.programs import scale_cpt
+from tests.programs import study_command
 
 WORDS = [f"{a}{b}{c}" for a in "bdfg" for b in "aeiou" for c in ("lem", "rin", "sot")]
 HANGUL = [f"{a}{b}" for a in "가나다라마바" for b in "고노도로모보"]
@@ -98,8 +98,8 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     """With the chat vector, and a gated model with and without its gate."""
     monkeypatch.chdir(PROJECT)
     small = {"schedule": {"steps": 2}, "validation": {"every_steps": 2, "max_sequences": 2}}
-    kept = ("fft_1e-3", "preserve_rehearsed")
-    quick = PROJECT / "configs/studies/chat_quick.yaml"
+    kept = ("fft_1e-3", "preserve_self_generated")
+    quick = PROJECT / "studies/configs/chat_quick.yaml"
     changes = {
         "extends": str(quick),
         "folder": str(tmp_path / "study"),
@@ -118,9 +118,9 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "methods": {name: None for name in load_study(quick, texts).methods if name not in kept},
     }
     gate = {"settings": {"gate": {"tokens": 200, "max_open_fraction": 0.5}}}
-    changes["methods"]["preserve_rehearsed"] = gate
+    changes["methods"]["preserve_self_generated"] = gate
     plain = {
-        "extends": str(PROJECT / "configs/studies/chat_plain.yaml"),
+        "extends": str(PROJECT / "studies/configs/chat_plain.yaml"),
         "folder": str(tmp_path / "plain"),
         "base": str(tmp_path / "study" / "pretrain" / "hf"),
         "settings": small,
@@ -128,7 +128,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     }
     for name, values in (("study", changes), ("plain", plain)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        done = scale_cpt("study", tmp_path / f"{name}.yaml", "--data", texts)
+        done = study_command("run", tmp_path / f"{name}.yaml", "--data", texts)
         assert done.returncode == 0, done.stderr
     arguments = [
         tmp_path / "study",
@@ -144,8 +144,13 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     table = (tmp_path / "study" / "chats.md").read_text()
     assert table in capsys.readouterr().out
     labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert labels == ["Base", "Full fine-tuning, 1e-3", "Preserve 1/2, rehearsed", "Preserve 1/2, rehearsed + gate",
-                      "Chat vector"]  # fmt: skip
+    assert labels == [
+        "Base",
+        "Full fine-tuning, 1e-3",
+        "Preserve 1/2, self-generated text",
+        "Preserve 1/2, self-generated text + gate",
+        "Chat vector",
+    ]
     assert all(line.count("|") == 11 for line in table.splitlines())
     monkeypatch.setattr(score, "score_chats", None)  # what was scored is not scored again
     score.main()

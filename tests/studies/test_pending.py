@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.errors import CONFIG_ERROR, USER_ERROR, StudyError
 from pipeline.files import write_record
+from pipeline.gating.folder import GateRecord
 from pipeline.run_folder.attempts import Decision, record_end
-from pipeline.scale.gate_folder import GateRecord
-from pipeline.studies.runs import StudyRuns
+from studies.harness.runs import StudyRuns
 from tests.studies.studies import STEPS
 
 ONLY = "adapt.lr_0.002.seed_1"

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.files import file_hash
-from pipeline.hf.folder import load_hf_model
-from pipeline.studies.random_base import make_random_base
-from pipeline.studies.study import NewTokenizer, RandomBase, TokenizerText
+from pipeline.hf.load import load_hf_model
+from studies.harness.random_base import make_random_base
+from studies.harness.study import NewTokenizer, RandomBase, TokenizerText
 from tests.bases import CONFIGS, STORIES
 from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 

@@ -12,12 +12,12 @@ import pytest
 
 from pipeline.errors import RunFolderError
 from pipeline.files import write_json, write_record
-from pipeline.scale.gate_folder import HeldoutText
-from pipeline.studies.report import tables
-from pipeline.studies.report.page import page
-from pipeline.studies.report.runs import group, parts, value_of
-from pipeline.studies.results import Row, read_rows, read_runs
-from pipeline.studies.summary import as_text, rates_table
+from pipeline.gating.folder import HeldoutText
+from studies.harness.summary import as_text, rates_table
+from studies.report import tables
+from studies.report.groups import group, parts, value_of
+from studies.report.page import page
+from studies.report.results import Row, read_rows, read_runs
 from tests.gating.gates import gate_record
 from tests.studies.report.studies import METHODS, answers, at_rates, row, rows, write_study
 

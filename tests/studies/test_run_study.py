@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from pipeline.errors import StudyError
-from pipeline.studies.report.page import page
-from pipeline.studies.report.runs import group
-from pipeline.studies.results import read_runs
-from pipeline.studies.run_study import open_study, run_study
-from pipeline.studies.summary import summarise
+from studies.harness.run_study import open_study, run_study
+from studies.harness.summary import summarise
+from studies.report.groups import group
+from studies.report.page import page
+from studies.report.results import read_runs
 from tests.studies.studies import BEYOND, STEPS, let_diverge, study_values, write_study
 from tests.training.runs import metrics
 
@@ -57,7 +57,7 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
         "chosen_by": "adapt",
     }
     path = write_study(folder, {**values, "seeds": [1]})
-    interrupted = start(sys.executable, "-m", "pipeline", "study", str(path), "--jobs", "2")
+    interrupted = start(sys.executable, "-m", "studies", "run", str(path), "--jobs", "2")
     log = folder / "study" / "adapt.lr_0.002.seed_1" / "log.txt"
     while not log.exists():
         assert interrupted.poll() is None, interrupted.communicate()
@@ -67,7 +67,7 @@ def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
     assert interrupted.returncode == 130, errors
     assert "which save first" in errors and errors.splitlines()[-1] == "interrupted"
 
-    process = start("bash", "slurm/run_study.sh", STUDY=str(path))
+    process = start("bash", "studies/run_study.sh", STUDY=str(path))
     printed, errors = process.communicate()
     assert process.returncode == 0, errors
     return folder / "study", printed

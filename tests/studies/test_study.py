@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.studies.runs import StudyRuns
-from pipeline.studies.study import load_study
+from studies.harness.runs import StudyRuns
+from studies.harness.study import load_study
 from tests.bases import STORIES
 
 

@@ -1,4 +1,6 @@
-"""Faults of a step, injected into real runs: losses and gradients that are not finite, and unpredictable batches."""
+"""Faults of a step, injected into real runs: losses and gradients that are not finite, and
+unpredictable batches.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ FAULTS: dict[str, Fault] = {
 
 
 class Planned(NamedTuple):
-    """A fault on the last rank in every micro-batch of `step`, the first `times` that the step is computed.
+    """A fault on the last rank in every micro-batch of `step`, the first `times` that the step is
+    computed.
 
     Not of step 1, whose batch is read before training to probe the model.
     """

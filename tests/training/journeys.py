@@ -19,6 +19,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "llama_pro": {"name": "llama_pro", "added_layers": 5},
 }
 TRAINS_BASE = ("fft", "freeze")
+RATES_BY_GROUP = {"adapt": {"expansion_to_base": 0.5, "layers.*.attention.*": 2.0}}
+"""Learning-rate factors, of every row of these methods."""
 
 
 class Layout(NamedTuple):
@@ -98,6 +100,7 @@ class Journey(NamedTuple):
             "checkpoints": {"every_steps": 1, "asynchronous": self.asynchronous},
             "activation_checkpointing": self.activation_checkpointing,
             "schedule__optimizer": self.optimizer,
+            "schedule__learning_rate_factors": RATES_BY_GROUP.get(self.method, {}),
             "schedule__learning_rate": 1e-4 if self.method == "fft" else 1e-3,
         }
 

@@ -49,7 +49,9 @@ def tokenize_corpora(config: RunConfig) -> None:
 def write_config(
     run: Path, tokens: Path, *, zero: int = 3, name: str = "run.yaml", **changes: Any
 ) -> Path:
-    """Writes the configuration of a run in the folder `run`; `changes` have dotted paths, with __ for the dot."""
+    """Writes the configuration of a run in the folder `run`; `changes` have dotted paths, with __
+    for the dot.
+    """
     run.mkdir(parents=True, exist_ok=True)
     zero_file = run / f"zero{zero}.json"
     sharding = {"stage3_param_persistence_threshold": 0} if zero == 3 else {}
@@ -124,9 +126,11 @@ def losses(run: Path) -> list[float]:
 
 
 def in_turn(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs several jobs on the same ranks, because starting ranks and DeepSpeed takes longer than a small run.
+    """Runs several jobs on the same ranks, because starting ranks and DeepSpeed takes longer than a
+    small run.
 
-    Returns the results: "<type>: <message>" for a job that ended in a UserError, and "exit <code>" for one that ended
+    Returns the results: "<type>: <message>" for a job that ended in a UserError, and "exit <code>"
+        for one that ended
     because of another rank's error.
     """
     results: list[Any] = []
@@ -151,7 +155,7 @@ def train(
     start_deepspeed()
     from pipeline.observers import make_observers
     from pipeline.training import trainer
-    from pipeline.training.run import run_training
+    from pipeline.training.attempt import run_training
 
     if kill_at is not None and os.environ["RANK"] == "0":
         _kill_in_second_save(kill_at)
@@ -167,7 +171,9 @@ def train(
 
 
 def train_compiled(config: Path, *, stop: bool = False) -> int:
-    """Trains layers that are compiled for the kernels of eager mode, which needs no compiler of C++."""
+    """Trains layers that are compiled for the kernels of eager mode, which needs no compiler of
+    C++.
+    """
     from pipeline.model.decoder import Decoder
 
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
@@ -179,7 +185,9 @@ def train_compiled(config: Path, *, stop: bool = False) -> int:
 
 
 def train_and_look(config: Path) -> dict[str, Any]:
-    """Trains; returns this rank's shards of the parameters at the end, and how much DeepSpeed's optimizer holds."""
+    """Trains; returns this rank's shards of the parameters at the end, and how much DeepSpeed's
+    optimizer holds.
+    """
     import deepspeed
 
     trainer = trained(prepared(config))
@@ -239,23 +247,23 @@ def start_deepspeed() -> None:
 
 KILL_POINTS = {
     "before the files are hashed": ("training.checkpointing", "file_hash"),
-    "before the folder is renamed": ("checkpoint.manifest", "write_json"),
+    "before the folder is renamed": ("checkpoint.manifest", "write_record"),
     "before the old one is removed": ("checkpoint.folder", "discard"),
 }
 
 
 def _kill_in_second_save(point: str) -> None:
     """Replaces a function that every save calls by a SIGKILL of this process."""
-    from pipeline.training.checkpointing import Checkpoints
+    from pipeline.training.checkpointing import CheckpointManager
 
     module_name, function = KILL_POINTS[point]
     module = importlib.import_module(f"pipeline.{module_name}")
     assert callable(getattr(module, function))
-    original, saves = Checkpoints.save, itertools.count(1)
+    original, saves = CheckpointManager.save, itertools.count(1)
 
     def save(*arguments: Any, **options: Any) -> Path:
         if next(saves) == 2:
             setattr(module, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return original(*arguments, **options)
 
-    Checkpoints.save = save
+    CheckpointManager.save = save

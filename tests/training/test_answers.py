@@ -50,7 +50,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 @torch.no_grad()
 def by_transformers() -> dict[str, Any]:
-    """Each pair alone: the nll of the answer with its end, its first token, and whether greedy decoding gives it."""
+    """Each pair alone: the nll of the answer with its end, its first token, and whether greedy
+    decoding gives it.
+    """
     model = AutoModelForCausalLM.from_pretrained(STORIES)
     encode = load_tokenizer(STORIES).reference.encode
     rows = []
@@ -76,8 +78,8 @@ def by_transformers() -> dict[str, Any]:
 def scores_and_loss(config: Path) -> tuple[dict[str, float], float]:
     """On a rank: the figures of the model before its first step, and the summed nll of an epoch."""
     trainer = prepared(config)
-    (score,) = trainer.validation.run(trainer.engine).values()
-    sequences = len(trainer.validation.heldout["pairs"])
+    (score,) = trainer.validator.validate(trainer.engine).values()
+    sequences = len(trainer.validator.heldout["pairs"])
     total, read = 0.0, 0
     for batch in (batch for step in range(sequences) for batch in trainer.batches.of_step(step)):
         if read < sequences:

@@ -24,14 +24,15 @@ ENDLESS = 1_000_000
 
 
 def started(config: Path, attempt: str) -> subprocess.Popen[str]:
-    """Two ranks of `pipeline.train`, as the scripts start them."""
+    """Two ranks of `scale-cpt train`, as the scripts start them."""
     command = [
         sys.executable,
         "-m",
         "pipeline.local_ranks",
         "2",
         "-m",
-        "pipeline.train",
+        "pipeline",
+        "train",
         str(config),
     ]
     environment = {**os.environ, "ATTEMPT": attempt, "EXIT_GRACE_S": "300", "OMP_NUM_THREADS": "1"}

@@ -30,7 +30,8 @@ FAULTS: dict[int, list[tuple[dict[str, object], str, str]]] = {
                 "method": LORA,
             },
             "LayoutError",
-            "data.sequence_length: parallel.sequence_parallel needs a multiple of parallel.tp_size 2, found 33",
+            "data.sequence_length: parallel.sequence_parallel needs a multiple of parallel.tp_size "
+            "2, found 33",
         ),
         (
             {"base_precision": "nf4", "zero": 1, "method": LORA, "parallel__tp_size": 2},

@@ -39,7 +39,9 @@ def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
         ranks = step_of(config, samples_of(config), layout, 3)
         assert all(batch.tokens.shape == (2, 32) for rank in ranks for batch in rank)
         assert all(
-            (batch.kl_rows, batch.reference_rows) == (0, 0) for rank in ranks for batch in rank
+            (batch.kl_sequences, batch.reference_sequences) == (0, 0)
+            for rank in ranks
+            for batch in rank
         )
         read = [[row.tolist() for batch in rank for row in batch.tokens] for rank in ranks]
         assert all(
@@ -50,9 +52,7 @@ def test_a_step_reads_the_same_samples_in_every_layout(tokens, tmp_path):
     assert len(steps[0]) == config.schedule.global_batch_size
 
 
-def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_on_few(
-    tokens, tmp_path
-):
+def test_sequences_that_train_by_kl_come_first_and_the_base_runs_on_few(tokens, tmp_path):
     config = load_config(
         write_config(tmp_path, tokens, data__replay_loss="kl", schedule__micro_batch_size=4)
     )
@@ -74,17 +74,17 @@ def test_rehearsed_sequences_come_first_and_are_dealt_out_so_that_the_base_runs_
                 for batch in batches:
                     is_replayed = [row.tolist() in replayed for row in batch.tokens]
                     assert is_replayed == sorted(is_replayed, reverse=True)
-                    assert sum(is_replayed) == batch.kl_rows
-                assert {batch.reference_rows for batch in batches} == {
-                    max(batch.kl_rows for batch in batches)
+                    assert sum(is_replayed) == batch.kl_sequences
+                assert {batch.reference_sequences for batch in batches} == {
+                    max(batch.kl_sequences for batch in batches)
                 }
-            assert sum(batch.kl_rows for rank in ranks for batch in rank) == len(replayed)
-            assert {sum(batch.reference_rows for batch in rank) for rank in ranks} == {
+            assert sum(batch.kl_sequences for rank in ranks for batch in rank) == len(replayed)
+            assert {sum(batch.reference_sequences for batch in rank) for rank in ranks} == {
                 -(-len(replayed) // dp_size)
             }
 
 
-# --- The thread that reads ahead -------------------------------------------------------------------------------------
+# --- The thread that reads ahead ---
 
 
 class Recorded:

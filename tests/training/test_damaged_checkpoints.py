@@ -1,4 +1,6 @@
-"""When the newest checkpoint is damaged, a run resumes from the one before it and ends with the same figures."""
+"""When the newest checkpoint is damaged, a run resumes from the one before it and ends with the
+same figures.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ DAMAGE: dict[str, Damage] = {
     ),
     "manifest cut short": (
         lambda folder: cut(folder / "manifest.json"),
-        "not a checkpoint's manifest",
+        "manifest.json: not JSON",
+    ),
+    "manifest changed": (
+        lambda folder: change_manifest(folder, versions={"torch": "1.0"}),
+        "manifest.json: does not match its checksum",
     ),
     "manifest missing": (lambda folder: (folder / "manifest.json").unlink(), "no such file"),
 }
@@ -85,7 +91,9 @@ def resume(config: Path) -> tuple[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tokens, tmp_path_factory) -> Path:
-    """A run with checkpoints after steps 2 and 4, the last, and damaged copies of it, without its summary."""
+    """A run with checkpoints after steps 2 and 4, the last, and damaged copies of it, without its
+    summary.
+    """
     folder = tmp_path_factory.mktemp("damaged")
     assert run_ranks(train, 2, make_run(folder / "finished", tokens, **SETTINGS)) == [0, 0]
     for name, (change, _) in CHANGES.items():
@@ -99,7 +107,9 @@ def folder(tokens, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(folder) -> dict[str, tuple[Any, Any]]:
-    """The result of each of the two ranks for each copy, resumed or trained; "all lost" is trained twice."""
+    """The result of each of the two ranks for each copy, resumed or trained; "all lost" is trained
+    twice.
+    """
     jobs = {name: partial(resume, folder / name / "run.yaml") for name in (*DAMAGE, *ELSEWHERE)}
     jobs |= {name: partial(train, folder / name / "run.yaml") for name in (*REFUSED, "trained")}
     jobs["all lost, again"] = jobs["all lost"]

@@ -1,8 +1,9 @@
-"""What steers a run is decided once: ranks that see different figures do the same, and end together.
+"""What steers a run is decided once: ranks that see different figures do the same, and end
+together.
 
-Ranks may differ where nothing is wrong: another kind of GPU rounds otherwise, and a figure next to its limit is beyond
-it on some ranks only. If each decided for itself, learning rates would part in silence, or a rank would wait forever
-for one that has ended.
+Ranks may differ where nothing is wrong: another kind of GPU rounds otherwise, and a figure next to
+its limit is beyond it on some ranks only. If each decided for itself, learning rates would part in
+silence, or a rank would wait forever for one that has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ ONLY_RANK_1 = (WITHIN, BEYOND)
 
 
 class Seen(NamedTuple):
-    """What a rank did: the factor of the learning rate after each validation, and where the run ended."""
+    """What a rank did: the factor of the learning rate after each validation, and where the run
+    ended.
+    """
 
     factors: list[float]
     steps: int
@@ -47,7 +50,9 @@ def run_in(folder: Path, tokens: Path, **changes: Any) -> Path:
 
 
 def train_seeing(config: Path, own_kl: tuple[float, float], *, unapplied: bool = False) -> Seen:
-    """Trains while each rank measures its `own_kl`; `unapplied`: rank 1 believes that no step changed the weights."""
+    """Trains while each rank measures its `own_kl`; `unapplied`: rank 1 believes that no step
+    changed the weights.
+    """
     start_deepspeed()
     from pipeline.observers.drift import Drift
     from pipeline.training.engine import Engine

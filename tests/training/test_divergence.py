@@ -114,7 +114,8 @@ def test_checkpoints_after_a_rollback_never_come_back(tokens, tmp_path):
     with pytest.raises(RankError, match="died without a result"):
         run_ranks(train_with, 1, config, *SPIKE, Planned("death", 7, times=9))
     checkpoints = tmp_path / "checkpoints"
-    # A spike in steps 5 and 6 was found before step 6 was saved. Step 4 began it and is void with its checkpoint.
+    # A spike in steps 5 and 6 was found before step 6 was saved. Step 4 began it and is void with
+    # its checkpoint.
     position = json.loads((checkpoints / "step_00000002" / "manifest.json").read_text())["position"]
     assert (position["rollbacks"], position["skipped_steps"]) == (1, [4, 5, 6])
     assert not list(checkpoints.glob("*.rolled_back")), "left after a newer one was saved"

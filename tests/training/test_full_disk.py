@@ -1,4 +1,6 @@
-"""A full disk prevents only the checkpoints that do not fit: no step or figure is lost, and the run continues."""
+"""A full disk prevents only the checkpoints that do not fit: no step or figure is lost, and the run
+continues.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_only_the_last_save_must_succeed(tokens, small_disk):
 
 
 def train_with_a_full_disk(config: Path, steps: tuple[int, int]) -> int:
-    """Trains; the disk is full from the first of `steps` on, and has room again at the second, between two saves."""
+    """Trains; the disk is full from the first of `steps` on, and has room again at the second,
+    between two saves.
+    """
     from pipeline.training import trainer
 
     original = trainer.learning_rate

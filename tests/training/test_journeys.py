@@ -1,13 +1,15 @@
-"""The matrix of `journeys.py`: runs resume to the bit, move to other layouts, train the expansion alone, are exported.
+"""The matrix of `journeys.py`: runs resume to the bit, move to other layouts, train the expansion
+alone, are exported.
 
-Each row is trained undisturbed; stopped in its first step and resumed there; and resumed from there at another layout
-and ZeRO stage, often on one rank. In its own layout a run resumes to the bit. Another layout only reorders sums: one of
-n terms in fp32 is then off by about sqrt(n) · 2^-24 of its largest term; with n = 2^14, a batch's tokens times the
-hidden size, by 8e-6 (`ROUNDING`). Losses and gradient norms are such sums. The gradients of queries and keys, which
-Adam's first moment averages, are what is left of terms that cancel, some tens of times as large: so is their error, and
-twice that of their squares. A weight moves by the ratio of the two, whatever their size, so a few elements whose
-gradient is all rounding move at random: weights are compared by the length of what differs against that of the way they
-went. `make test` trains the rows of `QUICK` only.
+Each row is trained undisturbed; stopped in its first step and resumed there; and resumed from there
+at another layout and ZeRO stage, often on one rank. In its own layout a run resumes to the bit.
+Another layout only reorders sums: one of n terms in fp32 is then off by about sqrt(n) · 2^-24 of
+its largest term; with n = 2^14, a batch's tokens times the hidden size, by 8e-6 (`ROUNDING`).
+Losses and gradient norms are such sums. The gradients of queries and keys, which Adam's first
+moment averages, are what is left of terms that cancel, some tens of times as large: so is their
+error, and twice that of their squares. A weight moves by the ratio of the two, whatever their size,
+so a few elements whose gradient is all rounding move at random: weights are compared by the length
+of what differs against that of the way they went. `make test` trains the rows of `QUICK` only.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ import yaml
 
 from pipeline import methods
 from pipeline.checkpoint.rank_files import CheckpointReader, read_index
+from pipeline.checkpoint.trained_model import open_trained
 from pipeline.checks.checklist import begin
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
-from pipeline.conversion.trained_model import open_trained
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess
@@ -40,13 +42,12 @@ from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError
-from pipeline.hf.folder import load_hf_model
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
-from pipeline.hf.remote_code.scale_streams import StreamPath
-from pipeline.hf.remote_code.scale_vocabulary import ScaleOutput
+from pipeline.hf.remote_code.scale_streams import ScaleOutput, StreamPath
 from pipeline.methods import method_for
 from pipeline.methods.scale import made_expansion
-from pipeline.methods.vocabulary import with_new_rows
+from pipeline.methods.vocabulary import with_new_tokens
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.model.from_hf import open_base
 from pipeline.parallel.topology import SINGLE, TensorParallel
@@ -129,7 +130,9 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tokens, extended_tokens, vocabulary, tmp_path_factory) -> Callable[[Journey], Trained]:
-    """The runs of a row, made with those of the other rows of its tier: ranks of one number train one after another."""
+    """The runs of a row, made with those of the other rows of its tier: ranks of one number train
+    one after another.
+    """
 
     @cache
     def trained_rows(quick: bool) -> dict[Journey, Trained]:
@@ -313,24 +316,27 @@ def test_a_run_keeps_its_optimizer(run: Trained, journey: Journey, tmp_path: Pat
         begin(load_config(tmp_path / "run.yaml"), journey.layout.ranks, "train")
 
 
-# --- Extended vocabularies --------------------------------------------------------------------------------------------
+# --- Extended vocabularies ---
 
 
-def with_new_rows_of(method: str) -> Journey:
+def with_new_tokens_of(method: str) -> Journey:
     return next(journey for journey in JOURNEYS if journey.method == method and journey.vocabulary)
 
 
 def change_run(checkpoint: Path, **changes: Any) -> None:
-    """Changes the manifest's record of the run."""
+    """Changes the manifest's record of the run, and removes the checksum of the manifest."""
     values = json.loads((checkpoint / "manifest.json").read_text())
     values["run"] |= changes
+    values.pop("checksum", None)
     (checkpoint / "manifest.json").write_text(json.dumps(values))
 
 
 @torch.no_grad()
-@rows([with_new_rows_of("route")])
+@rows([with_new_tokens_of("route")])
 def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journey):
-    """As in training; verification cannot tell, since it compares an export with one larger vocabulary."""
+    """As in training; verification cannot tell, since it compares an export with one larger
+    vocabulary.
+    """
     model = open_trained(run.moved / "checkpoints" / f"step_{STEPS:08d}", STORIES)
     trained = model.method.build(model.stored.spec, SINGLE, "none")
     for name, parameter in trained.named_parameters():
@@ -344,8 +350,8 @@ def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journ
     fill_output()
     exported.output.threshold = threshold = trained.output.threshold
     expected, found = (
-        trained.output.route(trained.hidden_states(tokens)),
-        exported.output.route(hidden),
+        trained.output.project(trained.hidden_states(tokens)),
+        exported.output.project(hidden),
     )
     assert torch.equal(found.preserved, expected.preserved) and 0 < int(found.preserved.sum()) < 200
     assert (found.logits - expected.logits).abs().max() < 1e-4
@@ -362,7 +368,7 @@ def test_an_exported_router_does_not_see_new_pieces(run: Trained, journey: Journ
     assert (logits - expected.logits).abs().max() < 1e-4
 
 
-@rows([with_new_rows_of("adapt")])
+@rows([with_new_tokens_of("adapt")])
 def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
     run: Trained, journey: Journey, tmp_path
 ):
@@ -383,10 +389,10 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
         == [0] * MOVES_TO[journey.layout].ranks
     )
     assert losses(tmp_path)[0] < losses(run.moved)[0]
-    base = with_new_rows(config, open_base(STORIES))
+    base = with_new_tokens(config, open_base(STORIES))
     assert made_expansion(config, base) is not None
-    assert base.new_rows is not None
-    other = replace(base, new_rows=replace(base.new_rows, tokenizer="of as many other pieces"))
+    assert base.new_tokens is not None
+    other = replace(base, new_tokens=replace(base.new_tokens, tokenizer="of as many other pieces"))
     with pytest.raises(CheckpointError, match="another extended vocabulary"):
         made_expansion(config, other)
     method = method_for(config.method, tmp_path / "expansion", SEED)
@@ -401,7 +407,7 @@ def test_a_second_expansion_starts_from_an_exported_one_of_the_same_pieces(
     assert parameters.trained == run.held[0]["trainable_parameters"]
 
 
-@rows([with_new_rows_of("lora")])
+@rows([with_new_tokens_of("lora")])
 def test_an_export_needs_its_own_tokenizer(run: Trained, journey: Journey, tmp_path: Path):
     checkpoint = shutil.copytree(run.moved / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "copy")
     probe, asked = probe_maker({}), Conversion(checkpoint, STORIES, tmp_path / "hf")
@@ -444,9 +450,11 @@ def last_checkpoint(run: Path) -> CheckpointReader:
 
 
 def initial_model(config: Path, device: str, tp: TensorParallel = SINGLE) -> Decoder:
-    """The run's model before its first step, or a rank's part of it; without values on the meta device."""
+    """The run's model before its first step, or a rank's part of it; without values on the meta
+    device.
+    """
     settings = load_config(config)
-    base = with_new_rows(settings, open_base(STORIES))
+    base = with_new_tokens(settings, open_base(STORIES))
     with torch.device(device):
         model = methods.build_model(settings, base.spec, tp)
     if device != "meta":

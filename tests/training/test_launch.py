@@ -1,4 +1,6 @@
-"""A process's place among the ranks, read from the environment of each launcher; and the signals that stop it."""
+"""A process's place among the ranks, read from the environment of each launcher; and the signals
+that stop it.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ def test_a_port_in_use_is_reported_in_one_line_and_retried():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = Launch(0, 0, 2, "127.0.0.1", taken.getsockname()[1])
         environment = {**os.environ, **place.environment, "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, "-m", "pipeline.train", "configs/demo.yaml"]
+        command = [sys.executable, "-m", "pipeline", "train", "configs/demo.yaml"]
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )

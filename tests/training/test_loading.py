@@ -1,4 +1,6 @@
-"""What a rank asks of its device and memory: it reads only what it will hold, and holds no more while it reads."""
+"""What a rank asks of its device and memory: it reads only what it will hold, and holds no more
+while it reads.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +71,14 @@ def test_no_rank_holds_much_more_than_its_shard_while_it_loads(large, tmp_path, 
 
 
 def _load(path: Path) -> tuple[int, int, int, int]:
-    """The most that was resident while loading, what is held after it, the whole model, and the largest shard of a
-    tensor; all in bytes."""
+    """The most that was resident while loading, what is held after it, the whole model, and the
+    largest shard of a tensor; all in bytes."""
     start_deepspeed()
-    from pipeline.checks.inputs import Inputs
+    from pipeline.checks.inputs import RunInputs
     from pipeline.training import trainer
 
     config = load_config(path)
-    inputs = Inputs(config, dist.get_world_size())
+    inputs = RunInputs(config, dist.get_world_size())
     layout = inputs.layout
     groups = ProcessGroups(layout)
     hashed: list[str] = []
@@ -103,7 +105,9 @@ def _status(entry: str) -> int:
 
 
 def devices(config):
-    """The devices of a model that was made, and loaded, for a device whose memory is not the host's."""
+    """The devices of a model that was made, and loaded, for a device whose memory is not the
+    host's.
+    """
     start_deepspeed()
     from pipeline import methods
     from pipeline.checks.checklist import begin

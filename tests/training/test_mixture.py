@@ -1,4 +1,6 @@
-"""Runs on a mixture of experts, on two ranks: stopped and resumed, they end to the bit as undisturbed."""
+"""Runs on a mixture of experts, on two ranks: stopped and resumed, they end to the bit as
+undisturbed.
+"""
 
 from __future__ import annotations
 

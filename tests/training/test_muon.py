@@ -1,4 +1,6 @@
-"""Muon: its update is torch's, for which matrices, and what is refused. Its runs are rows of `journeys.py`."""
+"""Muon: its update is torch's, for which matrices, and what is refused. Its runs are rows of
+`journeys.py`.
+"""
 
 from __future__ import annotations
 

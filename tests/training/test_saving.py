@@ -1,4 +1,6 @@
-"""Saves that are killed or asynchronous lose nothing; a finished run stays as it is, and may train longer."""
+"""Saves that are killed or asynchronous lose nothing; a finished run stays as it is, and may train
+longer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from safetensors import safe_open
 from pipeline.checkpoint.folder import latest_checkpoint
 from pipeline.checkpoint.manifest import Position
 from pipeline.checkpoint.rank_files import RankState
-from pipeline.config.run import Checkpoints as Settings
+from pipeline.config.run import CheckpointSettings as Settings
 from pipeline.run_folder import attempts
 from pipeline.run_folder.attempts import read_attempts
 from tests.checkpoint.test_manifest import LAYOUT, record
@@ -89,7 +91,9 @@ def _attempt(name: str, config: Path) -> int:
 
 
 def _written(folder: Path) -> dict[Path, tuple[int, bytes]]:
-    """When each file of a run was last written, except for the record of the attempts, and the summary's content."""
+    """When each file of a run was last written, except for the record of the attempts, and the
+    summary's content.
+    """
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != attempts.NAME)
     return {
         path: (path.stat().st_mtime_ns, path.read_bytes() if path.name == "training.json" else b"")
@@ -106,14 +110,18 @@ def test_a_step_waits_for_no_disk_and_a_fault_of_the_writer_is_raised(tmp_path):
 
 
 def _save_twice(folder: Path) -> tuple[object, ...]:
-    """What `latest` names when a save has returned, when it is complete, and after one that failed unforeseen."""
+    """What `latest` names when a save has returned, when it is complete, and after one that failed
+    unforeseen.
+    """
     from pipeline.training import checkpointing
 
     weights = torch.arange(3.0)
     engine: Any = SimpleNamespace(
         state=lambda: RankState(0, 1, {"w": 0}, {"w/fp32": weights}, torch.tensor(1.0), {})
     )
-    checkpoints = checkpointing.Checkpoints(folder, record(), LAYOUT, Settings(asynchronous=True))
+    checkpoints = checkpointing.CheckpointManager(
+        folder, record(), LAYOUT, Settings(asynchronous=True)
+    )
     write, returned = checkpointing.write_rank_file, threading.Event()
 
     def slowly(path, value):

@@ -1,4 +1,6 @@
-"""A step's totals; and results that are not finite: a transient fault changes nothing, a permanent one one step."""
+"""A step's totals; and results that are not finite: a transient fault changes nothing, a permanent
+one one step.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from pipeline.data.dataset.packing import IGNORED
-from pipeline.model.output import Losses
-from pipeline.training.trainer import StepSums, StepTotals
+from pipeline.model.chunked_loss import Losses
+from pipeline.training.batches import MicroBatch
+from pipeline.training.step_totals import StepSums, StepTotals
 from tests.distributed import RankError, run_ranks
 from tests.training.faults import Planned, train_with, train_without
 from tests.training.runs import in_turn, make_run, metrics, train
@@ -94,32 +97,41 @@ def test_a_resumed_run_remembers_what_it_skipped(tokens, tmp_path):
 
 
 def totals_of_three_micro_batches(tp_size: int) -> list[StepTotals]:
-    """Of a step with rehearsal, whose first sequence on data-parallel rank 0 is rehearsed, and of one without."""
+    """Of a step whose first sequence on rank 0 trains by KL, and of one without any."""
     dp_rank, tp_rank = divmod(dist.get_rank(), tp_size)
     norm = 1.0 + dist.get_rank()
     engine: Any = SimpleNamespace(
         tensor_parallel=SimpleNamespace(rank=tp_rank),
+        routed=True,
         gradient_norm=norm,
         step_applied=dist.get_rank() == 0,
     )
     found = []
-    for kl_rows in (int(dp_rank == 0), 0):
+    for kl_sequences in (int(dp_rank == 0), 0):
         sums = StepSums(torch.device("cpu"))
         nll, kl = torch.full((2, 4), 3.0), torch.zeros(2, 4)
-        nll[:kl_rows], kl[:kl_rows] = 0.0, 0.5
+        nll[:kl_sequences], kl[:kl_sequences] = 0.0, 0.5
         targets = torch.ones(2, 4, dtype=torch.long)
         targets[:, -1], nll[:, -1], kl[:, -1] = IGNORED, 0.0, 0.0
         preserved = torch.tensor([[True] * 4, [False] * 4])
         for _ in range(3):
-            sums.add(Losses(nll.sum() + kl.sum(), nll, kl, preserved, None), targets, kl_rows)
+            losses = Losses(nll.sum() + kl.sum(), nll, kl, preserved, None)
+            sums.add(losses, MicroBatch(targets, targets, targets, None, kl_sequences=kl_sequences))
         found.append(sums.over_all_ranks(engine, stop=dist.get_rank() == 1))
     return found
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_loss_of_a_step_leaves_rehearsed_tokens_out(tp_size):
-    for rehearsed, plain in run_ranks(totals_of_three_micro_batches, 2, tp_size):
-        assert rehearsed == StepTotals(
+def test_the_loss_of_a_step_leaves_tokens_that_train_by_kl_out(tp_size):
+    for with_kl, plain in run_ranks(totals_of_three_micro_batches, 2, tp_size):
+        assert with_kl == StepTotals(
             3.0, 0.5, preserved_fraction=0.5, stop=True, gradient_norm=1.0, applied=True
         )
-        assert plain == rehearsed._replace(kl_per_token=None)
+        assert plain == with_kl._replace(kl_per_token=None)
+        assert with_kl.figures() == {
+            "loss": 3.0,
+            "gradient_norm": 1.0,
+            "kl_self_generated": 0.5,
+            "preserved_fraction": 0.5,
+        }
+        assert "kl_self_generated" not in plain.figures()

@@ -1,9 +1,12 @@
-"""Token shards in Megatron's format: `<shard>.bin` holds the ids, `<shard>.idx` where each document begins.
+"""Token shards in Megatron's format.
 
-Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document ends; then lengths
-(int32) and byte offsets (int64) of the sequences, and the first sequence of each document (int64). All offsets are
-64-bit. Our writer makes one sequence per document, and two in a corpus with prompts: the prompt with what precedes it
-(a BOS), which is read but never predicted, and the rest. The reader accepts any number.
+`<shard>.bin` holds the ids, `<shard>.idx` where each document begins.
+
+Layout of `.idx` (little endian): magic, version, type code, number of sequences, number of document
+ends; then lengths (int32) and byte offsets (int64) of the sequences, and the first sequence of each
+document (int64). All offsets are 64-bit. Our writer makes one sequence per document, and two in a
+corpus with prompts: the prompt with what precedes it (a BOS), which is read but never predicted,
+and the rest. The reader accepts any number.
 
 A manifest holds the sizes and hashes of these files.
 """
@@ -29,10 +32,16 @@ from pipeline.files import file_hash, published_file
 
 ShardFile = Literal[".bin", ".idx"]
 
+# Digits of a digest: 128 bits, against damage and not against an attacker.
 _DIGITS = 32
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+# Bytes in the index: of a sequence its length and its offset, and of a document its first sequence.
+_SEQUENCE_BYTES = 4 + 8
+_DOCUMENT_BYTES = 8
 _VERSION = 1
+# Megatron's codes (`DType` of megatron/core/datasets/indexed_dataset.py); 6 and 7 are floating
+# point.
 _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
@@ -44,7 +53,9 @@ _UINT16_VOCABULARY = 65_500
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type that stores ids below `vocab_size`: uint16 if they fit, else int32."""
-    return np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
+    if vocab_size < _UINT16_VOCABULARY:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
 
 
 class FileContent(NamedTuple):
@@ -63,17 +74,29 @@ def content_of(path: Path) -> FileContent:
 
 
 def check_file(path: Path, content: FileContent, advice: str, *, whole: bool = True) -> None:
-    """Compares a file's size, and if `whole` its hash. Raises DataError where it is missing or differs."""
+    """Compares a file's size, and if `whole` its hash.
+
+    Raises DataError where it is missing or differs.
+    """
+    found: str | None = None
     try:
+        # The size first: it finds most damage without reading the file.
         size = path.stat().st_size
-        same = size == content.bytes
-        if same and whole and len(content.digest) == _DIGITS:
-            same = file_hash(path)[:_DIGITS] == content.digest
+        if size != content.bytes:
+            found = f"found {size}"
+        elif whole and _has_other_digest(path, content):
+            found = "found other ones than were written"
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; {advice}") from None
-    if not same:
-        found = f"found {size}" if size != content.bytes else "found other ones than were written"
+    if found is not None:
         raise DataError(f"{path}: damaged: expected {content.bytes} bytes, {found}; {advice}")
+
+
+def _has_other_digest(path: Path, content: FileContent) -> bool:
+    """Whether a file is not as it was written; False where an earlier version wrote its digest."""
+    if len(content.digest) != _DIGITS:
+        return False
+    return file_hash(path)[:_DIGITS] != content.digest
 
 
 class _HashedFile:
@@ -101,11 +124,12 @@ class ShardWriter:
     def __init__(self, open_bin: Callable[[], _HashedFile], dtype: np.dtype[Any]) -> None:
         self._open = open_bin
         self.dtype = dtype
-        self.documents = self.tokens = 0
+        self.documents = 0
+        self.tokens = 0
         self.sequences: list[npt.NDArray[np.int32]] = []
-        """their lengths, [documents, sequences of each], by the calls of `add`"""
+        """The lengths of the sequences, [documents, sequences of each], by the calls of `add`."""
         self.files: dict[ShardFile, FileContent] = {}
-        """what the published files hold, once `writing_shard` has ended"""
+        """What the published files hold, once `writing_shard` has ended."""
 
     def add(
         self,
@@ -113,21 +137,28 @@ class ShardWriter:
         lengths: npt.NDArray[Any],
         prompt_lengths: npt.NDArray[Any] | None = None,
     ) -> None:
-        """Appends documents: their joined `ids: [T]` and their `lengths: [documents]`, which sum to T.
+        """Appends documents: their joined `ids: [T]`, and their `lengths: [documents]`.
 
-        `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents or for none. Raises
-        DataError for an id that the type of the file cannot hold.
+        `prompt_lengths: [documents]`: how many tokens of each are prompt; given for all documents
+        or for none.
+
+        Raises:
+            DataError: the type of the file cannot hold an id.
         """
         is_checked = ids.dtype == self.dtype == np.uint16  # which holds all its own values
+        # A cast to a smaller type wraps ids around without an error.
         if len(ids) and not is_checked:
-            least, largest = int(ids.min()), int(ids.max())
-            if not 0 <= least <= largest <= np.iinfo(self.dtype).max:
+            lowest = int(ids.min())
+            highest = int(ids.max())
+            if lowest < 0 or highest > np.iinfo(self.dtype).max:
                 raise DataError(
-                    f"expected ids that {self.dtype} can hold, found {least} to {largest}; "
-                    "the tokenizer's files disagree"
+                    f"expected ids that {self.dtype} can hold, found {lowest} to {highest}; the "
+                    "tokenizer's files disagree"
                 )
         self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
-        parts = [lengths] if prompt_lengths is None else [prompt_lengths, lengths - prompt_lengths]
+        parts = [lengths]
+        if prompt_lengths is not None:
+            parts = [prompt_lengths, lengths - prompt_lengths]
         self.sequences.append(np.column_stack(parts).astype(np.int32))
         self.documents += len(lengths)
         self.tokens += len(ids)
@@ -145,25 +176,29 @@ def writing_shard(
     written: dict[ShardFile, _HashedFile] = {}
     with contextlib.ExitStack() as opened:
 
-        def opening(end: ShardFile) -> _HashedFile:
+        def opened_file(end: ShardFile) -> _HashedFile:
             file = opened.enter_context(published_file(shard_file(prefix, end), scratch))
             written[end] = _HashedFile(file)
             return written[end]
 
-        # Never publish an empty shard and remove it again: another job may be writing the same unit.
-        writer = ShardWriter(lambda: opening(".bin"), dtype)
+        # Never publish an empty shard and remove it again: another job may be writing the same
+        # unit.
+        writer = ShardWriter(lambda: opened_file(".bin"), dtype)
         yield writer
         if writer.documents == 0:
             return
         sequences = np.concatenate(writer.sequences)
         lengths = sequences.ravel()
+        # In 64 bits: the sum of 32-bit lengths is beyond 2**31 in a shard of a few GB.
         ends = np.cumsum(lengths, dtype=np.int64)
         firsts = np.arange(writer.documents + 1, dtype=np.int64) * sequences.shape[1]
-        index = opening(".idx")
+        index = opened_file(".idx")
         index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(lengths), len(firsts)))
-        for array in (lengths, (ends - lengths) * dtype.itemsize, firsts):
+        pointers = (ends - lengths) * dtype.itemsize
+        for array in (lengths, pointers, firsts):
             index.write(array.data)
-    writer.files = {end: file.content for end, file in written.items()}
+    for end, file in written.items():
+        writer.files[end] = file.content
 
 
 def shard_file(prefix: Path, end: ShardFile) -> Path:
@@ -171,22 +206,21 @@ def shard_file(prefix: Path, end: ShardFile) -> Path:
 
 
 class Shard:
-    """An open `<prefix>.bin` and `<prefix>.idx`. Ids are read when asked for, and what the index says is trusted.
+    """An open `<prefix>.bin` and `<prefix>.idx`.
 
-    Raises DataError where a file is missing, is not of this format, or has another size than the index says.
+    Ids are read when asked for, and what the index says is trusted.
+
+    Raises DataError where a file is missing, is not of this format, or has another size than the
+    index says.
     """
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
-        self.bin_path, self.idx_path = shard_file(prefix, ".bin"), shard_file(prefix, ".idx")
+        self.bin_path = shard_file(prefix, ".bin")
+        self.idx_path = shard_file(prefix, ".idx")
         try:
             bin_bytes = self.bin_path.stat().st_size
-            # mmap refuses an empty file.
-            index = (
-                np.memmap(self.idx_path, np.uint8, "r")
-                if self.idx_path.stat().st_size
-                else np.zeros(0, np.uint8)
-            )
+            index = self._mapped_index()
         except FileNotFoundError as error:
             raise DataError(
                 f"{error.filename}: no such file; a token shard is a .bin and an .idx"
@@ -195,70 +229,90 @@ class Shard:
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise DataError(f"{self.idx_path}: not an index in Megatron's format; {_ADVICE}")
         _, version, code, sequences, ends = _HEADER.unpack(header)
-        expected = _HEADER.size + sequences * 12 + ends * 8
+        expected = _HEADER.size + sequences * _SEQUENCE_BYTES + ends * _DOCUMENT_BYTES
         if version != _VERSION or code not in _DTYPES or ends < 1 or len(index) < expected:
             found = f"expected {expected} bytes of integer ids, found {len(index)}"
             raise DataError(f"{self.idx_path}: damaged index: {found}; {_ADVICE}")
         self.dtype: np.dtype[Any] = np.dtype(_DTYPES[code])
-        # Of each sequence its length and the byte where it begins; the first sequence of each document.
+        # Of each sequence its length and the byte where it begins; the first sequence of each
+        # document.
+        pointers_at = _HEADER.size + sequences * 4
+        firsts_at = _HEADER.size + sequences * _SEQUENCE_BYTES
         self._lengths = np.frombuffer(index, np.int32, sequences, _HEADER.size)
-        self._pointers = np.frombuffer(index, np.int64, sequences, _HEADER.size + sequences * 4)
-        self._first_sequences = np.frombuffer(index, np.int64, ends, _HEADER.size + sequences * 12)
+        self._pointers = np.frombuffer(index, np.int64, sequences, pointers_at)
+        self._first_sequences = np.frombuffer(index, np.int64, ends, firsts_at)
+        # The last entry ends the last document.
         self.documents = int(ends) - 1
-        self.tokens = (
-            0
-            if not sequences
-            else int(self._pointers[-1]) // self.dtype.itemsize + int(self._lengths[-1])
-        )
+        self.tokens = 0
+        if sequences:
+            last_start = int(self._pointers[-1]) // self.dtype.itemsize
+            self.tokens = last_start + int(self._lengths[-1])
         if bin_bytes != self.tokens * self.dtype.itemsize:
             raise DataError(
-                f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found {bin_bytes} bytes; {_ADVICE}"
+                f"{self.bin_path}: expected {self.tokens} tokens of {self.dtype}, found "
+                f"{bin_bytes} bytes; {_ADVICE}"
             )
 
+    def _mapped_index(self) -> npt.NDArray[np.uint8]:
+        """The bytes of the index, which are read when they are used."""
+        if self.idx_path.stat().st_size == 0:
+            # mmap refuses an empty file.
+            return np.zeros(0, np.uint8)
+        return np.memmap(self.idx_path, np.uint8, "r")
+
     def check_index(self) -> None:
-        """Raises DataError where a sequence does not begin at the end of the one before it, or a document goes back."""
-        ends, firsts = (
-            np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize,
-            self._first_sequences,
+        """Raises DataError where sequences or documents do not follow each other."""
+        ends = np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize
+        starts = np.append(0, ends)[:-1]
+        firsts = self._first_sequences
+        sequences_follow = np.array_equal(self._pointers, starts) and (self._lengths >= 0).all()
+        documents_follow = (
+            firsts[0] == 0 and firsts[-1] == len(self._lengths) and (np.diff(firsts) >= 0).all()
         )
-        follow = (
-            np.array_equal(self._pointers, np.append(0, ends)[:-1]) and (self._lengths >= 0).all()
-        )
-        if (
-            not follow
-            or firsts[0] != 0
-            or firsts[-1] != len(self._lengths)
-            or (np.diff(firsts) < 0).any()
-        ):
+        if not sequences_follow or not documents_follow:
             raise DataError(
                 f"{self.idx_path}: damaged index: its documents do not follow each other; {_ADVICE}"
             )
 
     def document_start(self, document: int) -> int:
-        """The position at which `document` begins; for `document == documents`, the number of tokens."""
+        """The position at which `document` begins.
+
+        For `document == documents`, the number of tokens.
+        """
         sequence = int(self._first_sequences[document])
         if sequence == len(self._pointers):
             return self.tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        """The document of the token at position `token`, by a binary search that reads few pages of the index."""
+        """The document of the token at a position.
+
+        A binary search, which reads few pages of the index.
+        """
         return bisect.bisect_right(range(self.documents), token, key=self.document_start) - 1
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The positions in [start, stop) at which a document begins, ascending."""
-        sequences = self._first_sequences[self.document_at(start) : self.document_at(stop - 1) + 1]
+        first = self.document_at(start)
+        last = self.document_at(stop - 1)
+        sequences = self._first_sequences[first : last + 1]
+        # The document of `start` may have begun before it.
         starts = self._pointers[sequences] // self.dtype.itemsize
         return starts[starts >= start]
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """The ids [start, stop), in their stored type. Raises DataError where the file has been cut since."""
+        """The ids [start, stop), in their stored type.
+
+        Raises:
+            DataError: the file has been cut since the shard was opened.
+        """
         expected = (stop - start) * self.dtype.itemsize
+        # Not a memory map: a file that is cut while it is mapped ends the process by SIGBUS.
         raw = os.pread(self._file.fileno(), expected, start * self.dtype.itemsize)
         if len(raw) != expected:
             raise DataError(
-                f"{self.bin_path}: expected {expected} bytes from token {start} on, found {len(raw)}: it was cut while "
-                f"it was in use; {_ADVICE}"
+                f"{self.bin_path}: expected {expected} bytes from token {start} on, found "
+                f"{len(raw)}: it was cut while it was in use; {_ADVICE}"
             )
         return np.frombuffer(raw, dtype=self.dtype)
 
@@ -270,14 +324,16 @@ class Shard:
         return self.read(self.document_start(document), self.document_start(document + 1))
 
     def prompt_mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of the tokens [start, stop) are in the first of their document's two sequences, the prompt."""
+        """Which of the tokens [start, stop) are in a prompt.
+
+        The prompt is the first of a document's two sequences.
+        """
         mask = np.zeros(stop - start, dtype=np.bool_)
         for document in range(self.document_at(start), self.document_at(stop - 1) + 1):
-            sequence = int(self._first_sequences[document])
-            begin, end = self._pointers[sequence : sequence + 2].tolist()
-            mask[
-                max(0, begin // self.dtype.itemsize - start) : max(
-                    0, end // self.dtype.itemsize - start
-                )
-            ] = True
+            prompt = int(self._first_sequences[document])
+            # The answer, the sequence behind the prompt, begins where the prompt ends.
+            first_byte, end_byte = self._pointers[prompt : prompt + 2].tolist()
+            first = first_byte // self.dtype.itemsize - start
+            end = end_byte // self.dtype.itemsize - start
+            mask[max(0, first) : max(0, end)] = True
         return mask

@@ -1,1 +1,1 @@
-"""The samples of training and validation: which corpus comes when, and the documents packed into each."""
+"""The samples of training and validation: which corpus comes when, and how documents are packed."""

@@ -1,4 +1,7 @@
-"""The samples of training and validation: the one at a global index is a pure function of (seed, blend, index)."""
+"""The samples of training and validation.
+
+The sample at a global index is a pure function of (seed, blend, index).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_fo
 
 
 class SampleOrder:
-    """Maps a global index to a sample of a corpus, in constant time and memory, without reading tokens.
+    """Maps a global index to a sample of a corpus, in constant time, without reading tokens.
 
     Every epoch of a corpus visits each of its samples once, in a random order of its own.
 
@@ -27,23 +30,27 @@ class SampleOrder:
     def __init__(self, blend: Blend, lengths: Mapping[str, int], seed: int) -> None:
         self.blend = blend
         self._lengths = dict(lengths)
+        # A key for each corpus: two of the same length have different orders.
         self._keys = {name: mix(seed, *name.encode()) for name in lengths}
 
     def __getitem__(self, index: int) -> Draw:
         """The corpus, and the number of the sample in it, at the global `index`."""
         name, occurrence = self.blend[index]
-        epoch, position = divmod(occurrence, self._lengths[name])
-        return Draw(name, Permutation(self._lengths[name], self._keys[name], epoch)[position])
+        length = self._lengths[name]
+        epoch, position = divmod(occurrence, length)
+        order = Permutation(length, self._keys[name], epoch)
+        return Draw(name, order[position])
 
 
 class TrainingSamples:
-    """`samples[i]` is the sample at the global index i, for any i ≥ 0 (below `total`, where the budgets end).
+    """`samples[i]` is the sample at the global index i, for 0 ≤ i < `total`.
 
     Args:
         data: the corpora, their proportions, and how they are packed.
         seed: the seed of the order.
         tokenizer_fingerprint: the run's; None accepts any.
-        sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote has its ids.
+        sampled_fingerprint: the base's, where the run extends its tokenizer: what the base wrote
+            has its ids.
 
     Attributes:
         corpora: by name, cut into samples.
@@ -62,36 +69,32 @@ class TrainingSamples:
         sampled_fingerprint: str | None = None,
     ) -> None:
         self.sequence_length = data.sequence_length
-        of_sampled = sampled_fingerprint or tokenizer_fingerprint
-        self.corpora = {
-            name: open_packed(
-                data,
-                name,
-                tokenizer_fingerprint=of_sampled if corpus.sample else tokenizer_fingerprint,
-            )
-            for name, corpus in data.corpora.items()
-            if corpus.role == "new" or data.fractions[corpus.role] > 0
-        }
+        self.corpora: dict[str, PackedCorpus] = {}
+        for name, corpus in data.corpora.items():
+            if corpus.role != "new" and data.fractions[corpus.role] == 0:
+                # It is never drawn, so that it need not exist.
+                continue
+            fingerprint = tokenizer_fingerprint
+            if corpus.sample is not None and sampled_fingerprint is not None:
+                fingerprint = sampled_fingerprint
+            self.corpora[name] = open_packed(data, name, tokenizer_fingerprint=fingerprint)
+
+        # The temperature changes proportions within a role alone: the fractions divide the roles.
         factors = dict.fromkeys(self.corpora, 1.0)
         if data.temperature is not None:
-            factors = tempered(
-                {name: corpus.source.tokens for name, corpus in self.corpora.items()},
-                data.temperature,
-            )
-        shares = {
-            name: Share(
-                weight=data.corpora[name].weight * factors[name],
-                budget=_budget(data.corpora[name], len(corpus), data.sequence_length),
-                role=data.corpora[name].role,
-            )
-            for name, corpus in self.corpora.items()
-        }
+            sizes = {name: packed.source.tokens for name, packed in self.corpora.items()}
+            factors = tempered(sizes, data.temperature)
+        shares: dict[str, Share] = {}
+        lengths: dict[str, int] = {}
+        for name, packed in self.corpora.items():
+            corpus = data.corpora[name]
+            budget = _budget(corpus, len(packed), data.sequence_length)
+            shares[name] = Share(corpus.weight * factors[name], budget, corpus.role)
+            lengths[name] = len(packed)
         self._roles = {name: share.role for name, share in shares.items()}
         blend = Blend(shares, data.fractions)
         self.total = blend.total
-        self._order = SampleOrder(
-            blend, {name: len(corpus) for name, corpus in self.corpora.items()}, seed
-        )
+        self._order = SampleOrder(blend, lengths, seed)
 
     def __getitem__(self, index: int) -> Sample:
         name, number = self._order[index]
@@ -100,7 +103,10 @@ class TrainingSamples:
     def epochs_after(self, samples: int) -> dict[str, float]:
         """How many epochs of each corpus the first `samples` samples make."""
         drawn = self._order.blend.drawn_before(samples)
-        return {name: drawn[name] / len(corpus) for name, corpus in self.corpora.items()}
+        epochs: dict[str, float] = {}
+        for name, corpus in self.corpora.items():
+            epochs[name] = drawn[name] / len(corpus)
+        return epochs
 
     def role_of(self, index: int) -> Role:
         """The role of the corpus that the sample at the global `index` comes from."""
@@ -115,8 +121,8 @@ class HeldoutSamples:
 
     Attributes:
         corpus: its name.
-        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8: bits per byte =
-            nll_per_token · tokens / (bytes · ln 2).
+        tokens, bytes: of the whole part, without prompts. `bytes` are those of the text in UTF-8:
+            bits per byte = nll_per_token · tokens / (bytes · ln 2).
         prompted: whether the documents have prompts.
     """
 
@@ -130,10 +136,12 @@ class HeldoutSamples:
         return len(self.packed)
 
     def __getitem__(self, index: int) -> Sample:
+        # The key 0 in every run, whatever its seed: results of runs compare.
         return self.packed[Permutation(len(self), 0)[index]]
 
     def __iter__(self) -> Iterator[Sample]:
-        return (self[index] for index in range(len(self)))
+        for index in range(len(self)):
+            yield self[index]
 
 
 def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, HeldoutSamples]:
@@ -144,18 +152,18 @@ def load_heldout(data: Data, *, tokenizer_fingerprint: str | None) -> dict[str, 
     """
     parts: dict[str, HeldoutSamples] = {}
     for name in data.corpora:
-        if has_heldout(data, name):
-            corpus = TokenCorpus(
-                heldout_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint
-            )
-            manifest = corpus.manifest
-            parts[name] = HeldoutSamples(
-                name,
-                manifest.tokens - manifest.prompt_tokens,
-                manifest.bytes - manifest.prompt_bytes,
-                manifest.prompt_key is not None,
-                _packed(corpus, data),
-            )
+        if not has_heldout(data, name):
+            continue
+        folder = heldout_folder(data, name)
+        corpus = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)
+        manifest = corpus.manifest
+        parts[name] = HeldoutSamples(
+            corpus=name,
+            tokens=manifest.tokens - manifest.prompt_tokens,
+            bytes=manifest.bytes - manifest.prompt_bytes,
+            prompted=manifest.prompt_key is not None,
+            packed=_packed(corpus, data),
+        )
     return parts
 
 
@@ -165,23 +173,30 @@ def open_packed(data: Data, name: str, *, tokenizer_fingerprint: str | None) -> 
     Raises:
         DataError: it is missing, unfinished, damaged, or was made with another tokenizer.
     """
-    return _packed(
-        TokenCorpus(train_folder(data, name), tokenizer_fingerprint=tokenizer_fingerprint), data
-    )
+    folder = train_folder(data, name)
+    corpus = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)
+    return _packed(corpus, data)
 
 
 def rank_indices(
     first: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> list[list[int]]:
-    """The global indices that rank `dp_rank` reads in the step that begins at sample `first`, one list per micro-batch.
+    """The global indices that a rank reads in the step that begins at sample `first`.
+
+    One list per micro-batch.
 
     Together the ranks read [first, first + global_batch_size), however many they are.
     """
+    # Rank r reads every dp_size-th sample from the r-th on, at any number of ranks.
     own = range(first + dp_rank, first + global_batch_size, dp_size)
-    return [list(own[at : at + micro_batch_size]) for at in range(0, len(own), micro_batch_size)]
+    micro_batches: list[list[int]] = []
+    for start in range(0, len(own), micro_batch_size):
+        micro_batches.append(list(own[start : start + micro_batch_size]))
+    return micro_batches
 
 
 def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
+    # Without a start token a base reads the end of another document before a document.
     return PackedCorpus(
         corpus,
         data.sequence_length,

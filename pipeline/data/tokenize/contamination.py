@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.corpus.indexed_dataset import Shard
-from pipeline.data.corpus.token_corpus import MANIFEST, load_manifest
+from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.queue import STATE, Outcome, Share, Work, letters_of, run_units
 from pipeline.data.tokenize.text_hashes import hash_of_letters

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.config.data import CHAT_DATE, Corpus, Data
 from pipeline.config.run import RunConfig
-from pipeline.data.corpus.token_corpus import MANIFEST, load_manifest
+from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.sources.records import Document, HeldoutBy, Keys
 from pipeline.data.tokenize.text_hashes import hash_of_words
 from pipeline.data.tokenize.units import good_documents, is_text

@@ -29,7 +29,7 @@ from pipeline.data.corpus.indexed_dataset import (
     token_dtype,
     writing_shard,
 )
-from pipeline.data.corpus.token_corpus import Counts, InputFile, Manifest
+from pipeline.data.corpus.manifest import Counts, InputFile, Manifest
 from pipeline.data.sources.file_names import shown_size
 from pipeline.data.sources.object_stores import RemoteFile, input_path
 from pipeline.data.sources.records import Document, Keys, Rejected, SpecialTokens

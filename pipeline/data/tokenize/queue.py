@@ -29,18 +29,17 @@ from pipeline.data.corpus.indexed_dataset import (
     shard_file,
     token_dtype,
 )
-from pipeline.data.corpus.token_corpus import (
+from pipeline.data.corpus.manifest import (
     CORPUS,
     MANIFEST,
-    SAMPLED_BYTES,
     Counts,
     Description,
     InputFile,
     Manifest,
     ShardRecord,
-    TokenCorpus,
     load_manifest,
 )
+from pipeline.data.corpus.token_corpus import SAMPLED_BYTES, TokenCorpus
 from pipeline.data.tokenize.workers import Workers
 from pipeline.errors import DataError, OutputError
 from pipeline.files import (

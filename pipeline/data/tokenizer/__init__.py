@@ -1,1 +1,1 @@
-"""A tokenizer: loading it, chat templates, special tokens, and how `transformers` reads its folder."""
+"""A tokenizer: loading, chat templates, special tokens, and how `transformers` reads its folder."""

@@ -1,7 +1,8 @@
 """Chats, lists of messages, as prompts and answers: framed by the tokenizer's chat template.
 
-Each message of the assistant becomes a document of its own, with everything before it as the prompt: the loss is on
-answers only, and each is learned once. The template is a stranger's program; transformers renders it in a sandbox.
+Each message of the assistant becomes a document of its own, with everything before it as the
+prompt: the loss is on answers only, and each is learned once. The template is a stranger's program;
+transformers renders it in a sandbox.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from datetime import date
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -24,17 +25,25 @@ from pipeline.errors import DataError, faults_of_library, in_one_line
 from pipeline.files import json_hash, read_text
 
 TEMPLATE = "chat_template.jinja"
-# ShareGPT's names of who speaks; messages there hold `from` and `value`.
+# The roles of ShareGPT's names of who speaks; messages there hold `from` and `value`.
 _ROLES = {
-    "human": "user", "user": "user", "system": "system", "tool": "tool", "assistant": "assistant", "gpt": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "system": "system",
+    "tool": "tool",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
 # What templates of Qwen3, SmolLM3, GLM-4.5 and others call it.
 _THINKING = "enable_thinking"
 # What transformers calls its clock in a template.
 _CLOCK = "strftime_now"
 # What Jinja itself draws at random.
 _RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
+_NOT_USABLE: Final = "messages_not_usable"
 _ADVICE = (
     "take the tokenizer of a chat model, or render the chats yourself into a prompt and an answer"
 )
@@ -44,17 +53,19 @@ _logger = log.get_logger(__name__)
 class ChatTemplate:
     """The chat template of the tokenizer at `path`.
 
-    `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves that to the template.
-    Chats without a system's message get one of `systems`, which the `seed` and their first message decide. A template
-    that asks for today's date is told `today`: what it renders does not depend on the day.
+    `thinking` is its `enable_thinking`: whether the model thinks before it answers; None leaves
+    that to the template. Chats without a system's message get one of `systems`, which the `seed`
+    and their first message decide. A template that asks for today's date is told `today`: what it
+    renders does not depend on the day.
 
     A message that spells a special token, which would end it, is refused unless `keeps_control`.
 
     Attributes:
         date: that date, as YYYY-MM-DD; None where the template does not ask.
 
-    Raises DataError where it has none, or no `enable_thinking`, or it draws at random, or its library does not see
-    special tokens in a text.
+    Raises:
+        DataError: the tokenizer has no template, or no `enable_thinking`, or the template draws at
+            random, or the tokenizer's library does not see special tokens in a text.
     """
 
     def __init__(
@@ -67,7 +78,10 @@ class ChatTemplate:
         *,
         keeps_control: bool = False,
     ) -> None:
-        self.path, self._systems, self._seed, self._today = path, systems, seed, today
+        self.path = path
+        self._systems = systems
+        self._seed = seed
+        self._today = today
         self._keeps_control = keeps_control
         file = json_file(path)
         described = json_beside(file, "tokenizer_config.json")
@@ -80,30 +94,39 @@ class ChatTemplate:
             )
         if _RANDOM.search(source):
             raise DataError(
-                f"{file.parent}: its chat template draws at random (`random`, `lipsum`): the same command would make "
-                "other tokens; write what it is to say into the template"
+                f"{file.parent}: its chat template draws at random (`random`, `lipsum`): the same "
+                "command would make other tokens; write what it is to say into the template"
             )
         self.source = source
-        self.date = today.isoformat() if _CLOCK in source else None
-        if self.date is not None:
-            _logger.info(
-                "%s: its chat template asks for today's date; it is told %s", path, self.date
-            )
-        self._variables = {
-            name: token.get("content") if isinstance(token, dict) else token
-            for name, token in described.items()
-            if name.endswith("_token") and isinstance(token, (str, dict))
-        } | ({} if thinking is None else {_THINKING: thinking})
+        self.date: str | None = None
+        if _CLOCK in source:
+            self.date = today.isoformat()
+            message = "%s: its chat template asks for today's date; it is told %s"
+            _logger.info(message, path, self.date)
+        # What transformers gives a template: the special tokens, such as bos_token.
+        self._variables: dict[str, Any] = {}
+        for name, token in described.items():
+            if name.endswith("_token") and isinstance(token, dict):
+                self._variables[name] = token.get("content")
+            elif name.endswith("_token") and isinstance(token, str):
+                self._variables[name] = token
+        if thinking is not None:
+            self._variables[_THINKING] = thinking
 
     @property
     def fingerprint(self) -> str:
         """A hash of what decides how a chat is rendered."""
-        decides = [self.source, self._variables]
-        return json_hash(decides if self.date is None else [*decides, self.date])
+        decides: list[Any] = [self.source, self._variables]
+        if self.date is not None:
+            decides.append(self.date)
+        return json_hash(decides)
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
-        """What every document gets before and after it, as text: a template that writes them is cut there."""
+        """What every document gets before and after it, as text.
+
+        A template that writes them is cut there.
+        """
         tokenizer = load_tokenizer(self.path)
         return tokenizer.decode(tokenizer.document_start), tokenizer.decode(tokenizer.document_end)
 
@@ -112,68 +135,58 @@ class ChatTemplate:
         """What finds the special tokens of the tokenizer in a text."""
         reference = load_tokenizer(self.path).reference
         assert isinstance(reference, HuggingFaceEncoder), "json_file refuses others"
-        added = reference.library.get_added_tokens_decoder().values()
-        spellings = [re.escape(str(token.content)) for token in added if token.special]
+        spellings: list[str] = []
+        for token in reference.library.get_added_tokens_decoder().values():
+            if token.special:
+                spellings.append(re.escape(str(token.content)))
         return re.compile("|".join(spellings)) if spellings else None
 
     def records(self, offset: int, found: object) -> Iterator[Record]:
-        """A document for each message of the assistant in the list of messages `found`, or why there is none.
+        """A document for each message of the assistant in `found`, or why there is none.
 
         A message with `weight: 0`, or `train: false`, is only read.
         """
         try:
             conversation = orjson.dumps(found, default=str).decode()
-        except (TypeError, UnicodeError) as fault:  # a lone surrogate
-            yield Rejected(
-                offset,
-                "messages_not_usable",
-                repr(found)[:EXCERPT_BYTES].encode(),
-                in_one_line(fault),
-            )
+        except (TypeError, UnicodeError) as fault:
+            # Such as a lone surrogate.
+            excerpt = repr(found)[:EXCERPT_BYTES].encode()
+            yield Rejected(offset, _NOT_USABLE, excerpt, in_one_line(fault))
             return
         excerpt = conversation.encode()[:EXCERPT_BYTES]
-        if not isinstance(found, list):
-            yield Rejected(
-                offset,
-                "messages_not_usable",
-                excerpt,
-                f"expected a list, found {type(found).__name__}",
-            )
+        fault_of_chat = self._fault_of_chat(found)
+        if fault_of_chat is not None:
+            yield Rejected(offset, _NOT_USABLE, excerpt, fault_of_chat)
             return
-        for number, message in enumerate(found):
-            if (wrong := self._fault_of(message)) is not None:
-                yield Rejected(offset, "messages_not_usable", excerpt, f"message {number}: {wrong}")
-                return
-        chat = [translated for message in found if (translated := message_of(message)) is not None]
+        assert isinstance(found, list), "_fault_of_chat refuses others"
+        chat: list[dict[str, Any]] = []
+        for message in found:
+            translated = message_of(message)
+            assert translated is not None, "_fault_of_chat refuses others"
+            chat.append(translated)
+        # A first message has nothing before it that could be its prompt.
         answers = [at for at, message in enumerate(chat) if at > 0 and _is_learned(message)]
         if not answers:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in chat))
-            yield Rejected(
-                offset,
-                "no_answer",
-                excerpt,
-                f"no message of the role assistant to learn; roles: {roles}",
-            )
+            detail = f"no message of the role assistant to learn; roles: {roles}"
+            yield Rejected(offset, "no_answer", excerpt, detail)
             return
+        start, end = self._frame
         for at in answers:
             try:
-                prompt, whole = (
-                    self.opened(chat[:at]),
-                    self._rendered(chat[: at + 1], is_open=False),
-                )
-            except (
-                DataError
-            ) as fault:  # templates refuse what their model never saw, such as two users in a row
+                prompt = self.opened(chat[:at])
+                whole = self._rendered(chat[: at + 1], is_open=False)
+            except DataError as fault:
+                # Templates refuse what their model never saw, such as two users in a row.
                 reason = in_one_line(fault)[-EXCERPT_BYTES:]
-                yield Rejected(
-                    offset, "messages_not_usable", reason.encode(), f"up to message {at}"
-                )
+                yield Rejected(offset, _NOT_USABLE, reason.encode(), f"up to message {at}")
                 return
             if not whole.startswith(prompt):
-                changed = f"the template changes what precedes message {at}"
-                yield Rejected(offset, "messages_not_usable", excerpt, changed)
+                detail = f"the template changes what precedes message {at}"
+                yield Rejected(offset, _NOT_USABLE, excerpt, detail)
                 return
-            start, end = self._frame
+            # The template's own end of a turn stays: it is what the model learns to stop with. Only
+            # what every document gets anyway is cut off.
             answer = whole[len(prompt) :].rstrip().removesuffix(end)
             record = record_of(offset, answer, prompt.removeprefix(start))
             if isinstance(record, Document):
@@ -181,52 +194,52 @@ class ChatTemplate:
             else:
                 yield record._replace(detail=f"message {at}: {record.detail}".rstrip(": "))
 
+    def _fault_of_chat(self, found: object) -> str | None:
+        """What is wrong with a value that should be a list of messages; None if it can be used."""
+        if not isinstance(found, list):
+            return f"expected a list, found {type(found).__name__}"
+        for number, message in enumerate(found):
+            fault = self._fault_of(message)
+            if fault is not None:
+                return f"message {number}: {fault}"
+        return None
+
     def _fault_of(self, message: object) -> str | None:
         """What is wrong with a message; None if it can be used."""
         if not isinstance(message, dict):
             return f"expected an object, found {type(message).__name__}"
         translated = message_of(message)
         if translated is None:
-            names = (
-                ("from", "value")
-                if "from" in message and "value" in message
-                else ("role", "content")
-            )
-            if (
-                names[0] == "from"
-                and isinstance(message["from"], str)
-                and isinstance(message["value"], str)
-            ):
-                return f"from: expected one of {', '.join(_ROLES)}, found {message['from']!r:.60}"
-            wrong = next(name for name in names if not isinstance(message.get(name), str))
-            return f"{wrong}: expected a string, found {type(message.get(wrong)).__name__}"
+            return _fault_of_keys(message)
         if message.get("weight", 1) not in (0, 1, None):
             return f"weight: expected 0 or 1, found {message['weight']!r:.60}"
-        special = (
-            None
-            if self._keeps_control or self._special is None
-            else self._special.search(translated["content"])
-        )
+        if self._keeps_control or self._special is None:
+            return None
+        special = self._special.search(translated["content"])
         if special is not None:
-            return f"spells {special.group()}, a special token; remove it, or set special_tokens: control"
+            what = f"spells {special.group()}, a special token"
+            return f"{what}; remove it, or set special_tokens: control"
         return None
 
     def opened(self, messages: list[dict[str, str]]) -> str:
-        """The text up to where the assistant answers. Raises DataError where the template refuses the messages."""
+        """The text up to where the assistant answers.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
         return self._rendered(messages, is_open=True)
 
     def _rendered(self, messages: list[dict[str, str]], *, is_open: bool) -> str:
-        from transformers.utils.chat_template_utils import (
-            render_jinja_template,  # takes a second, and only chats need it
-        )
+        # The import takes a second, and only chats need it.
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         if self._systems and messages[0]["role"] != "system":
+            # By the first message, not by a count: the same chat has the same system message in any
+            # order and any unit.
             drawn = int(json_hash([self._seed, messages[0]["content"]]), 16) % len(self._systems)
             messages = [{"role": "system", "content": self._systems[drawn]}, *messages]
-        with (
-            faults_of_library(f"{self.path}: its chat template cannot frame a message", DataError),
-            self._told_date(),
-        ):
+        fault = f"{self.path}: its chat template cannot frame a message"
+        with faults_of_library(fault, DataError), self._told_date():
             texts, _ = render_jinja_template(
                 conversations=[messages],
                 chat_template=self.source,
@@ -239,14 +252,16 @@ class ChatTemplate:
     def _told_date(self) -> Iterator[None]:
         """Within the block, `strftime_now` of this template formats the fixed date.
 
-        transformers takes no function as a variable of a template. It keeps compiled templates, each in an environment
-        of its own, where others in this process, such as lm-eval, must find its clock again.
+        transformers takes no function as a variable of a template. It keeps compiled templates,
+        each in an environment of its own, where others in this process, such as lm-eval, must find
+        its clock again.
         """
         if self.date is None:
             yield
             return
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
+        # transformers keeps compiled templates, so that this is the one that it renders.
         names = _compile_jinja_template(self.source).environment.globals
         clock = names[_CLOCK]
         names[_CLOCK] = self._today.strftime
@@ -266,7 +281,7 @@ def chat_template(
     *,
     keeps_control: bool = False,
 ) -> ChatTemplate:
-    """The chat template of the tokenizer at `path`, read once. Arguments and errors are those of `ChatTemplate`."""
+    """The chat template of the tokenizer at `path`, read once: see `ChatTemplate`."""
     return ChatTemplate(path, thinking, systems, seed, today, keeps_control=keeps_control)
 
 
@@ -280,22 +295,29 @@ def _is_learned(message: Mapping[str, Any]) -> bool:
 
 
 def template_in(folder: Path, described: Mapping[str, Any]) -> str | None:
-    """The chat template of a tokenizer whose tokenizer_config.json says `described`: of several, the default one.
+    """The chat template of a tokenizer's folder; of several, the default one.
 
-    Raises DataError where its file cannot be read.
+    `described` is the content of its tokenizer_config.json.
+
+    Raises:
+        DataError: its file cannot be read.
     """
     try:
         return read_text(folder / TEMPLATE, DataError)
     except FileNotFoundError:
         found = described.get("chat_template")
-    if isinstance(found, list):  # several, by their names
-        named = (
-            own.get("template")
-            for own in found
-            if isinstance(own, dict) and own.get("name") == "default"
-        )
-        found = next(named, None)
+    if isinstance(found, list):
+        return _default_template(found)
     return found if isinstance(found, str) else None
+
+
+def _default_template(several: Sequence[object]) -> str | None:
+    """Of several templates with names the one that is named default."""
+    for one in several:
+        if isinstance(one, dict) and one.get("name") == "default":
+            found = one.get("template")
+            return found if isinstance(found, str) else None
+    return None
 
 
 def message_of(found: object) -> dict[str, Any] | None:
@@ -304,4 +326,17 @@ def message_of(found: object) -> dict[str, Any] | None:
         return None
     if found.keys() >= {"from", "value"}:
         found = {**found, "role": _ROLES.get(str(found["from"])), "content": found["value"]}
-    return found if all(isinstance(found.get(key), str) for key in ("role", "content")) else None
+    if not isinstance(found.get("role"), str) or not isinstance(found.get("content"), str):
+        return None
+    return found
+
+
+def _fault_of_keys(message: Mapping[str, Any]) -> str:
+    """Why `message_of` refuses an object: an unknown speaker, or an entry that is no string."""
+    names = ("role", "content")
+    if "from" in message and "value" in message:
+        names = ("from", "value")
+    for name in names:
+        if not isinstance(message.get(name), str):
+            return f"{name}: expected a string, found {type(message.get(name)).__name__}"
+    return f"from: expected one of {', '.join(_ROLES)}, found {message['from']!r:.60}"

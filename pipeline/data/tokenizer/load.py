@@ -1,10 +1,11 @@
-"""Loading a tokenizer: a `tokenizer.json`, a model of SentencePiece, or the Hugging Face folder that has either.
+"""Loads tokenizers: a `tokenizer.json`, a model of SentencePiece, or a folder with either.
 
-A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor puts before a text (a
-BOS, or nothing), and an end-of-document token. Every corpus manifest records both.
+A document becomes `document_start + ids + document_end`: what the tokenizer's own post-processor
+puts before a text (a BOS, or nothing), and an end-of-document token. Every corpus manifest records
+both.
 
-The library `tokenizers` defines the ids of a `tokenizer.json`, `sentencepiece` those of its own models. The fast
-encoder, `gigatoken`, is used only while it agrees with the former.
+The library `tokenizers` defines the ids of a `tokenizer.json`, `sentencepiece` those of its own
+models. The fast encoder, `gigatoken`, is used only while it agrees with the former.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import orjson
 import tokenizers
 
 from pipeline import log
-from pipeline.data.corpus.token_corpus import TokenizerRecord
+from pipeline.data.corpus.manifest import TokenizerRecord
 from pipeline.data.tokenizer.sentencepiece_model import (
     MODEL_FILES,
     SUFFIX,
@@ -48,18 +49,27 @@ _TEST_TEXTS = (
     "<s> </s> <unk> <|endoftext|>",
 )
 _EXPECTED = (
-    "expected a tokenizer.json, a model of SentencePiece (.model), or the Hugging Face folder that has one of them; "
-    "transformers writes one of other files: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+    "expected a tokenizer.json, a model of SentencePiece (.model), or the Hugging Face folder that "
+    "has one of them; transformers writes one of other files: "
+    "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
 )
 # Classes of transformers that put nothing before a text, although their models may have a BOS.
 _CLASSES_WITHOUT_START = ("T5Tokenizer", "GPTSw3Tokenizer")
+# Texts that are encoded at a time.
 _BATCH = 256
+# Entries of a tokenizer.json that do not decide the ids.
+_UNDECISIVE = ("version", "truncation", "padding")
 TOKENIZER_FILE = "tokenizer.json"
+# The first of them that a folder has is read.
+_FILES = (TOKENIZER_FILE, *MODEL_FILES)
 _logger = log.get_logger(__name__)
 
 
 class Encoded(NamedTuple):
-    """The ids of several texts, joined: `ids: uint32 [sum of lengths]`, `lengths: int64 [texts]`."""
+    """The ids of several texts, joined.
+
+    `ids`: uint32 [sum of lengths]; `lengths`: int64 [texts].
+    """
 
     ids: npt.NDArray[np.uint32]
     lengths: npt.NDArray[np.int64]
@@ -98,22 +108,24 @@ class SentencePieceEncoder:
         return joined(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, with the spelling of each control piece, which the library itself leaves out."""
+        """The text of `ids`, with the control tokens' spellings, which the library leaves out."""
         processor = self.model.processor
         parts: list[str] = []
         with faults_of_library("the tokenizer cannot decode ids", DataError):
             for is_control, run in groupby(map(int, ids), processor.is_control):
                 numbers = list(run)
-                parts += (
-                    processor.id_to_piece(numbers) if is_control else [processor.decode(numbers)]
-                )
+                if is_control:
+                    parts += processor.id_to_piece(numbers)
+                else:
+                    parts.append(processor.decode(numbers))
         return "".join(parts)
 
 
 class GigatokenEncoder:
     """The fast encoder of a `tokenizer.json`.
 
-    It caches every word it meets, so it is created anew after a fixed amount of text to bound its memory.
+    It caches every word it meets, so it is created anew after a fixed amount of text to bound its
+    memory.
     """
 
     name = "gigatoken"
@@ -127,10 +139,12 @@ class GigatokenEncoder:
     def encode(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Encoded:
         """The ids of `texts`; `utf8`: the same texts in UTF-8, which saves the library that step."""
         characters = sum(map(len, texts))
+        # A new encoder begins with an empty cache.
         if self._characters + characters > self.characters_between_renewals:
             self._library = gigatoken.Tokenizer.from_json(self._content)
             self._characters = 0
         self._characters += characters
+        # Workers are processes, one for each core: threads would compete with them.
         inputs = list(texts if utf8 is None else utf8)
         layout: Any = self._library.encode_batch(inputs, parallel=False).layout
         return Encoded(np.asarray(layout.content.data), np.diff(np.asarray(layout.offsets.data)))
@@ -142,15 +156,16 @@ Encoder = Union[Reference, GigatokenEncoder]
 
 def agree(first: Encoder, second: Encoder, texts: Sequence[str]) -> bool:
     """Whether two encoders produce the same ids for each of `texts`."""
-    ours, theirs = first.encode(texts), second.encode(texts)
+    ours = first.encode(texts)
+    theirs = second.encode(texts)
     return np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids)
 
 
 def joined(ids: Sequence[Sequence[int]]) -> Encoded:
+    """The ids of several texts, one text behind the other."""
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    return Encoded(
-        np.fromiter(chain.from_iterable(ids), dtype=np.uint32, count=int(lengths.sum())), lengths
-    )
+    in_a_row = chain.from_iterable(ids)
+    return Encoded(np.fromiter(in_a_row, dtype=np.uint32, count=int(lengths.sum())), lengths)
 
 
 @dataclass(frozen=True)
@@ -158,22 +173,25 @@ class Tokenizer:
     """A loaded tokenizer."""
 
     path: Path
-    """the file it was read from"""
+    """The file that the tokenizer was read from."""
     fingerprint: str
-    """equal for tokenizers that produce equal ids, also in different folders"""
+    """A hash that is equal for tokenizers that produce equal ids, also in different folders."""
     vocab_size: int
-    """the largest id plus one"""
+    """The largest id plus one."""
     document_start: tuple[int, ...]
-    """the ids before every document, often none"""
+    """The ids before every document, often none."""
     document_end: tuple[int, ...]
-    """the ids after it"""
+    """The ids after every document, at least one."""
     reference: Reference
     fast: GigatokenEncoder | None
-    """None if gigatoken does not support this tokenizer, or another library than `tokenizers` is the reference"""
+    """The fast encoder.
+
+    None if gigatoken does not support this tokenizer, or SentencePiece is the reference.
+    """
 
     @property
     def before_document(self) -> tuple[int, ...]:
-        """What a model reads before a document: `document_start`, or else the end of another document."""
+        """The ids that a model reads before a document: its start, or the end of another."""
         return self.document_start or self.document_end[-1:]
 
     def record(self, backend: str) -> TokenizerRecord:
@@ -192,66 +210,93 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokenizer:
-    """Loads the tokenizer at `path`: a Hugging Face folder, a `tokenizer.json`, or a model of SentencePiece.
+    """Loads a tokenizer from a Hugging Face folder, a `tokenizer.json`, or a SentencePiece model.
 
     BPE dropout is switched off, and a line says so.
 
-    `end_of_document`: the token that ends a document, if the tokenizer's own files do not say or are wrong. Raises
-    DataError where there is no tokenizer, it is damaged, or it has no token to end a document with.
+    Args:
+        path: the folder or file.
+        end_of_document: the token that ends a document, if the tokenizer's own files do not say or
+            are wrong.
+
+    Raises:
+        DataError: there is no tokenizer, it is damaged, or it has no token to end a document with.
     """
     file = tokenizer_file(path)
     content = read_bytes(file, DataError)
     if file.suffix == SUFFIX:
         return _sentencepiece_tokenizer(read_model(file, content), end_of_document)
     described = read_object(file, DataError)
-    if (without := without_dropout(described)) is not None:
-        message = "%s: its BPE dropout of %s, which makes other tokens of a text each time, is switched off"
+    undropped = without_dropout(described)
+    if undropped is not None:
+        message = (
+            "%s: its BPE dropout of %s, which makes other tokens of a text each time, is switched "
+            "off"
+        )
         _logger.warning(message, file, described["model"]["dropout"])
-        described, content = without, orjson.dumps(without)
+        described = undropped
+        content = orjson.dumps(undropped)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
         library.no_truncation()
         library.no_padding()
-        bare: list[int] = library.encode("a", add_special_tokens=False).ids
-        framed: list[int] = library.encode("a", add_special_tokens=True).ids
         vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         fingerprint = fingerprint_of(described)
-    at = next((at for at in range(len(framed) + 1) if framed[at : at + len(bare)] == bare), None)
-    if at is None or not bare or max(framed) >= vocab_size:
-        raise DataError(
-            f"{file}: encodes 'a' as {bare[:20]}, with special tokens as {framed[:20]}; copy it again"
-        )
-    own_end = tuple(framed[at + len(bare) :])
+        start, own_end = _frame(file, library, vocab_size)
     reference = HuggingFaceEncoder(library)
     return Tokenizer(
         path=file,
         fingerprint=fingerprint,
         vocab_size=vocab_size,
-        document_start=tuple(framed[:at]),
+        document_start=start,
         document_end=_document_end(file, library.token_to_id, vocab_size, end_of_document, own_end),
         reference=reference,
         fast=_fast_encoder(content, reference),
     )
 
 
-def _sentencepiece_tokenizer(model: SentencePieceModel, end_of_document: str | None) -> Tokenizer:
-    """The tokenizer of a model of SentencePiece, which says nothing of what stands before and after a document.
+def _frame(
+    file: Path, library: tokenizers.Tokenizer, vocab_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the tokenizer's own post-processor puts before and after a text."""
+    # What stands around the ids of a text is found around those of "a".
+    bare: list[int] = library.encode("a", add_special_tokens=False).ids
+    framed: list[int] = library.encode("a", add_special_tokens=True).ids
+    if bare and max(framed, default=0) < vocab_size:
+        for first in range(len(framed)):
+            behind = first + len(bare)
+            if framed[first:behind] == bare:
+                return tuple(framed[:first]), tuple(framed[behind:])
+    raise DataError(
+        f"{file}: encodes 'a' as {bare[:20]}, with special tokens as {framed[:20]}; copy it again"
+    )
 
-    That is what the folder's tokenizer_config.json says, as the classes of transformers read it: a BOS before, unless
-    it says otherwise. The end is the EOS.
+
+def _sentencepiece_tokenizer(model: SentencePieceModel, end_of_document: str | None) -> Tokenizer:
+    """The tokenizer of a model of SentencePiece.
+
+    The model does not say what stands before and after a document.
+
+    That is what the folder's tokenizer_config.json says, as the classes of transformers read it: a
+    BOS before, unless it says otherwise. The end is the EOS.
     """
     described = json_beside(model.path, "tokenizer_config.json")
-    start: tuple[int, ...] = ()
     adds_start = described.get("add_bos_token")
     if adds_start is None:
         adds_start = not str(described.get("tokenizer_class")).startswith(_CLASSES_WITHOUT_START)
+    start: tuple[int, ...] = ()
     if adds_start:
-        named = model.id_of(spelling_of(described.get("bos_token")) or "")
-        first = int(model.processor.bos_id()) if named is None else named
-        start = (first,) if first >= 0 else ()
+        first = model.id_of(spelling_of(described.get("bos_token")) or "")
+        if first is None:
+            first = int(model.processor.bos_id())
+        if first >= 0:
+            # The library's id of a piece that a model does not have is -1.
+            start = (first,)
     last = int(model.processor.eos_id())
     named_end = spelling_of(described.get("eos_token"))
-    own_end = (last,) if named_end is None and last >= 0 else ()
+    own_end: tuple[int, ...] = ()
+    if named_end is None and last >= 0:
+        own_end = (last,)
     vocab_size = int(model.processor.get_piece_size())
     described_frame = json.dumps([model.fingerprint, start]).encode()
     return Tokenizer(
@@ -274,11 +319,16 @@ class Fertility(NamedTuple):
 
 
 def fertility(tokenizer: Tokenizer, documents: Iterable[str]) -> Fertility:
+    """How many tokens a tokenizer makes of documents."""
+    # The ids are the same.
     encoder = tokenizer.fast or tokenizer.reference
-    characters = size = tokens = 0
+    characters = 0
+    size = 0
+    tokens = 0
     for batch in batches(documents):
-        characters += sum(map(len, batch))
-        size += sum(len(text.encode()) for text in batch)
+        for text in batch:
+            characters += len(text)
+            size += len(text.encode())
         tokens += len(encoder.encode(batch).ids)
     return Fertility(tokens, tokens / max(characters, 1), tokens / max(size, 1))
 
@@ -286,7 +336,10 @@ def fertility(tokenizer: Tokenizer, documents: Iterable[str]) -> Fertility:
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """The texts, so many at a time as are encoded together."""
     remaining = iter(texts)
-    while batch := list(islice(remaining, _BATCH)):
+    while True:
+        batch = list(islice(remaining, _BATCH))
+        if not batch:
+            return
         yield batch
 
 
@@ -299,7 +352,9 @@ def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
 
 def tokenizer_file(path: Path) -> Path:
     """The file of the tokenizer at `path`. Raises DataError where there is none."""
-    files = [path / name for name in (TOKENIZER_FILE, *MODEL_FILES)] if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = [path / name for name in _FILES]
     for file in files:
         if file.is_file():
             return file
@@ -308,23 +363,30 @@ def tokenizer_file(path: Path) -> Path:
 
 def has_tokenizer_file(folder: Path) -> bool:
     """Whether the folder has a tokenizer that `load_tokenizer` reads, damaged or not."""
-    return any((folder / name).is_file() for name in (TOKENIZER_FILE, *MODEL_FILES))
+    return any((folder / name).is_file() for name in _FILES)
 
 
 def json_file(path: Path) -> Path:
-    """The tokenizer.json of the tokenizer at `path`. Raises DataError where there is none, and says what to do."""
+    """The tokenizer.json of the tokenizer at `path`.
+
+    Raises DataError where there is none, and says what to do.
+    """
     file = tokenizer_file(path)
     if file.suffix == SUFFIX:
         written = file.with_name(TOKENIZER_FILE)
         raise DataError(
-            f"{file}: a model of SentencePiece, expected a tokenizer.json; write it, and see how its ids "
-            f"compare on your texts: scale-cpt tokenizer --convert {file} --output {written} --report-on FILE…"
+            f"{file}: a model of SentencePiece, expected a tokenizer.json; write it, and see how "
+            f"its ids compare on your texts: scale-cpt tokenizer --convert {file} --output "
+            f"{written} --report-on FILE…"
         )
     return file
 
 
 def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEncoder | None:
-    """The fast encoder for the tokenizer.json `content`; None if it is unsupported or fails on a test text."""
+    """The fast encoder for the tokenizer.json `content`.
+
+    None if it is unsupported or fails on a test text.
+    """
     try:
         with faults_of_library("gigatoken does not support this tokenizer", DataError):
             encoder = GigatokenEncoder(content)
@@ -340,9 +402,12 @@ def _fast_encoder(content: bytes, reference: HuggingFaceEncoder) -> GigatokenEnc
 
 
 def without_dropout(described: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The contents of a tokenizer.json with BPE dropout switched off; None where there is none to switch off.
+    """The contents of a tokenizer.json with BPE dropout switched off.
 
-    Dropout, a means against overfitting, leaves out merges at random: the same text gets other tokens each time.
+    None where there is none to switch off.
+
+    Dropout, a means against overfitting, leaves out merges at random: the same text gets other
+    tokens each time.
     """
     model = described.get("model")
     if not isinstance(model, dict) or not model.get("dropout"):
@@ -351,17 +416,21 @@ def without_dropout(described: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def fingerprint_of(described: dict[str, Any]) -> str:
-    """A hash of what decides the ids: not truncation and padding, nor which of two spellings merges have."""
-    canonical = {
-        key: value
-        for key, value in described.items()
-        if key not in ("version", "truncation", "padding")
-    }
-    canonical["model"] = model = dict(canonical.get("model", {}))
+    """A hash of what decides the ids.
+
+    Truncation, padding, and which of two spellings merges have are left out.
+    """
+    canonical = dict(described)
+    for key in _UNDECISIVE:
+        canonical.pop(key, None)
+    # Merges are pairs since version 0.20 of `tokenizers`, and were strings before.
+    model = dict(canonical.get("model", {}))
     if "merges" in model:
-        model["merges"] = [
-            merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]
-        ]
+        pairs: list[Any] = []
+        for merge in model["merges"]:
+            pairs.append(merge.split(" ") if isinstance(merge, str) else merge)
+        model["merges"] = pairs
+    canonical["model"] = model
     text = json.dumps(canonical, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return "tokenizers:" + hashlib.sha256(text.encode()).hexdigest()
 
@@ -373,46 +442,66 @@ def _document_end(
     wanted: str | None,
     own_end: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """The ids that end a document: what the user wants, the tokenizer's own, the folder's, or a well-known token."""
+    """The ids that end a document.
+
+    They are what the user wants, the tokenizer's own, the folder's, or a well-known token.
+    """
     if wanted is not None:
-        if (found := id_of(wanted)) is None:
+        found = id_of(wanted)
+        if found is None:
             raise DataError(
                 f"{file}: has no token {wanted!r} to end documents with; name one of its own"
             )
         return (found,)
     if own_end:
         return own_end
-    token = json_beside(file, "tokenizer_config.json").get("eos_token")
-    named = spelling_of(token)
+    named = spelling_of(json_beside(file, "tokenizer_config.json").get("eos_token"))
     if named is not None:
-        if (found := id_of(named)) is None:
+        found = id_of(named)
+        if found is None:
             raise DataError(
-                f"{file.with_name('tokenizer_config.json')}: eos_token: expected a token of the tokenizer, found "
-                f"{named!r}, which it does not have; correct it, or name one with --end-of-document"
+                f"{file.with_name('tokenizer_config.json')}: eos_token: expected a token of the "
+                f"tokenizer, found {named!r}, which it does not have; correct it, or name one with "
+                "--end-of-document"
             )
         return (found,)
     for name in ("generation_config.json", "config.json"):
-        ids = json_beside(file, name).get("eos_token_id")
-        first = ids[0] if isinstance(ids, list) and ids else ids
-        if isinstance(first, int) and first >= 0:
-            if first >= vocab_size:
-                raise DataError(
-                    f"{file.with_name(name)}: eos_token_id: expected an id of the tokenizer, below {vocab_size}, found "
-                    f"{first}; correct it, or name the token with --end-of-document"
-                )
-            return (first,)
+        found = _end_in(file.with_name(name), vocab_size)
+        if found is not None:
+            return (found,)
+    # A tokenizer.json alone, whose vocabulary is all that it says.
     for candidate in _KNOWN_ENDS:
-        if (found := id_of(candidate)) is not None:
+        found = id_of(candidate)
+        if found is not None:
             return (found,)
     raise DataError(
         f"{file}: does not say which token ends a document; name it with --end-of-document"
     )
 
 
+def _end_in(file: Path, vocab_size: int) -> int | None:
+    """The `eos_token_id` in a file beside the tokenizer, of several the first.
+
+    None if it has none.
+    """
+    found = json_beside(file, file.name).get("eos_token_id")
+    if isinstance(found, list) and found:
+        found = found[0]
+    if not isinstance(found, int) or found < 0:
+        return None
+    if found >= vocab_size:
+        raise DataError(
+            f"{file}: eos_token_id: expected an id of the tokenizer, below {vocab_size}, found "
+            f"{found}; correct it, or name the token with --end-of-document"
+        )
+    return found
+
+
 def spelling_of(token: object) -> str | None:
-    """How a special token of a tokenizer_config.json is spelled, which has it as text or as an object."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    """The spelling of a special token in a tokenizer_config.json, which has text or an object."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def json_beside(file: Path, name: str) -> dict[str, Any]:

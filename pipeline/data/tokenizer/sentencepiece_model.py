@@ -1,7 +1,7 @@
-"""SentencePiece's own files, BPE and Unigram: reading one, training one, and the same tokenizer as a tokenizer.json.
+"""SentencePiece's own files: reading one, training one, and the same as a tokenizer.json.
 
-The library `sentencepiece` defines the ids of its files. `tokenizers` cannot express every detail of it, so whoever
-uses a conversion compares the ids of both on the texts at hand.
+The library `sentencepiece` defines the ids of its files. `tokenizers` cannot express every detail
+of it, so whoever uses a conversion compares the ids of both on the texts at hand.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ SUFFIX = ".model"
 MODEL_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """The names that published folders give SentencePiece's file."""
 ModelType = Literal["bpe", "unigram"]
-_MAX_SENTENCE_BYTES = 16_384  # SentencePiece drops longer ones
+# SentencePiece drops longer sentences.
+_MAX_SENTENCE_BYTES = 16_384
 _PIECE_TYPES = sentencepiece_model_pb2.ModelProto.SentencePiece
 _TRAINER = sentencepiece_model_pb2.TrainerSpec
 
 
-@dataclass(frozen=True, eq=False)  # the description has no hash
+# Without `eq`: the description, a message of protobuf, has no hash.
+@dataclass(frozen=True, eq=False)
 class SentencePieceModel:
-    """A model of SentencePiece: its file's `content`, the library's `processor` of it, and its `description`."""
+    """A model of SentencePiece: its file, the library's object of it, and its description."""
 
     path: Path
     content: bytes
@@ -45,38 +47,45 @@ class SentencePieceModel:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of what decides the ids: not the texts and settings that it was trained with."""
-        trainer, normalizer = self.description.trainer_spec, self.description.normalizer_spec
-        pieces = [[piece.piece, piece.score, piece.type] for piece in self.description.pieces]
+        trainer = self.description.trainer_spec
+        normalizer = self.description.normalizer_spec
         spaces = [
             normalizer.add_dummy_prefix,
             normalizer.remove_extra_whitespaces,
             normalizer.escape_whitespaces,
             trainer.treat_whitespace_as_suffix,
         ]
+        # The character map may have hundreds of kilobytes: its hash stands for it.
         charsmap = hashlib.sha256(normalizer.precompiled_charsmap).hexdigest()
-        decisive = [trainer.model_type, trainer.byte_fallback, charsmap, spaces, pieces]
+        tokens = [[piece.piece, piece.score, piece.type] for piece in self.description.pieces]
+        decisive = [trainer.model_type, trainer.byte_fallback, charsmap, spaces, tokens]
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     @cached_property
-    def reserved_pieces(self) -> list[str]:
-        """The pieces that no text becomes, such as `<s>`: where a text spells one, it is cut as any other text."""
+    def reserved_tokens(self) -> list[str]:
+        """The tokens that no text becomes, such as `<s>`.
+
+        Where a text spells one, it is cut as any other text.
+        """
         reserved = (_PIECE_TYPES.CONTROL, _PIECE_TYPES.UNKNOWN)
         return [piece.piece for piece in self.description.pieces if piece.type in reserved]
 
-    def id_of(self, piece: str) -> int | None:
-        """The id of a piece; None where there is no such piece."""
-        found = int(self.processor.piece_to_id(piece))
-        return found if self.processor.id_to_piece(found) == piece else None
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None where there is no such token."""
+        # The library gives the id of the unknown token for a token that it does not have.
+        found = int(self.processor.piece_to_id(token))
+        return found if self.processor.id_to_piece(found) == token else None
 
 
 def read_model(path: Path, content: bytes) -> SentencePieceModel:
     """The model in the file `path`, which holds `content`. Raises DataError where that is none."""
     what = (
-        f"{path}: expected a model of SentencePiece, which its library cannot read; copy it again, or, "
-        "if it is of another kind, let transformers write a tokenizer.json: "
+        f"{path}: expected a model of SentencePiece, which its library cannot read; copy it again, "
+        "or, if it is of another kind, let transformers write a tokenizer.json: "
         "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
     )
     with faults_of_library(what, DataError):
+        # Read twice: the processor does not show the normalizer and the kinds of tokens.
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         description = sentencepiece_model_pb2.ModelProto.FromString(content)
     return SentencePieceModel(path, content, processor, description)
@@ -89,7 +98,7 @@ def train_model(
     model_type: ModelType = "bpe",
     character_coverage: float = 0.9999,
 ) -> bytes:
-    """A tokenizer with byte fallback, like Llama's, learned from these documents: the content of its file.
+    """A tokenizer with byte fallback, like Llama's, learned from documents: its file's content.
 
     Raises DataError where there is too little text, or it is too uniform, for this vocabulary size.
     """
@@ -102,6 +111,7 @@ def train_model(
             model_type=model_type,
             byte_fallback=True,
             character_coverage=character_coverage,
+            # As Llama's: a number is a token for each digit.
             split_digits=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
@@ -111,25 +121,27 @@ def train_model(
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = (
-            str(error)
-            .strip()
-            .splitlines()[-1]
-            .replace("--character_coverage", "--character-coverage")
-        )
-        raise DataError(f"cannot train {vocab_size} pieces on this text: {reason}") from None
+        reason = str(error).strip().splitlines()[-1]
+        # The library names its own option; ours is spelled otherwise.
+        reason = reason.replace("--character_coverage", "--character-coverage")
+        raise DataError(f"cannot train {vocab_size} tokens on this text: {reason}") from None
     return written.getvalue()
 
 
 def _sentences(documents: Iterator[str]) -> Iterator[str]:
-    """Documents line by line: SentencePiece learns from sentences, and would drop a long document."""
-    step = _MAX_SENTENCE_BYTES // 4  # a character has at most four bytes
+    """Documents line by line.
+
+    SentencePiece learns from sentences, and would drop a long document.
+    """
+    # A character has at most four bytes.
+    step = _MAX_SENTENCE_BYTES // 4
     for document in documents:
         for line in document.split("\n"):
-            yield from (line[at : at + step] for at in range(0, len(line), step))
+            for first in range(0, len(line), step):
+                yield line[first : first + step]
 
 
-# --- The same tokenizer as a tokenizer.json ---------------------------------------------------------------------------
+# --- The same tokenizer as a tokenizer.json ---
 
 
 def converted(
@@ -137,95 +149,115 @@ def converted(
 ) -> tokenizers.Tokenizer:
     """The model as `tokenizers` has it; `document_start` are the ids that it puts before a text.
 
-    Raises DataError where the library has nothing alike.
+    Raises:
+        DataError: the library has nothing alike.
     """
     description = model.description
-    trainer, normalizer = description.trainer_spec, description.normalizer_spec
+    trainer = description.trainer_spec
+    normalizer = description.normalizer_spec
     if trainer.model_type not in (_TRAINER.BPE, _TRAINER.UNIGRAM):
         kind = _TRAINER.ModelType.Name(trainer.model_type)
         raise DataError(
-            f"{model.path}: a {kind} model of SentencePiece; expected BPE or UNIGRAM, take another base"
+            f"{model.path}: a {kind} model of SentencePiece; expected BPE or UNIGRAM, take another "
+            "base"
         )
     if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
         raise DataError(
-            f"{model.path}: writes spaces otherwise than before words as {SPACE}, for which there is no "
-            "tokenizer.json; take another base"
+            f"{model.path}: writes spaces otherwise than before words as {SPACE}, for which there "
+            "is no tokenizer.json; take another base"
         )
     with faults_of_library(f"{model.path}: cannot be converted to a tokenizer.json", DataError):
-        is_bpe = trainer.model_type == _TRAINER.BPE
-        tokenizer = tokenizers.Tokenizer(_bpe(description) if is_bpe else _unigram(description))
-        own = [
-            piece.piece for piece in description.pieces if piece.type == _PIECE_TYPES.USER_DEFINED
-        ]
-        # `Prepend` would put a space behind each of the user's own pieces, too; `Metaspace` only before the text. It
-        # puts none before a text that begins with one.
-        only_first = bool(own) and normalizer.add_dummy_prefix
-        tokenizer.normalizer = _normalizer(
-            normalizer, prepends=normalizer.add_dummy_prefix and not only_first
-        )
+        if trainer.model_type == _TRAINER.BPE:
+            tokenizer = tokenizers.Tokenizer(_bpe(description))
+        else:
+            tokenizer = tokenizers.Tokenizer(_unigram(description))
+        adds_space = normalizer.add_dummy_prefix
+        own = _spelled(description, _PIECE_TYPES.USER_DEFINED)
+        # `Prepend` would put a space behind each of the user's own tokens, too; `Metaspace` only
+        # before the text. It puts none before a text that begins with one.
+        only_first = bool(own) and adds_space
+        tokenizer.normalizer = _normalizer(normalizer, prepends=adds_space and not only_first)
         if only_first:
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
                 SPACE, prepend_scheme="first", split=False
             )
-        tokenizer.decoder = _decoder(strips=normalizer.add_dummy_prefix)
-        special = [
-            tokenizers.AddedToken(piece, normalized=False) for piece in model.reserved_pieces
-        ]
-        tokenizer.add_special_tokens(special)
-        # They may spell spaces, which a text has only after the normalizer; that also changes the piece itself.
-        normalized = not normalizer.add_dummy_prefix
-        tokenizer.add_tokens([tokenizers.AddedToken(piece, normalized=normalized) for piece in own])
+        tokenizer.decoder = _decoder(strips=adds_space)
+        reserved: list[tokenizers.AddedToken] = []
+        for token in model.reserved_tokens:
+            reserved.append(tokenizers.AddedToken(token, normalized=False))
+        tokenizer.add_special_tokens(reserved)
+        added: list[tokenizers.AddedToken] = []
+        for token in own:
+            # It may spell spaces, which a text has only after the normalizer; that also changes the
+            # token itself.
+            added.append(tokenizers.AddedToken(token, normalized=not adds_space))
+        tokenizer.add_tokens(added)
         if document_start:
-            names = [(tokenizer.id_to_token(number), number) for number in document_start]
-            template = [*(name for name, _ in names), "$A"]
+            # `$A` is the text.
+            names = [tokenizer.id_to_token(number) for number in document_start]
             tokenizer.post_processor = processors.TemplateProcessing(
-                single=template, special_tokens=names
+                single=[*names, "$A"],
+                special_tokens=list(zip(names, document_start, strict=True)),
             )
     return tokenizer
 
 
+def _spelled(description: Any, kind: int) -> list[str]:
+    """The tokens of a kind in a model of SentencePiece, in the order of their ids."""
+    return [piece.piece for piece in description.pieces if piece.type == kind]
+
+
 def _bpe(description: Any) -> models.BPE:
-    """Merges in the order in which SentencePiece prefers their pieces: whichever two pieces give one are merged."""
-    vocabulary = {piece.piece: number for number, piece in enumerate(description.pieces)}
-    scores = {
-        piece.piece: piece.score
-        for piece in description.pieces
-        if piece.type == _PIECE_TYPES.NORMAL
-    }
+    """The merges of a BPE model, in the order in which SentencePiece prefers their tokens.
+
+    Whichever two tokens give one are merged.
+    """
+    vocabulary: dict[str, int] = {}
+    scores: dict[str, float] = {}
+    for number, piece in enumerate(description.pieces):
+        vocabulary[piece.piece] = number
+        if piece.type == _PIECE_TYPES.NORMAL:
+            scores[piece.piece] = piece.score
     merges: list[tuple[str, str]] = []
-    for piece in sorted(scores, key=lambda piece: (-scores[piece], vocabulary[piece])):
-        halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        of_piece = [(left, right) for left, right in halves if left in scores and right in scores]
-        merges += sorted(of_piece, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+    for token in sorted(scores, key=lambda token: (-scores[token], vocabulary[token])):
+        of_token: list[tuple[str, str]] = []
+        for middle in range(1, len(token)):
+            left = token[:middle]
+            right = token[middle:]
+            if left in scores and right in scores:
+                of_token.append((left, right))
+        # Of several pairs that make the token, the one with the lower ids comes first.
+        merges += sorted(of_token, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     return models.BPE(
         vocabulary,
         merges,
-        unk_token=_unknown(description)[1],
+        unk_token=description.pieces[_unknown_id(description)].piece,
         fuse_unk=True,
         byte_fallback=description.trainer_spec.byte_fallback,
     )
 
 
 def _unigram(description: Any) -> models.Unigram:
-    pieces = [(piece.piece, piece.score) for piece in description.pieces]
-    unknown, _ = _unknown(description)
-    return models.Unigram(pieces, unknown, byte_fallback=description.trainer_spec.byte_fallback)
-
-
-def _unknown(description: Any) -> tuple[int, str]:
-    """The id and the spelling of the piece for what has no piece; every model of SentencePiece has one."""
-    return next(
-        (number, piece.piece)
-        for number, piece in enumerate(description.pieces)
-        if piece.type == _PIECE_TYPES.UNKNOWN
+    scored = [(piece.piece, piece.score) for piece in description.pieces]
+    return models.Unigram(
+        scored,
+        _unknown_id(description),
+        byte_fallback=description.trainer_spec.byte_fallback,
     )
+
+
+def _unknown_id(description: Any) -> int:
+    """The id of the token for what has no token; every model of SentencePiece has one."""
+    types = [piece.type for piece in description.pieces]
+    return types.index(_PIECE_TYPES.UNKNOWN)
 
 
 def _normalizer(described: Any, *, prepends: bool) -> normalizers.Normalizer:
     parts: list[Any] = []
     if described.precompiled_charsmap:
         parts.append(normalizers.Precompiled(described.precompiled_charsmap))
-        # `tokenizers` looks up a character at a time; SentencePiece also composes those that follow each other.
+        # `tokenizers` looks up a character at a time; SentencePiece also composes those that follow
+        # each other.
         if "nfkc" in described.name:
             parts.append(normalizers.NFC())
     if described.remove_extra_whitespaces:
@@ -239,6 +271,7 @@ def _normalizer(described: Any, *, prepends: bool) -> normalizers.Normalizer:
 
 
 def _decoder(*, strips: bool) -> decoders.Decoder:
+    # The space that the normalizer put before the text is stripped at last.
     parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if strips:
         parts.append(decoders.Strip(" ", 1, 0))

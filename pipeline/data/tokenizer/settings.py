@@ -1,4 +1,4 @@
-"""The settings beside a tokenizer.json with which every version of `transformers` reads that file as it is."""
+"""Settings with which every version of `transformers` reads a tokenizer.json as it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 AS_IT_IS = "PreTrainedTokenizerFast"
-"""The class that reads tokenizer.json as it is; version 5 calls it TokenizersBackend, and knows both names."""
+"""The class that reads tokenizer.json as it is.
+
+Version 5 calls it TokenizersBackend, and knows both names.
+"""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# Settings by which `transformers` would build parts of the tokenizer anew.
+_REBUILDING = ("add_prefix_space", "add_bos_token", "add_eos_token")
 # How `transformers` adds a special token that its settings name by its spelling alone.
 _ADDED_BY_NAME = {
     "single_word": False,
@@ -19,34 +24,45 @@ _ADDED_BY_NAME = {
 
 
 def read_as_it_is(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings `config` of a tokenizer_config.json, changed so that a tokenizer.json `described` is read as it is.
+    """The settings `config` of a tokenizer_config.json, changed so that a tokenizer.json
+    `described` is read as it is.
 
-    They name its class. What the file says itself is left out: `transformers` would build those parts anew. Special
-    tokens that are not as the library adds them by their names are described as in the file.
+    They name its class. What the file says itself is left out: `transformers` would build those
+    parts anew. Special tokens that are not as the library adds them by their names are described as
+    in the file.
     """
-    rebuilding = ("add_prefix_space", "add_bos_token", "add_eos_token")
-    settings = {key: value for key, value in config.items() if key not in rebuilding}
+    settings = dict(config)
+    for key in _REBUILDING:
+        settings.pop(key, None)
     settings["tokenizer_class"] = AS_IT_IS
     prefix = _prefix_space(described.get("pre_tokenizer"))
     if prefix is not None:
         settings["add_prefix_space"] = prefix
-    added = {token.get("content"): token for token in described.get("added_tokens") or ()}
+    added: dict[object, Mapping[str, Any]] = {}
+    for token in described.get("added_tokens") or ():
+        added[token.get("content")] = token
     for key, value in settings.items():
         spelled = value.get("content") if isinstance(value, dict) else value
-        token = added.get(spelled) if key.endswith("_token") and isinstance(spelled, str) else None
-        if token is None:
+        if not key.endswith("_token") or not isinstance(spelled, str) or spelled not in added:
             continue
-        flags = {flag: bool(token.get(flag)) for flag in _FLAGS}
+        # The flags as in the file: a token that is named alone would get the library's own.
+        flags = {flag: bool(added[spelled].get(flag)) for flag in _FLAGS}
         if flags != _ADDED_BY_NAME or isinstance(value, dict):
             settings[key] = {"__type": "AddedToken", "content": spelled, **flags}
     return settings
 
 
 def _prefix_space(part: object) -> bool | None:
-    """Whether a pre-tokenizer, or one that it is a sequence of, puts a space before a text; None: it does not say."""
+    """Whether a pre-tokenizer, or one that it is a sequence of, puts a space before a text.
+
+    None where it does not say.
+    """
     if not isinstance(part, dict):
         return None
     if "add_prefix_space" in part:
         return bool(part["add_prefix_space"])
-    found = map(_prefix_space, part.get("pretokenizers") or ())
-    return next((one for one in found if one is not None), None)
+    for inner in part.get("pretokenizers") or ():
+        found = _prefix_space(inner)
+        if found is not None:
+            return found
+    return None

@@ -1,7 +1,8 @@
-"""How a tokenizer spells raw text: special tokens that a text names, and what the tokenizer has no piece for.
+"""How a tokenizer spells raw text: special tokens in it, and what has no token.
 
-A text that spells a special token, as HTML does `<s>`, is ordinary text unless the user wants the token. What cannot be
-spelled becomes the unknown token, or nothing at all where there is none: both are counted.
+A text that spells a special token, as HTML does `<s>`, is ordinary text unless the user wants the
+token. What cannot be spelled becomes the unknown token, or nothing at all where there is none: both
+are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.sources.records import SpecialTokens
-from pipeline.data.tokenizer.extension.bpe import byte_pieces
+from pipeline.data.tokenizer.extension.bpe import byte_tokens
 from pipeline.data.tokenizer.load import (
     Encoded,
     Encoder,
@@ -39,11 +40,11 @@ class Spelled(NamedTuple):
 
     encoded: Encoded
     special_tokens: int
-    """special tokens that the texts spell"""
+    """How many special tokens the texts spell."""
     unknown_tokens: int
-    """of the ids, how many are the unknown token"""
+    """How many of the ids are the unknown token."""
     lost_characters: int
-    """characters of which no id is left"""
+    """How many characters have no id."""
 
 
 class Speller(Protocol):
@@ -70,49 +71,58 @@ class SentencePieceSpeller:
     ) -> None:
         if wanted == "control":
             raise DataError(
-                f"{tokenizer.path}: SentencePiece reads special tokens in a text as text; set special_tokens: text, or "
-                f"write a tokenizer.json: scale-cpt tokenizer --convert {tokenizer.path} --output tokenizer.json"
+                f"{tokenizer.path}: SentencePiece reads special tokens in a text as text; set "
+                "special_tokens: text, or write a tokenizer.json: scale-cpt tokenizer --convert "
+                f"{tokenizer.path} --output tokenizer.json"
             )
         self._reference = reference
         self._unknown = int(reference.model.processor.unk_id())
 
     def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
-        """Encodes `texts`. It has an unknown piece, so that nothing is lost without a trace."""
+        """Encodes `texts`.
+
+        Every model has an unknown token, so that no character is lost without a trace.
+        """
         encoded = self._reference.encode(texts)
-        named = sum(
-            text.count(piece) for text in texts for piece in self._reference.model.reserved_pieces
-        )
+        named = 0
+        for text in texts:
+            for token in self._reference.model.reserved_tokens:
+                named += text.count(token)
         unknown = int((encoded.ids == self._unknown).sum())
         return Spelled(encoded, named, unknown, lost_characters=0)
 
 
 class TokenizerJsonSpeller:
-    """The speller of a tokenizer.json: by its `encoder`, and by the reference where a text spells a special token.
+    """The speller of a tokenizer.json.
 
-    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can. Raises DataError where it
-    is to be ordinary text and the tokenizer cannot.
+    It uses `encoder`, and the reference where a text spells a special token.
+
+    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can. Raises
+    DataError where it is to be ordinary text and the tokenizer cannot.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, encoder: Encoder, special_tokens: SpecialTokens | None
     ) -> None:
         assert isinstance(tokenizer.reference, HuggingFaceEncoder)
-        self._tokenizer, self._encoder = tokenizer, encoder
+        self._tokenizer = tokenizer
+        self._encoder = encoder
         self._library = tokenizer.reference.library
-        added = self._library.get_added_tokens_decoder()
-        self._special = {
-            number: str(token.content) for number, token in added.items() if token.special
-        }
+        self._special: dict[int, str] = {}
+        for number, token in self._library.get_added_tokens_decoder().items():
+            if token.special:
+                self._special[number] = str(token.content)
         self._unknown = self._unknown_id()
+        # All special tokens but the unknown one, which a text also becomes without naming it.
         self._control = sorted({*self._special} - {self._unknown})
         self._control_ranges = _ranges_of(self._control)
         if special_tokens == "text" and not self._can_be_text:
             raise DataError(
-                f"{tokenizer.path}: reads {', '.join(self._special.values())} in a text as special tokens in any case; "
-                "set special_tokens: control"
+                f"{tokenizer.path}: reads {', '.join(self._special.values())} in a text as special "
+                "tokens in any case; set special_tokens: control"
             )
         self._as_text = special_tokens != "control" and self._can_be_text
-        self._spelled_before: dict[str, bool] = {}
+        self._lost_characters: dict[str, bool] = {}
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -127,38 +137,38 @@ class TokenizerJsonSpeller:
             encoded = self._encoder.encode(texts)
         self._check_ids(encoded)
         is_special = self._is_control(encoded)
-        named = int(np.count_nonzero(is_special))
-        unknown = (
-            np.zeros(0, dtype=np.bool_) if self._unknown is None else encoded.ids == self._unknown
-        )
-        name = self._special.get(-1 if self._unknown is None else self._unknown)
-        spells_unknown = name is not None and unknown.any()
+        special_tokens = int(np.count_nonzero(is_special))
+        unknown_name = None
+        if self._count_unknown(encoded) and self._unknown in self._special:
+            # Where an unknown token is found, a text may also spell it by its name.
+            unknown_name = self._special[self._unknown]
         again: set[int] = set()
-        if self._as_text and (named or spells_unknown):
+        if self._as_text and special_tokens:
             ends = np.cumsum(encoded.lengths)
-            again = {
-                int(text)
-                for text in np.searchsorted(ends, np.flatnonzero(is_special), side="right")
-            }
-            if name is not None:
-                again |= {number for number, text in enumerate(texts) if name in text}
-        if name is not None and spells_unknown:
-            named += sum(text.count(name) for text in texts)
+            # The text of each special token, by the position at which texts end.
+            texts_of = np.searchsorted(ends, np.flatnonzero(is_special), side="right")
+            again.update(map(int, texts_of))
+        if unknown_name is not None:
+            for number, text in enumerate(texts):
+                count = text.count(unknown_name)
+                special_tokens += count
+                if count and self._as_text:
+                    again.add(number)
         if again:
             encoded = self._as_ordinary_text(texts, encoded, sorted(again))
-        return Spelled(encoded, named, self._count_unknown(encoded), self._lost(texts))
+        return Spelled(encoded, special_tokens, self._count_unknown(encoded), self._lost(texts))
 
     def _check_ids(self, encoded: Encoded) -> None:
         """Raises DataError where an id is beyond the vocabulary."""
         size = self._tokenizer.vocab_size
         if len(encoded.ids) and int(encoded.ids.max()) >= size:
             raise DataError(
-                f"{self._tokenizer.path}: produced the id {encoded.ids.max()}, "
-                f"but has a vocabulary of {size}"
+                f"{self._tokenizer.path}: produced the id {encoded.ids.max()}, but has a "
+                f"vocabulary of {size}"
             )
 
     def _is_control(self, encoded: Encoded) -> npt.NDArray[np.bool_]:
-        """Which of the ids are special tokens, other than the unknown one."""
+        """Which of the ids are special tokens, other than the unknown one: bool [sum of lengths]."""
         if len(self._control_ranges) > _MANY_RANGES:
             return np.isin(encoded.ids, self._control, kind="table")
         found = np.zeros(len(encoded.ids), dtype=np.bool_)
@@ -168,43 +178,47 @@ class TokenizerJsonSpeller:
         return found
 
     def _count_unknown(self, encoded: Encoded) -> int:
-        return 0 if self._unknown is None else int(np.count_nonzero(encoded.ids == self._unknown))
+        """How many of the encoded ids are the unknown token."""
+        if self._unknown is None:
+            return 0
+        return int(np.count_nonzero(encoded.ids == self._unknown))
 
     def _as_ordinary_text(
         self, texts: Sequence[str], encoded: Encoded, again: Sequence[int]
     ) -> Encoded:
         """The same ids, with those of the texts `again` as ordinary text."""
         with self._special_tokens_as_text():
-            mended = self._tokenizer.reference.encode([texts[number] for number in again])
-        parts = np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
-        for number, ids in zip(
-            again, np.split(mended.ids, np.cumsum(mended.lengths)[:-1]), strict=True
-        ):
+            plain = self._tokenizer.reference.encode([texts[number] for number in again])
+        parts = _split(encoded)
+        for number, ids in zip(again, _split(plain), strict=True):
             parts[number] = ids
         lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
         return Encoded(np.concatenate(parts), lengths)
 
     @cached_property
     def _can_be_text(self) -> bool:
-        """Whether no spelling of a special token becomes that token; Unigram's pieces may hold them."""
+        """Whether no spelling of a special token becomes that token.
+
+        Unigram's tokens may hold them.
+        """
         if not self._control:
             return True
+        spellings = [self._special[number] for number in self._control]
         with self._special_tokens_as_text():
-            encoded = self._tokenizer.reference.encode(
-                [self._special[number] for number in self._control]
-            )
+            encoded = self._tokenizer.reference.encode(spellings)
         self._check_ids(encoded)
         return not self._is_control(encoded).any()
 
     @contextmanager
     def _special_tokens_as_text(self) -> Iterator[None]:
+        # A switch of the whole tokenizer, which other callers share: for the block alone.
         self._library.encode_special_tokens = True
         try:
             yield
         finally:
             self._library.encode_special_tokens = False
 
-    # --- What cannot be spelled --------------------------------------------------------------------------------------
+    # --- What cannot be spelled ---
 
     @cached_property
     def _described(self) -> dict[str, Any]:
@@ -220,37 +234,51 @@ class TokenizerJsonSpeller:
 
     @cached_property
     def _may_lose(self) -> bool:
-        """Whether a character without a piece vanishes: of BPE without an unknown token, and without all bytes."""
+        """Whether a character without a token vanishes.
+
+        It does with BPE that has no unknown token, and not all bytes.
+        """
         model = self._described.get("model", {})
         if model.get("type", "BPE") != "BPE" or self._unknown is not None:
             return False
+        # Their types, wherever they are in sequences of parts.
         around = str([self._described.get("pre_tokenizer"), self._described.get("normalizer")])
-        vocabulary = model.get("vocab", {})
-        return not any(
-            all(piece in vocabulary for piece in pieces)
-            for pieces in byte_pieces(
-                is_byte_level="'ByteLevel'" in around, has_fallback=bool(model.get("byte_fallback"))
-            )
+        ways = byte_tokens(
+            is_byte_level="'ByteLevel'" in around, has_fallback=bool(model.get("byte_fallback"))
         )
+        vocabulary = model.get("vocab", {})
+        return not any(vocabulary.keys() >= set(tokens) for tokens in ways)
 
     def _lost(self, texts: Sequence[str]) -> int:
         """How many characters of `texts` the tokenizer drops."""
         if not self._may_lose:
             return 0
-        counts = Counter("".join(texts))
-        return sum(count for character, count in counts.items() if self._is_lost(character))
+        lost = 0
+        for character, count in Counter("".join(texts)).items():
+            if self._is_lost(character):
+                lost += count
+        return lost
 
     def _is_lost(self, character: str) -> bool:
-        """Whether the tokenizer drops a character; white space, and what its normalizer removes, is not lost."""
-        if character not in self._spelled_before:
+        """Whether the tokenizer drops a character.
+
+        White space, and what its normalizer removes, is not lost.
+        """
+        if character not in self._lost_characters:
             normalizer = self._library.normalizer
-            left = character if normalizer is None else str(normalizer.normalize_str(character))
-            ids, (length, _) = self._tokenizer.reference.encode([_BEFORE, _BEFORE + character])
-            is_nothing = np.array_equal(ids[:length], ids[length:])
-            self._spelled_before[character] = bool(
-                is_nothing and left.strip("▁ ") and not character.isspace()
-            )
-        return self._spelled_before[character]
+            left = character
+            if normalizer is not None:
+                left = str(normalizer.normalize_str(character))
+            is_text = bool(left.strip("▁ ")) and not character.isspace()
+            encoded = self._tokenizer.reference.encode([_BEFORE, _BEFORE + character])
+            before, with_character = _split(encoded)
+            self._lost_characters[character] = is_text and np.array_equal(before, with_character)
+        return self._lost_characters[character]
+
+
+def _split(encoded: Encoded) -> list[npt.NDArray[np.uint32]]:
+    """The ids of each text."""
+    return np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
 
 
 def _ranges_of(ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -283,4 +311,5 @@ def ids_of(tokenizer: Tokenizer, text: str, *, control: bool = False) -> list[in
     # SentencePiece reads no special token in a text in any case.
     as_control = control and isinstance(tokenizer.reference, HuggingFaceEncoder)
     speller = cached_speller(tokenizer, tokenizer.reference, "control" if as_control else None)
-    return [int(number) for number in speller.spell([text]).encoded.ids]
+    ids: list[int] = speller.spell([text]).encoded.ids.tolist()
+    return ids

@@ -16,10 +16,11 @@ require_version(
 
 
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
-    """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the rest is the base's.
-    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none).
-    The FFN of `expert_layers` is the `mixture` of experts. The first `base_vocab_size` tokens (None: all) are the
-    base's: Route compares their logits alone, as in training.
+    """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the
+    rest is the base's. `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which
+    of them each layer has (None: none). The FFN of `expert_layers` is the `mixture` of experts. The
+    first `base_vocab_size` tokens (None: all) are the base's: Route compares their logits alone, as
+    in training.
     """
 
     model_type = "scale"
@@ -80,10 +81,13 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         # transformers before and after configurations became dataclasses: both take this.
         for name in ScaleConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(ScaleConfig, name)))
-        grouped = self.mixture is not None and self.mixture.get("groups", 1) > 1
+        # Entries of earlier versions that this code would ignore, and compute something else.
+        has_groups = self.mixture is not None and self.mixture.get("groups", 1) > 1
         rotary: Any = self.rotary
-        dynamic = isinstance(rotary, dict) or any(one.get("factor") is not None for one in rotary)
-        if grouped or dynamic or kwargs.get("gate_lower") is not None:
+        is_dynamic = isinstance(rotary, dict) or any(
+            one.get("factor") is not None for one in rotary
+        )
+        if has_groups or is_dynamic or kwargs.get("gate_lower") is not None:
             raise ValueError(
                 "written by an earlier version of this model's code; convert the checkpoint again"
             )
@@ -95,7 +99,7 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         """Whether `module` of `layer` has expansion_to_base blocks."""
         return layer >= self.l_fp and module in self.collaborative_modules
 
-    def why_no_single_head(self) -> str | None:
+    def backbone_unsupported_reason(self) -> str | None:
         """Why the logits are no product of one hidden state and one matrix; None if they are."""
         if self.routed:
             return "a Route model compares the logits of two paths"
@@ -103,8 +107,10 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
             return "after a token that its gate closes, the new tokens of its vocabulary have no probability"
         return None
 
-    def why_not_packed(self) -> str | None:
-        """Why the texts of several requests cannot be one row of tokens, as servers batch them; None if they can."""
+    def packing_unsupported_reason(self) -> str | None:
+        """Why the texts of several requests cannot be one row of tokens, as servers batch them;
+        None if they can.
+        """
         if any(spec["context"] is not None for spec in self.rotary):
             return "its rotary frequencies change with a text's length"
         if self.gate_layer is not None and self.gate_features == "token+running_mean":

@@ -2,17 +2,18 @@
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-A frozen base of width D has an expansion of width U: the residual stream is two tensors, `x` and `x_up`
-(`scale_streams.py`). A routed model runs the layers above `l_fp` twice, with and without expansion_to_base blocks, and
-takes per token the path that the router chooses (the paper's Eq. 5).
+A frozen base of width D has an expansion of width U: the residual stream is two tensors, `x` and
+`x_up` (`scale_streams.py`). A routed model runs the layers above `l_fp` twice, with and without
+expansion_to_base blocks, and takes per token the path that the router chooses (the paper's Eq. 5).
 
-With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
-closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
-without those blocks, and an open one the other. Tokens that the base does not have (from `base_vocab_size` on) are
-open, and none follows a closed token.
+With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether
+the text is new. A closed token takes no expansion_to_base block and nothing of the expansion's
+logits; a routed model gives it the path without those blocks, and an open one the other. Tokens
+that the base does not have (from `base_vocab_size` on) are open, and none follows a closed token.
 
-In inference the base runs alone until the gate first opens. Then the text for which it opens is computed anew, with the
-expansion, which from there on runs for all texts of the batch. See `ScaleForCausalLM._from_open_on`.
+In inference the base runs alone until the gate first opens. Then the text for which it opens is
+computed anew, with the expansion, which from there on runs for all texts of the batch. See
+`ScaleForCausalLM._from_open_on`.
 
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
 """
@@ -31,36 +32,56 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
-from .scale_attention import ScaleRotary
-from .scale_cache import GateCache, TextCache, empty_like, lacks_expansion, layer_of, set_rows
-from .scale_feed_forward import ExpertLinear
-from .scale_gate import ScaleGate, texts_of
-from .scale_layer import ScaleLayer
-from .scale_streams import StreamPath, WidenedNorm
-from .scale_vocabulary import ScaleEmbedding, ScaleOutput
+from .scale_gate import (
+    GateCache,
+    ScaleGate,
+    TextCache,
+    empty_like,
+    lacks_expansion,
+    layer_of,
+    set_rows,
+    texts_of,
+)
+from .scale_layer import RotaryAngles, ScaleExpertLinear, ScaleLayer, ScaleRotary
+from .scale_math import choose_path
+from .scale_streams import ScaleEmbedding, ScaleNorm, ScaleOutput, StreamPath
 
 
-class Inputs(NamedTuple):
-    """Beside the embedded text, its tokens [B, S] if they are known, and what `forward` has been given."""
+class PassInputs(NamedTuple):
+    """What a pass reads beside the embedded text."""
 
     tokens: Any
+    """The tokens [B, S], or None where they are not known."""
     attention_mask: Any
     positions: Tensor
     cache: Any
     options: dict[str, Any]
     """For the attention function, such as a server's own cache."""
 
-    def of(self, rows: Tensor, cache: Any) -> Inputs:
-        """Those of the sequences `rows`, with a `cache` of their own if there is one."""
-        tokens, mask, positions = (None if part is None else part[rows] for part in self[:3])
-        return Inputs(tokens, mask, positions, None if self.cache is None else cache, self.options)  # type: ignore[arg-type]
+    def of(self, rows: Tensor, cache: Any) -> PassInputs:
+        """The inputs of the sequences `rows`, with a `cache` of their own if there is one."""
+        tokens = None if self.tokens is None else self.tokens[rows]
+        mask = None if self.attention_mask is None else self.attention_mask[rows]
+        if self.cache is None:
+            cache = None
+        return PassInputs(tokens, mask, self.positions[rows], cache, self.options)
+
+
+class LastStreams(NamedTuple):
+    """What the output projection reads, normalised."""
+
+    paths: list[StreamPath]
+    """One path; of a routed model without a gate the preserved and the adapted one."""
+    closed: Tensor | None
+    """Which tokens the gate has closed, bool [B, S, 1]; None: there is no gate."""
 
 
 class ScaleBackbone(nn.Module):
     """The model without its output projection: what `base_model` is in other models of the library.
 
-    Some trainers take hidden states from it, and `weight` of `get_output_embeddings()`, to make the logits of a few
-    tokens at a time. It shares the model's modules, and is made anew where it is asked for.
+    Some trainers take hidden states from it, and `weight` of `get_output_embeddings()`, to make the
+    logits of a few tokens at a time. It shares the model's modules, and is made anew where it is
+    asked for.
     """
 
     # The library asks the backbone of any model for them.
@@ -76,21 +97,24 @@ class ScaleBackbone(nn.Module):
         self._models = (model,)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` is [x, x_up], [B, S, D + U].
+        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` is [x, x_up], [B, S, D +
+        U].
 
         Raises ValueError: the logits are no product of one hidden state and one matrix.
         """
         [model] = self._models
-        reason = model.config.why_no_single_head()
+        reason = model.config.backbone_unsupported_reason()
         if reason is not None:
             raise ValueError(
                 f"this model has no backbone whose hidden states give its logits: {reason}; "
-                "take the loss, or the logits, of model(input_ids, labels=labels), as transformers' Trainer does"
+                "take the loss, or the logits, of model(input_ids, labels=labels), as "
+                "transformers' Trainer does"
             )
-        [path], cache, states = model.hidden_states(*args, **kwargs)
+        streams, cache, states = model.hidden_states(*args, **kwargs)
+        [path] = streams.paths
         x_up = path.x_up
-        if len(x_up) == 0:  # the base ran alone
-            x_up = x_up.new_zeros(*path.x.shape[:2], x_up.shape[-1])
+        if x_up is None:  # the base ran alone
+            x_up = path.x.new_zeros(*path.x.shape[:2], model.config.expansion_hidden_size)
         last = torch.cat([path.x, x_up], dim=-1)
         return BaseModelOutputWithPast(
             last_hidden_state=last, past_key_values=cache, hidden_states=states
@@ -119,7 +143,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.layers = nn.ModuleList(
             ScaleLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
-        self.final_norm = WidenedNorm(config)
+        self.final_norm = ScaleNorm(config)
         self.output = ScaleOutput(config)
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         self.post_init()
@@ -132,9 +156,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         super()._init_weights(module)
         if isinstance(module, ScaleRotary):
             module.fill()
-        elif isinstance(
-            module, (ScaleOutput, ExpertLinear, nn.ModuleDict)
-        ):  # whose tensors are their own
+        elif isinstance(module, (ScaleOutput, ScaleExpertLinear, nn.ModuleDict)):
+            # Their tensors are no modules of the library's, which it would initialise.
             for parameter in module.parameters(recurse=False):
                 init.normal_(parameter, std=0.02)
 
@@ -148,19 +171,21 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return ScaleBackbone(self)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output projection, whose `weight` is [V, D + U]; None where logits are no product of one matrix."""
-        return self.output if self.config.why_no_single_head() is None else None
+        """The output projection, whose `weight` is [V, D + U]; None where logits are no product of
+        one matrix.
+        """
+        if self.config.backbone_unsupported_reason() is not None:
+            return None
+        return self.output
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError("the vocabulary is extended before training, by scale-cpt vocabulary")
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """The library's, whose paged cache has the same heads in every layer."""
-        reason = (
-            "some layers have two sets of heads"
-            if self.config.routed
-            else self.config.why_not_packed()
-        )
+        reason = self.config.packing_unsupported_reason()
+        if self.config.routed:
+            reason = "some layers have two sets of heads"
         if reason is not None:
             raise ValueError(f"continuous batching cannot run this model: {reason}")
         return super().init_continuous_batching(*args, **kwargs)
@@ -179,12 +204,14 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all), or those.
+        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens
+        (0: all), or those.
 
-        inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its score. Hidden states
-        are such streams of the adapted path: before each layer, and after the last norm.
+        inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its
+        score. Hidden states are such streams of the adapted path: before each layer, and after the
+        last norm.
         """
-        paths, past_key_values, states = self.hidden_states(
+        streams, past_key_values, states = self.hidden_states(
             input_ids,
             attention_mask,
             position_ids,
@@ -195,7 +222,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             output_hidden_states,
             **kwargs,
         )
-        logits = self.output(paths)
+        logits = self.output(streams.paths, streams.closed)
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -216,22 +243,27 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
-    ) -> tuple[list[StreamPath], Any, tuple[Tensor, ...] | None]:
-        """What `output` reads (`streams`), the cache, and all hidden states if asked for. Arguments: `forward`."""
+    ) -> tuple[LastStreams, Any, tuple[Tensor, ...] | None]:
+        """What `output` reads (`streams`), the cache, and all hidden states if asked for.
+        Arguments: `forward`.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds")
         embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         if type(past_key_values) is DynamicCache and not past_key_values.layers:
-            past_key_values.layers = DynamicCache(
-                config=self.config
-            ).layers  # before those of a gate
+            # The layers of the model come before those of a gate.
+            past_key_values.layers = DynamicCache(config=self.config).layers
+
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        layers = range(self.config.num_hidden_layers)
-        recorded: dict[int, Any] | None = dict.fromkeys(layers) if output_hidden_states else None
-        paths = self.streams(
+        recorded: dict[int, Any] | None = None
+        if output_hidden_states:
+            recorded = dict.fromkeys(range(self.config.num_hidden_layers))
+        streams = self.streams(
             embedded,
             attention_mask,
             position_ids,
@@ -241,12 +273,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             input_ids,
             **kwargs,
         )
-        states = (
-            None
-            if recorded is None
-            else tuple(torch.cat(path[:2], dim=-1) for path in recorded.values())
-        )
-        return paths, past_key_values, states
+        states = None
+        if recorded is not None:
+            states = tuple(torch.cat([path.x, path.x_up], dim=-1) for path in recorded.values())
+        return streams, past_key_values, states
 
     def streams(
         self,
@@ -258,179 +288,215 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         recorded: dict[int, Any] | None = None,
         tokens: Tensor | None = None,
         **options: Any,
-    ) -> list[StreamPath]:
+    ) -> LastStreams:
         """What `output` reads: one path or two, after the last norm and the gate.
 
-        Arguments: `forward`. `recorded` receives the streams before the layers that it names, and the last; `tokens`
-        [B, S] are those embedded, if known.
+        Arguments: `forward`. `recorded` receives the streams before the layers that it names, and
+        the last; `tokens` [B, S] are those embedded, if known.
         """
-        config = self.config
         start = self._start(embedded)
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            # Added, not given to arange: a cache of fixed size counts on the device, and arange would wait for it.
-            position_ids = (
-                torch.arange(embedded.shape[1], device=embedded.device) + seen
-            ).unsqueeze(0)
-        inputs = Inputs(tokens, attention_mask, position_ids, past_key_values, options)
-        if (
-            tokens is not None
-            and recorded is None
-            and self._waits_for_open(attention_mask, past_key_values)
-        ):
+            # Added, not given to arange: a cache of fixed size counts on the device, and arange
+            # would wait for it.
+            positions = torch.arange(embedded.shape[1], device=embedded.device) + seen
+            position_ids = positions.unsqueeze(0)
+        inputs = PassInputs(tokens, attention_mask, position_ids, past_key_values, options)
+
+        may_wait = tokens is not None and recorded is None
+        if may_wait and self._waits_for_open(attention_mask, past_key_values):
             paths, opens = self._from_open_on(start, inputs)
         elif lacks_expansion(past_key_values):
             raise ValueError(
-                "past_key_values: of the base alone, as its gate was shut; give the text from its start"
+                "past_key_values: of the base alone, as its gate was shut; give the text from its "
+                "start"
             )
         else:
             paths, opens = self._run([start], inputs, recorded)
         if recorded is not None:
-            recorded[config.num_hidden_layers] = paths[-1].normed(self.final_norm)
-        kept = (
-            slice(-logits_to_keep or None, None)
-            if isinstance(logits_to_keep, int)
-            else logits_to_keep
-        )
-        paths = [
-            path._replace(x=path.x[:, kept], x_up=path.x_up[:, kept]).normed(self.final_norm)
-            for path in paths
-        ]
+            recorded[self.config.num_hidden_layers] = paths[-1].normed(self.final_norm)
+
+        kept = kept_tokens(logits_to_keep)
+        normed = []
+        for path in paths:
+            x_up = None if path.x_up is None else path.x_up[:, kept]
+            normed.append(path._replace(x=path.x[:, kept], x_up=x_up).normed(self.final_norm))
         if opens is None:
-            return paths
-        # Zeros in x_up add exactly nothing to the logits. One path is both.
-        preserved, adapted, closed = paths[0], paths[-1], ~opens[:, kept].to(paths[0].x.device)
-        up = adapted.x_up.masked_fill(closed, 0) if len(adapted.x_up) else adapted.x_up
-        return [StreamPath(torch.where(closed, preserved.x, adapted.x), up)]
+            return LastStreams(normed, None)
+        # A model without a router has one path, which is both.
+        preserved = normed[0]
+        adapted = normed[-1]
+        closed = ~opens[:, kept].to(preserved.x.device)
+        x, x_up = choose_path(closed, preserved[:2], adapted[:2])
+        return LastStreams([StreamPath(x, x_up)], closed)
 
     def _run(
         self,
         paths: list[StreamPath],
-        inputs: Inputs,
+        inputs: PassInputs,
         recorded: dict[int, Any] | None = None,
         decided: Tensor | None = None,
     ) -> tuple[list[StreamPath], Tensor | None]:
-        """The paths after the last layer, and for which tokens the gate opens [B, S, 1] if there is one, or `decided`.
+        """The paths after the last layer, and for which tokens the gate opens [B, S, 1] if there is
+        one, or `decided`.
 
         Ends at the gate where the base ran alone and it opens for all.
         """
         config = self.config
-        _, masks, positions, cache, options = inputs
+        masks = inputs.attention_mask
         if not isinstance(masks, dict):  # a server's batches have their own
-            masks = create_masks_for_generate(config, paths[0].x, masks, cache, positions)
-        tables = [make(positions, paths[0].x.dtype) for make in self.rotary]
+            masks = create_masks_for_generate(
+                config, paths[0].x, masks, inputs.cache, inputs.positions
+            )
+        tables = [make_table(inputs.positions, paths[0].x.dtype) for make_table in self.rotary]
         opens = None
-        for index, layer in enumerate(self.layers):
+        for index in range(config.num_hidden_layers):
             if recorded is not None and index in recorded:
                 recorded[index] = paths[-1]
             if self.token_gate is not None and index == config.gate_layer:
                 opens = self._opens(paths, inputs) if decided is None else decided
-                if len(paths[0].x_up) == 0 and opens.any(1).all():
+                if paths[0].x_up is None and opens.any(1).all():
                     return paths, opens
                 if not config.routed:
                     paths = [paths[0]._replace(masked=~opens)]
             if config.routed and index == config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
-            rotary = config.layer_rotary[index]
-            streams = layer(
-                *(stream for path in paths for stream in path[:2]),
-                masked=[path.masked for path in paths],
-                rotary=None if rotary is None else tables[rotary],
-                mask=masks[config.layer_types[index]],
-                past_key_values=cache,
-                **options,
-            )
-            pairs = zip(paths, streams[::2], streams[1::2], strict=True)
-            paths = [path._replace(x=x, x_up=x_up) for path, x, x_up in pairs]
+            paths = self._layer_on_paths(index, paths, tables, masks, inputs)
         if self.token_gate is not None and opens is None:
             opens = self._opens(paths, inputs) if decided is None else decided
         return paths, opens
 
-    def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
-        """Whether sequences may do without the expansion until the gate opens: where their text can be run again."""
+    def _layer_on_paths(
+        self,
+        index: int,
+        paths: list[StreamPath],
+        tables: list[RotaryAngles],
+        masks: dict[str, Any],
+        inputs: PassInputs,
+    ) -> list[StreamPath]:
+        """The paths after the layer `index`."""
         config = self.config
-        if (
-            config.gate_layer is None
-            or config.routed
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or config._attn_implementation == "flex_attention"
-            or len({part.base.weight.device for part in (self.embedding, self.final_norm)}) > 1
-            or len(set(getattr(self, "hf_device_map", {}).values())) > 1
-            or any(spec["context"] is not None for spec in config.rotary)
-            or not (
-                attention_mask is None
-                or (isinstance(attention_mask, Tensor) and attention_mask.dim() == 2)
-            )
-        ):
+        streams: list[Tensor | None] = []
+        for path in paths:
+            streams += [path.x, path.x_up]
+        table = config.layer_rotary[index]
+        results = self.layers[index](
+            *streams,
+            masked=[path.masked for path in paths],
+            rotary=None if table is None else tables[table],
+            mask=masks[config.layer_types[index]],
+            past_key_values=inputs.cache,
+            **inputs.options,
+        )
+        changed = []
+        for path, x, x_up in zip(paths, results[::2], results[1::2], strict=True):
+            changed.append(path._replace(x=x, x_up=x_up))
+        return changed
+
+    def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
+        """Whether sequences may do without the expansion until the gate opens: where their text can
+        be run again.
+        """
+        config = self.config
+        if config.gate_layer is None or config.routed:
+            return False
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        if config._attn_implementation == "flex_attention":
+            return False
+        # What is computed again is written into what all layers have computed: on one device.
+        ends = {self.embedding.base.weight.device, self.final_norm.base.weight.device}
+        places = set(getattr(self, "hf_device_map", {}).values())
+        if len(ends) > 1 or len(places) > 1:
+            return False
+        # A longer text may have other frequencies: what is cached of it would be of the others.
+        if any(spec["context"] is not None for spec in config.rotary):
+            return False
+        is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        if attention_mask is not None and not is_padding:
             return False
         if cache is None:
             return True
-        kinds = {type(layer) for layer in cache.layers}
-        if (
-            not kinds <= {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache}
-            or cache.offloading
-        ):
+        known = {DynamicLayer, DynamicSlidingWindowLayer, GateCache, TextCache}
+        if not {type(layer) for layer in cache.layers} <= known or cache.offloading:
             return False
-        length: int = sum(
-            layer.get_seq_length() for layer in cache.layers if type(layer) is TextCache
-        )
-        return length == cache.get_seq_length()
+        # A text of which some was read before its tokens were kept cannot be run again.
+        length = 0
+        for layer in cache.layers:
+            if type(layer) is TextCache:
+                length += layer.get_seq_length()
+        is_whole: bool = length == cache.get_seq_length()
+        return is_whole
 
     def _from_open_on(
-        self, start: StreamPath, inputs: Inputs
+        self, start: StreamPath, inputs: PassInputs
     ) -> tuple[list[StreamPath], Tensor | None]:
-        """`_run` of the base alone until the gate opens for a sequence of the batch, then with the expansion.
+        """`_run` of the base alone until the gate opens for a sequence of the batch, then with the
+        expansion.
 
-        A sequence for which it opens is computed again from its start, all closed but the end. The past of the others
-        has zeros for the expansion: closed tokens do not read it.
+        A sequence for which it opens is computed again from its start, all closed but the end. The
+        past of the others has zeros for the expansion: closed tokens do not read it.
         """
         inputs = inputs._replace(positions=inputs.positions.expand_as(inputs.tokens))
-        tokens, _, positions, cache, _ = inputs
+        cache = inputs.cache
         text = TextCache() if cache is None else layer_of(TextCache, cache)
-        before = text.opened(tokens)
-        [path], opens = self._run(
-            [start if text.has_expansion else start._replace(x_up=start.x_up[:0])], inputs
-        )
+        before = text.opened(inputs.tokens)
+        if not text.has_expansion:
+            start = start._replace(x_up=None)
+        [path], opens = self._run([start], inputs)
         assert opens is not None, "`_waits_for_open` has seen a gate"
-        new = (torch.stack([tokens, positions], dim=-1), opens)
-        whole, decided = (part[:, 0] for part in text.update(*(part.unsqueeze(1) for part in new)))
-        rows = text.opened(tokens) & ~before
+
+        new_text = torch.stack([inputs.tokens, inputs.positions], dim=-1)
+        whole, decided = text.update(new_text.unsqueeze(1), opens.unsqueeze(1))
+        rows = text.opened(inputs.tokens) & ~before
         if not rows.any():
             return [path], opens
-        own, text.has_expansion = empty_like(cache, self.config), True
-        again = inputs._replace(tokens=whole[..., 0], positions=whole[..., 1]).of(rows, own)
-        [opened], _ = self._run(
-            [self._start(self.embedding(again.tokens))], again, decided=decided[rows].bool()
-        )
-        x, x_up = (stream[:, -opens.shape[1] :] for stream in opened[:2])
+
+        # The sequences `rows` are computed again from their start, with the decisions that were
+        # taken.
+        own = empty_like(cache, self.config)
+        text.has_expansion = True
+        again = inputs._replace(tokens=whole[:, 0, :, 0], positions=whole[:, 0, :, 1])
+        again = again.of(rows, own)
+        again_start = self._start(self.embedding(again.tokens))
+        [opened], _ = self._run([again_start], again, decided=decided[rows, 0].bool())
+        assert opened.x_up is not None, "it ran with the expansion"
+        new = inputs.tokens.shape[1]
+        x = opened.x[:, -new:]
+        x_up = opened.x_up[:, -new:]
         if cache is not None:
             set_rows(cache, rows, own)
         if rows.all():
             return [StreamPath(x, x_up)], opens
-        path = path if len(path.x_up) else path._replace(x_up=torch.zeros_like(start.x_up))
-        path.x[rows], path.x_up[rows] = x, x_up
-        return [path], opens
+        whole_up = path.x_up
+        if whole_up is None:
+            whole_up = path.x.new_zeros(*path.x.shape[:2], self.config.expansion_hidden_size)
+        path.x[rows] = x
+        whole_up[rows] = x_up
+        return [path._replace(x_up=whole_up)], opens
 
     def _start(self, embedded: Tensor) -> StreamPath:
         """The streams before the first layer, of embedded tokens [B, S, D + U]."""
-        return StreamPath(
-            *embedded.split([self.config.hidden_size, self.config.expansion_hidden_size], dim=-1)
-        )
+        sizes = [self.config.hidden_size, self.config.expansion_hidden_size]
+        x, x_up = embedded.split(sizes, dim=-1)
+        return StreamPath(x, x_up)
 
-    def _opens(self, paths: list[StreamPath], inputs: Inputs) -> Tensor:
-        """For which tokens the gate opens [B, S, 1], on the path that no expansion_to_base block has changed."""
+    def _opens(self, paths: list[StreamPath], inputs: PassInputs) -> Tensor:
+        """For which tokens the gate opens [B, S, 1], on the path that no expansion_to_base block
+        has changed.
+        """
         assert self.token_gate is not None, "`_run` has seen a gate"
-        x, (tokens, attention_mask, positions, cache, _) = paths[0].x, inputs
-        is_text, documents = texts_of(x, attention_mask, positions, cache)
-        stored = (
-            layer_of(GateCache, cache) if cache is not None and self.token_gate.has_mean else None
-        )
+        x = paths[0].x
+        is_text, documents = texts_of(x, inputs.attention_mask, inputs.positions, inputs.cache)
+        stored: GateCache | None = None
+        if inputs.cache is not None and self.token_gate.has_mean:
+            stored = layer_of(GateCache, inputs.cache)
         opens: Tensor = self.token_gate(x, is_text, documents, stored)
         if is_text is not None:
             opens = opens & is_text.unsqueeze(-1).to(opens.device)
-        if tokens is not None and self.output.only_base_after_closed:
-            opens = opens | (tokens >= self.output.of_base).unsqueeze(-1).to(opens.device)
+        if inputs.tokens is not None and self.output.is_gated_vocabulary:
+            is_new = (inputs.tokens >= self.output.base_columns).unsqueeze(-1)
+            opens = opens | is_new.to(opens.device)
         return opens
 
     def prepare_inputs_for_generation(
@@ -440,13 +506,18 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """A text that outgrows a context with other frequencies beyond it (longrope) is computed from its start."""
+        """A text that outgrows a context with other frequencies beyond it (longrope) is computed
+        from its start.
+        """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        contexts = [
-            spec["context"] for spec in self.config.rotary if spec["long_frequencies"] is not None
-        ]
-        if any(0 < seen <= context < input_ids.shape[1] for context in contexts):
-            past_key_values = kwargs["next_sequence_length"] = None
+        for spec in self.config.rotary:
+            has_outgrown = (
+                spec["long_frequencies"] is not None
+                and 0 < seen <= spec["context"] < input_ids.shape[1]
+            )
+            if has_outgrown:
+                past_key_values = None
+                kwargs["next_sequence_length"] = None
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
             input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -456,3 +527,12 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """The padding itself, which the gate reads too: `forward` makes the masks."""
         return attention_mask
+
+
+def kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """The argument `logits_to_keep` as an index: the last so many tokens (0: all), or the tokens
+    that it names.
+    """
+    if isinstance(logits_to_keep, int):
+        return slice(-logits_to_keep or None, None)
+    return logits_to_keep

@@ -1,20 +1,23 @@
-"""One base with several expansions beside each other, for `transformers`. It is shipped with the weights:
+"""One base with several expansions beside each other, for `transformers`. It is shipped with the
+weights:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)                      # all expansions
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["korean"])   # only this one
 
-Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact stream. Of several,
-the expansion whose margins (its score, the log odds of its text, less its threshold) were largest over the last tokens
-is in use; where its gate is open, it gives the probabilities that it would give alone. Where it is closed, the one that
-was open last gives those that it would give of a closed token alone, and before the first the base its own. So no
-expansion changes what another, or the base, says of a token.
+Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact
+stream. Of several, the expansion whose margins (its score, the log odds of its text, less its
+threshold) were largest over the last tokens is in use; where its gate is open, it gives the
+probabilities that it would give alone. Where it is closed, the one that was open last gives those
+that it would give of a closed token alone, and before the first the base its own. So no expansion
+changes what another, or the base, says of a token.
 
-A text pays for an expansion from the first token on which it is used: then the text so far is computed with it, once.
-One without expansion_to_base blocks (Preserve) computes the base's stream too, in the same pass; beside one with such
-blocks (Adapt) the base runs on, as the gates and closed tokens need its stream.
+A text pays for an expansion from the first token on which it is used: then the text so far is
+computed with it, once. One without expansion_to_base blocks (Preserve) computes the base's stream
+too, in the same pass; beside one with such blocks (Adapt) the base runs on, as the gates and closed
+tokens need its stream.
 
-Shapes: B batch, R some of its sequences, S sequence, T the text so far, D hidden, U expansion, V vocabulary,
-E expansions, P = 1 + E paths.
+Shapes: B batch, R some of its sequences, S sequence, T the text so far, D hidden, U expansion, V
+vocabulary, E expansions, P = 1 + E paths.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -36,26 +39,44 @@ from transformers.utils import can_return_tuple
 
 from .configuration_scale import ScaleConfig
 from .configuration_scale_combined import CombinedConfig, chosen
-from .modeling_scale import Inputs, ScaleForCausalLM
-from .scale_cache import BASE, State, empty_like
-from .scale_gate import texts_of
+from .modeling_scale import PassInputs, ScaleForCausalLM, kept_tokens
+from .scale_combined_cache import BASE, CombinedState
+from .scale_gate import empty_like, texts_of
+from .scale_math import NEVER, separate_products, soft_capped
 from .scale_streams import StreamPath
-from .scale_vocabulary import NEVER
 
 EXPANSIONS = "expansions"
 """The folder of expansions, each in a folder with its name."""
 NEW_ROWS = ("new_rows.embedding", "new_rows.output")
-"""Tensors of an expansion with an extended vocabulary: rows that follow the base's in two of its matrices."""
+"""Tensors of an expansion with an extended vocabulary: rows that follow the base's in two of its
+matrices.
+"""
 RECENT = 128
 """How many tokens' margins are compared where several gates are open."""
 LARGEST_MARGIN = 64.0
-"""What a larger margin counts as for the tokens after it, such as a new piece's."""
+"""What a larger margin counts as for the tokens after it, such as that of a new token."""
+
+
+class AddedLogits(NamedTuple):
+    """What an expansion adds to the logits of the sequences `rows` [B]."""
+
+    rows: Tensor
+    new_tokens: range
+    """The ids of the expansion's own tokens."""
+    logits: Tensor
+    """[R, S', V']: of the base's tokens and of the expansion's own."""
 
 
 class CombinedForCausalLM(ScaleForCausalLM):
-    """A base, as a ScaleForCausalLM without an expansion, and models of its expansions, which share its weights.
+    """A base, as a ScaleForCausalLM without an expansion, and models of its expansions, which share
+    its weights.
 
-    `pieces` are the ids of each expansion's own vocabulary, behind those of the base and of expansions before it.
+    Attributes:
+        names: the expansions that are loaded, in the order of the paths.
+        expansions: their models.
+        new_tokens: the ids of each expansion's own vocabulary, behind those of the base and of
+            expansions before it.
+        active: the names of those that may open.
     """
 
     config_class = CombinedConfig
@@ -67,31 +88,37 @@ class CombinedForCausalLM(ScaleForCausalLM):
             super().__init__(config)
         self.names: list[str] = []
         self.expansions = nn.ModuleList()
-        self.pieces: list[range] = []
+        self.new_tokens: list[range] = []
         self.active: list[str] = []
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """The library's, which loads the base; then its expansions, or those that the argument `active` names.
+        """The library's, which loads the base; then its expansions, or those that the argument
+        `active` names.
 
         The model is for inference.
 
-        Raises ValueError: `active` names one that is not there, or the base would be quantised or on several devices.
+        Raises:
+            ValueError: `active` names one that is not there, or the base would be quantised or on
+                several devices.
         """
         found = super().from_pretrained(name, *args, **kwargs)
         model: CombinedForCausalLM = found[0] if isinstance(found, tuple) else found
-        if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or hasattr(
-            model, "hf_quantizer"
-        ):
+        is_on_several = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        if is_on_several or hasattr(model, "hf_quantizer"):
             raise ValueError(
-                "a model with several expansions runs on one device, with its weights as they are stored"
+                "a model with several expansions runs on one device, with its weights as they are "
+                "stored"
             )
-        folder, part = Path(name), Path(kwargs.get("subfolder") or "")
+        folder = Path(name)
+        part = Path(kwargs.get("subfolder") or "")
         if not folder.is_dir():
-            asked = ("revision", "cache_dir", "token", "local_files_only")
-            of_hub = {key: kwargs[key] for key in asked if key in kwargs}
             wanted = [f"{part / EXPANSIONS / expansion}/*" for expansion in model.config.names()]
-            folder = Path(snapshot_download(name, allow_patterns=wanted, **of_hub))
+            options = {}
+            for key in ("revision", "cache_dir", "token", "local_files_only"):
+                if key in kwargs:
+                    options[key] = kwargs[key]
+            folder = Path(snapshot_download(name, allow_patterns=wanted, **options))
         for expansion in model.config.names():
             model.load_expansion(expansion, folder / part / EXPANSIONS / expansion)
         model.share_base()
@@ -100,91 +127,113 @@ class CombinedForCausalLM(ScaleForCausalLM):
         return found
 
     @property
-    def _models(self) -> list[ScaleForCausalLM]:
+    def _expansion_models(self) -> list[ScaleForCausalLM]:
         return list(self.expansions)  # type: ignore[arg-type]
 
+    @property
+    def _path_models(self) -> list[ScaleForCausalLM]:
+        """The model of each path: the base, then the expansions."""
+        return [self, *self._expansion_models]
+
     def load_expansion(self, name: str, folder: Path) -> None:
-        """Adds the expansion `name`, an entry of the config, from its `folder`, without its base: see `share_base`."""
+        """Adds the expansion `name`, an entry of the config, from its `folder`, without its base:
+        see `share_base`.
+        """
         config = ScaleConfig(**self.config.expansions[name])
         config._attn_implementation = self.config._attn_implementation
         with no_init_weights(), torch.device("meta"):
             model = ScaleForCausalLM(config)
         model.rotary = self.rotary
-        tensors = {
-            key: tensor.to(
-                self.device, torch.float32 if key.startswith("token_gate.") else self.dtype
-            )
-            for file in sorted(folder.glob("*.safetensors"))
-            for key, tensor in load_file(file).items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            for key, tensor in load_file(file).items():
+                # A gate stays in fp32: 16 bits would change decisions.
+                dtype = torch.float32 if key.startswith("token_gate.") else self.dtype
+                tensors[key] = tensor.to(self.device, dtype)
         new_rows = [tensors.pop(key) for key in NEW_ROWS if key in tensors]
-        first = self.config.vocab_size
-        self.pieces.append(range(first, first + len(new_rows[0]) if new_rows else first))
         model.load_state_dict(tensors, strict=False, assign=True)
-        if new_rows:  # behind the pieces of the expansions before it, of which it knows nothing
-            old, own = model.embedding.expansion.weight.split(
-                [config.base_vocab_size, len(new_rows[0])]
-            )
-            others = old.new_zeros(first - len(old), old.shape[1])
-            model.embedding.expansion.weight = nn.Parameter(
-                torch.cat([old, others, own]), requires_grad=False
-            )
-            self.config.base_vocab_size = self.config.base_vocab_size or first
-            self.config.vocab_size += len(own)
-            self.config.tie_word_embeddings = False
-            self.embedding.base.weight, self.output.base = (
-                nn.Parameter(torch.cat([rows, added]), requires_grad=False)
-                for rows, added in zip(
-                    (self.embedding.base.weight, self.output.base), new_rows, strict=True
-                )
-            )
-            self.output.set_vocabulary(self.config)
+        first = self.config.vocab_size
+        if new_rows:
+            self._add_new_tokens(model, *new_rows)
+        self.new_tokens.append(range(first, self.config.vocab_size))
         self.names.append(name)
         self.expansions.append(model)
+
+    def _add_new_tokens(
+        self, model: ScaleForCausalLM, embedding_rows: Tensor, output_rows: Tensor
+    ) -> None:
+        """Gives the new tokens of an expansion's `model` the next ids, and adds their rows [n, D]
+        to the base's.
+        """
+        count = len(embedding_rows)
+        first = self.config.vocab_size
+        # The expansion knows nothing of the tokens of expansions before it: its rows for them are
+        # zeros.
+        old_up, new_up = model.embedding.expansion.weight.split(
+            [model.config.base_vocab_size, count]
+        )
+        of_others = old_up.new_zeros(first - len(old_up), old_up.shape[1])
+        model.embedding.expansion.weight = _frozen(torch.cat([old_up, of_others, new_up]))
+        if self.config.base_vocab_size is None:
+            self.config.base_vocab_size = first
+        self.config.vocab_size += count
+        self.config.tie_word_embeddings = False
+        embedding = self.embedding.base
+        embedding.weight = _frozen(torch.cat([embedding.weight, embedding_rows]))
+        self.output.base = _frozen(torch.cat([self.output.base, output_rows]))
+        self.output.set_vocabulary(self.config)
 
     def share_base(self) -> None:
         """Gives the expansions the base's parameters.
 
-        An expansion's embedding has a row of zeros for a piece of another's vocabulary.
+        An expansion's embedding has a row of zeros for a token of another's vocabulary.
 
-        Raises ValueError: an expansion lacks a tensor.
+        Raises:
+            ValueError: an expansion lacks a tensor.
         """
-        of_base = {
-            key: value for key, value in self.named_parameters() if not key.startswith(EXPANSIONS)
-        }
-        of_base["output.base"] = self.output.base  # not named where it is tied
-        for model in (self, *self._models):
-            for key, parameter in (*model.named_parameters(), ("output.base", model.output.base)):
-                path, _, leaf = key.rpartition(".")
-                if path.startswith(EXPANSIONS):
+        of_base = {"output.base": self.output.base}  # not named where it is tied
+        for key, parameter in self.named_parameters():
+            if not key.startswith(EXPANSIONS):
+                of_base[key] = parameter
+        for model in self._path_models:
+            # A list: the loop replaces parameters.
+            for key, parameter in [*model.named_parameters(), ("output.base", model.output.base)]:
+                if key.startswith(EXPANSIONS):
                     continue
                 shared = of_base[key] if is_of_base(key) else parameter
-                if key == "embedding.expansion.weight" and (
-                    rows := self.config.vocab_size - len(parameter)
-                ):
-                    shared = nn.Parameter(F.pad(parameter, (0, 0, 0, rows)), requires_grad=False)
+                missing_rows = self.config.vocab_size - len(parameter)
+                if key == "embedding.expansion.weight" and missing_rows:
+                    shared = _frozen(F.pad(parameter, (0, 0, 0, missing_rows)))
+                path, _, leaf = key.rpartition(".")
                 setattr(model.get_submodule(path), leaf, shared)
-        for name, model in zip(self.names, self._models, strict=True):
+        for name, model in zip(self.names, self._expansion_models, strict=True):
             missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
             if missing:
                 raise ValueError(
-                    f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it again"
+                    f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it "
+                    "again"
                 )
 
     def set_active(self, names: Iterable[str]) -> None:
-        """From now on only these expansions open; none: the model is the base. Raises ValueError: one is not loaded."""
+        """From now on only these expansions open; none: the model is the base.
+
+        Raises:
+            ValueError: one is not loaded.
+        """
         self.active = chosen(names, self.names)
 
     def allowed(self, requests: Sequence[Iterable[str]]) -> Tensor:
-        """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of `generate`.
+        """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of
+        `generate`.
 
-        Raises ValueError: one is not loaded.
+        Raises:
+            ValueError: one is not loaded.
         """
-        rows = [chosen(names, self.names) for names in requests]
-        table = [[name in names for name in self.names] for names in rows]
-        return torch.tensor(table, dtype=torch.bool, device=self.device).view(
-            len(rows), len(self.names)
-        )
+        table = torch.zeros(len(requests), len(self.names), dtype=torch.bool)
+        for row, names in enumerate(requests):
+            for name in chosen(names, self.names):
+                table[row, self.names.index(name)] = True
+        return table.to(self.device)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -199,42 +248,33 @@ class CombinedForCausalLM(ScaleForCausalLM):
         active: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids, position_ids, labels: [B, S]; attention_mask: [B, T]; active: [B, E], as `allowed` makes it.
+        """input_ids, position_ids, labels: [B, S]; attention_mask: [B, T]; active: [B, E], as
+        `allowed` makes it.
 
         Logits come for the last `logits_to_keep` tokens (0: all), or those.
 
-        Raises ValueError: a cache, or an argument, that this model does not take.
+        Raises:
+            ValueError: this model does not take the cache or an argument.
         """
         hidden_states = kwargs.pop("output_hidden_states", self.config.output_hidden_states)
         if kwargs.pop("inputs_embeds", None) is not None or hidden_states:
             raise ValueError(
                 "a model with several expansions takes input_ids, and gives no hidden states"
             )
-        if attention_mask is not None and (
-            not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2
-        ):
-            raise ValueError(
-                "attention_mask: expected a tensor [B, T]: a text may be computed again from its start"
-            )
-        if active is not None and (
-            not isinstance(active, Tensor) or active.shape != (len(input_ids), len(self.names))
-        ):
-            raise ValueError(
-                "active: expected what model.allowed([[NAME, …], …]) makes, a row for each text"
-            )
-        if (self.config.use_cache if use_cache is None else use_cache) and past_key_values is None:
+        self._check_arguments(input_ids, attention_mask, active)
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        state = State.of(
-            past_key_values, input_ids, [self.config, *(model.config for model in self._models)]
-        )
+        configs = [model.config for model in self._path_models]
+        state = CombinedState.of(past_key_values, input_ids, configs)
         if position_ids is None:
             seen = state.text.get_seq_length()
-            position_ids = torch.arange(
-                seen, seen + input_ids.shape[1], device=input_ids.device
-            ).unsqueeze(0)
+            positions = torch.arange(seen, seen + input_ids.shape[1], device=input_ids.device)
+            position_ids = positions.unsqueeze(0)
         if active is None:
             active = self.allowed([self.active]).expand(len(input_ids), -1)
-        inputs = Inputs(
+        inputs = PassInputs(
             input_ids, attention_mask, position_ids.expand_as(input_ids), past_key_values, kwargs
         )
         logits = self._logits(inputs, state, active, logits_to_keep)
@@ -245,181 +285,220 @@ class CombinedForCausalLM(ScaleForCausalLM):
             )
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
+    def _check_arguments(self, input_ids: Tensor, attention_mask: Any, active: Any) -> None:
+        """Raises ValueError: an argument has a form that this model does not take."""
+        is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        if attention_mask is not None and not is_padding:
+            raise ValueError(
+                "attention_mask: expected a tensor [B, T]: a text may be computed again from its "
+                "start"
+            )
+        if active is not None:
+            shape = (len(input_ids), len(self.names))
+            if not isinstance(active, Tensor) or active.shape != shape:
+                raise ValueError(
+                    "active: expected what model.allowed([[NAME, …], …]) makes, a row for each text"
+                )
+
     def _logits(
-        self, inputs: Inputs, state: State, active: Tensor, logits_to_keep: int | Tensor
+        self, inputs: PassInputs, state: CombinedState, active: Tensor, logits_to_keep: int | Tensor
     ) -> Tensor:
         """The logits [B, S', V] of the tokens to keep. Brings `state` up to date."""
-        kept = (
-            slice(-logits_to_keep or None, None)
-            if isinstance(logits_to_keep, int)
-            else logits_to_keep
-        )
+        kept = kept_tokens(logits_to_keep)
         length = inputs.tokens.shape[1]
         read, streams = self._base_stream(inputs, state)
         margins = self._margins(read, inputs, state)
         totals = self._totals(margins, state)
-        winner, used = self._choice(
-            margins, totals, F.pad(active, (1, 0), value=True).unsqueeze(1), state
-        )
-        # Gates and totals are stored as if alone: a later token's request may allow another expansion.
+        allowed = F.pad(active, (1, 0), value=True).unsqueeze(1)
+        winner, used = self._choice(margins, totals, allowed, state)
+
+        # Gates and totals are stored as if alone: a later token's request may allow another
+        # expansion.
         decided = torch.cat([used.unsqueeze(-1), margins[..., 1:] > 0, totals[:, RECENT:]], dim=-1)
-        new = (torch.stack([inputs.tokens, inputs.positions], dim=-1), decided)
-        text, stored = (
-            part[:, 0] for part in state.text.update(*(part.unsqueeze(1) for part in new))
-        )
-        whole, opens = inputs._replace(tokens=text[..., 0], positions=text[..., 1]), stored.long()
-        winner_kept, used_kept = winner[:, kept], used[:, kept]
+        new_text = torch.stack([inputs.tokens, inputs.positions], dim=-1)
+        text, stored = state.text.update(new_text.unsqueeze(1), decided.unsqueeze(1))
+        whole = inputs._replace(tokens=text[:, 0, :, 0], positions=text[:, 0, :, 1])
+        opens = stored[:, 0].long()
+
+        winner_kept = winner[:, kept]
+        used_kept = used[:, kept]
         x = self.final_norm.base(read[self.config.num_hidden_layers][:, kept])
-        added = list[tuple[Tensor, range, Tensor]]()
-        for index, model in enumerate(self._models, start=1):
-            path, own, parts = state.paths[index], opens[..., index : index + 1].bool(), []
+        added: list[AddedLogits] = []
+        for index, model in enumerate(self._expansion_models, start=1):
+            path = state.paths[index]
+            own_opens = opens[..., index : index + 1].bool()
+            parts = []
             if index not in streams and path.runs_on.any():
                 streams[index] = self._run_on(
-                    index, path.runs_on, inputs, path.inner, own[:, -length:]
+                    index, path.runs_on, inputs, path.inner, own_opens[:, -length:]
                 )
             if index in streams:
                 parts.append((path.runs_on, streams[index]))
             joining = (winner == index).any(1) & ~path.runs_on
             if joining.any():
+                # The text so far is computed with the expansion, once.
                 cache = empty_like(path.inner, model.config)
-                parts.append((joining, self._run_on(index, joining, whole, cache, own)))
+                parts.append((joining, self._run_on(index, joining, whole, cache, own_opens)))
                 path.join(joining, cache)
                 if is_preserve(model):
                     state.paths[BASE].leave(joining & state.paths[BASE].runs_on)
             for rows, stream in parts:
+                assert stream.x_up is not None, "an expansion's path has its stream"
                 path_x, x_up = model.final_norm(
-                    *(part[:, -length:][:, kept] for part in stream[:2])
+                    stream.x[:, -length:][:, kept], stream.x_up[:, -length:][:, kept]
                 )
-                x[rows] = torch.where(used_kept[rows].eq(index).unsqueeze(-1), path_x, x[rows])
+                is_used = used_kept[rows].eq(index).unsqueeze(-1)
+                x[rows] = torch.where(is_used, path_x, x[rows])
                 x_up = x_up.masked_fill(winner_kept[rows].ne(index).unsqueeze(-1), 0)
-                added.append(
-                    (rows, self.pieces[index - 1], F.linear(x_up, model.output.expansion).float())
-                )
-        # In products of their own, columns are the base's, or an expansion's alone, whatever others follow.
-        old = self.output.of_base
-        spans = [range(old), *filter(len, self.pieces)]
-        z = torch.cat(
-            [F.linear(x, self.output.base[span.start : span.stop]) for span in spans], -1
-        ).float()
-        for rows, own, of_rows in added:
-            part = z[rows]
-            part[..., :old] += of_rows[..., :old]
-            part[..., own.start : own.stop] += of_rows[..., old:]
-            z[rows] = part
-        z = self.output._capped(z)
-        for index, pieces in enumerate(
-            self.pieces, start=1
-        ):  # only the expansion that has a piece may give it
-            z[..., pieces.start : pieces.stop].masked_fill_(
-                winner_kept.ne(index).unsqueeze(-1), NEVER
-            )
+                logits = F.linear(x_up, model.output.expansion).float()
+                added.append(AddedLogits(rows, self.new_tokens[index - 1], logits))
+        return self._with_added(x, added, winner_kept)
+
+    def _with_added(self, x: Tensor, added: list[AddedLogits], winner: Tensor) -> Tensor:
+        """The logits [B, S', V] of the streams x [B, S', D], with what expansions add.
+
+        winner [B, S']: the path whose gate opens each token, or BASE.
+        """
+        # In products of their own, columns are the base's, or an expansion's alone, whatever others
+        # follow.
+        base_columns = self.output.base_columns
+        rows = [base_columns, *(len(tokens) for tokens in self.new_tokens if len(tokens))]
+        z = separate_products(x, self.output.base, rows).float()
+        for one in added:
+            part = z[one.rows]
+            part[..., :base_columns] += one.logits[..., :base_columns]
+            own = slice(one.new_tokens.start, one.new_tokens.stop)
+            part[..., own] += one.logits[..., base_columns:]
+            z[one.rows] = part
+        z = soft_capped(z, self.output.softcap)
+        # Only the expansion that has a token may give it.
+        for index, tokens in enumerate(self.new_tokens, start=1):
+            is_another = winner.ne(index).unsqueeze(-1)
+            z[..., tokens.start : tokens.stop].masked_fill_(is_another, NEVER)
         return z
 
-    def _totals(self, margins: Tensor, state: State) -> Tensor:
-        """The sum of each gate's positive margins over the text up to each of the last tokens: [B, RECENT + S, E].
+    def _totals(self, margins: Tensor, state: CombinedState) -> Tensor:
+        """The sum of each gate's positive margins over the text up to each of the last tokens: [B,
+        RECENT + S, E].
 
-        margins: [B, S, P]. Summed one by one, so that a text read in parts has the totals of the whole.
+        margins: [B, S, P]. Summed one by one, so that a text read in parts has the totals of the
+        whole.
         """
-        past = margins.new_zeros(len(margins), RECENT, len(self.names), dtype=torch.double)
+        expansions = len(self.names)
+        past = margins.new_zeros(len(margins), RECENT, expansions, dtype=torch.double)
         if state.text.get_seq_length() > 0:
-            past = torch.cat([past, state.text.values[:, 0, -RECENT:, -len(self.names) :]], dim=1)[
-                :, -RECENT:
-            ]
+            stored = state.text.values[:, 0, -RECENT:, -expansions:]
+            past = torch.cat([past, stored], dim=1)[:, -RECENT:]
         own = margins[..., 1:].clamp(0, LARGEST_MARGIN).double()
-        return torch.cat([past, torch.cat([past[:, -1:], own], dim=1).cumsum(1)[:, 1:]], dim=1)
+        sums = torch.cat([past[:, -1:], own], dim=1).cumsum(1)[:, 1:]
+        return torch.cat([past, sums], dim=1)
 
     def _choice(
-        self, margins: Tensor, totals: Tensor, allowed: Tensor, state: State
+        self, margins: Tensor, totals: Tensor, allowed: Tensor, state: CombinedState
     ) -> tuple[Tensor, Tensor]:
-        """For each token, the path whose gate opens it, BASE if none does, and the path that is used, both [B, S].
+        """For each token, the path whose gate opens it, BASE if none does, and the path that is
+        used, both [B, S].
 
-        Of the `allowed` [B, 1, P], the one whose margins [B, S, P] were largest lately wins, if its gate is open, and
-        on a new piece the one that has it; of equal ones none. A closed token uses the path of the open one before it,
-        if that is allowed now.
+        Of the `allowed` [B, 1, P], the one whose margins [B, S, P] were largest over the last
+        tokens wins, if its gate is open, and on a new token the one that has it; of equal ones
+        none. A closed token uses the path of the open one before it, if that is allowed now.
         """
-        lately = F.pad(totals[:, RECENT:] - totals[:, :-RECENT], (1, 0))
-        lately = lately.masked_fill(margins.isposinf(), torch.inf).masked_fill(~allowed, -1)
-        best, first = lately.max(-1, keepdim=True)
-        is_one = (lately == best).sum(-1, keepdim=True) == 1
-        winner = first.masked_fill(~is_one | (margins.gather(-1, first) <= 0), BASE)[..., 0]
+        recent = F.pad(totals[:, RECENT:] - totals[:, :-RECENT], (1, 0))
+        recent = recent.masked_fill(margins.isposinf(), torch.inf).masked_fill(~allowed, -1)
+        best, first = recent.max(-1, keepdim=True)
+        is_alone = (recent == best).sum(-1, keepdim=True) == 1
+        is_closed = margins.gather(-1, first) <= 0
+        winner = first.masked_fill(~is_alone | is_closed, BASE)[..., 0]
+
         before = winner.new_full((len(winner), 1), BASE)
         if state.text.get_seq_length() > 0:
             before = state.text.values[:, 0, -1:, 0].long()
+        # The place of the last open token up to each; 0 is that of `before`.
         places = torch.arange(1, winner.shape[1] + 1, device=winner.device)
         last = (winner != BASE).long().mul(places).cummax(dim=1).values
         used = torch.cat([before, winner], dim=1).gather(1, last)
-        return winner, used.masked_fill(
-            ~allowed.expand(*used.shape, -1).gather(-1, used.unsqueeze(-1))[..., 0], BASE
-        )
+        is_allowed = allowed.expand(*used.shape, -1).gather(-1, used.unsqueeze(-1))[..., 0]
+        return winner, used.masked_fill(~is_allowed, BASE)
 
     def _base_stream(
-        self, inputs: Inputs, state: State
+        self, inputs: PassInputs, state: CombinedState
     ) -> tuple[dict[int, Tensor], dict[int, StreamPath]]:
-        """The base's stream [B, S, D] before each layer that a gate reads, and under their number after the last.
+        """The base's stream [B, S, D] before each layer that a gate reads, and under their number
+        after the last.
 
-        It is that of the base's path and of all paths that leave it as it is. The second are the latter's streams.
+        It is that of the base's path and of all paths that leave it as it is. The second are the
+        latter's streams.
         """
-        layers = {model.config.gate_layer for model in self._models}
-        size, last = self.config.hidden_size, self.config.num_hidden_layers
-        empty = self.embedding.base.weight.new_empty
-        read = {layer: empty(*inputs.tokens.shape, size) for layer in (*layers, last)}
-        streams = {}
-        for index, (path, model) in enumerate(zip(state.paths, (self, *self._models), strict=True)):
-            if not path.runs_on.any() or (index != BASE and not is_preserve(model)):
+        last = self.config.num_hidden_layers
+        layers = {model.config.gate_layer for model in self._expansion_models}
+        read: dict[int, Tensor] = {}
+        for layer in (*layers, last):
+            shape = (*inputs.tokens.shape, self.config.hidden_size)
+            read[layer] = self.embedding.base.weight.new_empty(shape)
+        closed = torch.zeros_like(inputs.tokens, dtype=torch.bool).unsqueeze(-1)
+        streams: dict[int, StreamPath] = {}
+        for index, model in enumerate(self._path_models):
+            path = state.paths[index]
+            keeps_base = index == BASE or is_preserve(model)
+            if not keeps_base or not path.runs_on.any():
                 continue
             recorded: dict[int, Any] = dict.fromkeys(layers - {last})
-            closed = torch.zeros_like(inputs.tokens, dtype=torch.bool).unsqueeze(-1)
-            streams[index] = self._run_on(index, path.runs_on, inputs, path.inner, closed, recorded)
-            for layer, stream in {**recorded, last: streams[index]}.items():
-                read[layer][path.runs_on] = stream.x
-        streams.pop(BASE, None)
+            stream = self._run_on(index, path.runs_on, inputs, path.inner, closed, recorded)
+            recorded[last] = stream
+            for layer, before in recorded.items():
+                read[layer][path.runs_on] = before.x
+            if index != BASE:
+                streams[index] = stream
         return read, streams
 
-    def _margins(self, read: dict[int, Tensor], inputs: Inputs, state: State) -> Tensor:
+    def _margins(self, read: dict[int, Tensor], inputs: PassInputs, state: CombinedState) -> Tensor:
         """By how much each gate's score is above its threshold: [B, S, P]; the base's is 0."""
-        tokens, attention_mask, positions, cache, _ = inputs
-        margins = [torch.zeros(*tokens.shape, 1, device=tokens.device)]
-        is_text, documents = texts_of(
-            read[self.config.num_hidden_layers], attention_mask, positions, cache
-        )
+        tokens = inputs.tokens
+        last = read[self.config.num_hidden_layers]
+        is_text, documents = texts_of(last, inputs.attention_mask, inputs.positions, inputs.cache)
         if documents is not None and documents.any():
             raise ValueError(
-                "position_ids: a model with several expansions takes one text in a row, found several"
+                "position_ids: a model with several expansions takes one text in a row, found "
+                "several"
             )
-        for model, stored, pieces in zip(self._models, state.gates, self.pieces, strict=True):
+        margins = [torch.zeros(*tokens.shape, 1, device=tokens.device)]
+        for model, stored, own in zip(
+            self._expansion_models, state.gates, self.new_tokens, strict=True
+        ):
             gate = model.token_gate
-            assert gate is not None  # an expansion without one is not added
-            margin = (
-                gate.scores(read[model.config.gate_layer], is_text, documents, stored)
-                - gate.threshold
-            )
+            assert gate is not None, "an expansion without one is not added"
+            scores = gate.scores(read[model.config.gate_layer], is_text, documents, stored)
+            margin = scores - gate.threshold
             if is_text is not None:
                 margin = margin.masked_fill(~is_text.unsqueeze(-1), -torch.inf)
-            is_own = (tokens >= pieces.start) & (tokens < pieces.stop)
-            margin = margin.masked_fill(is_own.unsqueeze(-1), torch.inf)
-            margins.append(margin)
+            is_own = (tokens >= own.start) & (tokens < own.stop)
+            margins.append(margin.masked_fill(is_own.unsqueeze(-1), torch.inf))
         return torch.cat(margins, dim=-1)
 
     def _run_on(
         self,
         index: int,
         rows: Tensor,
-        inputs: Inputs,
+        inputs: PassInputs,
         cache: DynamicCache,
         opens: Tensor,
         recorded: dict[int, Any] | None = None,
     ) -> StreamPath:
-        """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. opens: bool [B, S, 1]."""
-        model, part = (self, *self._models)[index], inputs.of(rows, cache)
+        """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. opens:
+        bool [B, S, 1].
+        """
+        model = self._path_models[index]
+        part = inputs.of(rows, cache)
         start = model._start(model.embedding(part.tokens))
         if index == BASE:
-            start = start._replace(x_up=start.x_up[:0])
+            start = start._replace(x_up=None)
         [path], _ = model._run([start], part, recorded, opens[rows])
         return path
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "a model with several expansions is not saved: copy the folder that scale-cpt combine wrote"
+            "a model with several expansions is not saved: copy the folder that scale-cpt combine "
+            "wrote"
         )
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
@@ -437,3 +516,7 @@ def is_preserve(model: ScaleForCausalLM) -> bool:
     """Whether a model leaves its base's stream as it is."""
     last: int = model.config.num_hidden_layers
     return last <= model.config.l_fp
+
+
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)

@@ -1,4 +1,6 @@
-"""The gate: which tokens are new to the base, by a linear score of the base's own stream."""
+"""The gate: which tokens are new to the base, by a linear score of the base's own stream; and what
+it caches of a text.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from .configuration_scale import ScaleConfig
-from .scale_cache import WINDOW_DOUBLINGS, GateCache
+from .scale_math import WINDOW, gate_scores, running_mean, stream_over_rms
 
 
 class ScaleGate(nn.Module):
     """Which tokens are open, by a linear score of the base's x [B, S, D].
 
-    Read are x over its root mean square, standardised, and with `token+running_mean` also its mean over the text so
-    far, in which each token counts less by `gate_decay` with every token after it. All is computed in fp32.
+    Read are x over its root mean square, standardised, and with `token+running_mean` also its mean
+    over the text so far, in which each token counts less by `gate_decay` with every token after it.
+    All is computed in fp32.
     """
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
-        self.decay, self.bias, self.threshold = (
-            config.gate_decay,
-            config.gate_bias,
-            config.gate_threshold,
-        )
+        self.decay = config.gate_decay
+        self.bias = config.gate_bias
+        self.threshold = config.gate_threshold
         self.has_mean = config.gate_features == "token+running_mean"
         size = config.hidden_size * (2 if self.has_mean else 1)
-        # Servers build a model in the type of its weights; a gate in 16 bits would decide otherwise.
+        # Servers build a model in the type of its weights; a gate in 16 bits would decide
+        # otherwise.
         self.mean = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         self.std = nn.Parameter(torch.ones(size, dtype=torch.float32))
         self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
@@ -42,17 +46,20 @@ class ScaleGate(nn.Module):
     def scores(
         self, x: Tensor, is_text: Tensor | None, documents: Tensor | None, cache: GateCache | None
     ) -> Tensor:
-        """The log odds that each token is new [B, S, 1]. What the running mean needs is cached.
+        """The log odds that each token is new, [B, S, 1].
 
-        is_text: bool [B, S], false for padding; documents: [B, S], equal numbers where the mean may read. None: all.
+        Args:
+            x: [B, S, D], the base's stream.
+            is_text: bool [B, S], false for padding; None: all is text.
+            documents: [B, S], equal numbers for the tokens of one document; None: each row is one.
+            cache: what the running mean reads of earlier tokens, to which these are added; None:
+                there are none.
         """
-        features = x.float()
-        features = features * torch.rsqrt(features.pow(2).mean(-1, keepdim=True) + 1e-12)
+        features = stream_over_rms(x)
         if self.has_mean:
-            features = torch.cat(
-                [features, self._running_mean(features, is_text, documents, cache)], dim=-1
-            )
-        return ((features - self.mean) / self.std * self.weight).sum(-1, keepdim=True) + self.bias
+            mean = self._running_mean(features, is_text, documents, cache)
+            features = torch.cat([features, mean], dim=-1)
+        return gate_scores(features, self.mean, self.std, self.weight, self.bias).unsqueeze(-1)
 
     def _running_mean(
         self,
@@ -62,40 +69,142 @@ class ScaleGate(nn.Module):
         cache: GateCache | None,
     ) -> Tensor:
         length = values.shape[1]
-        counts = (
-            values.new_ones(*values.shape[:2], 1)
-            if is_text is None
-            else is_text.to(values).unsqueeze(-1)
-        )
-        values = values * counts
+        if is_text is None:
+            counts = values.new_ones(*values.shape[:2], 1)
+        else:
+            counts = is_text.to(values).unsqueeze(-1)
         if cache is not None:
-            read = cache.update(values.unsqueeze(1), counts.unsqueeze(1))
-            values, counts = (tensor[:, 0] for tensor in read)
-        total = torch.cat([values, counts], dim=-1)
-        for doubling in range(WINDOW_DOUBLINGS):
-            shift = 2**doubling
-            if shift >= total.shape[1]:
-                break
-            earlier = self.decay**shift * total[:, :-shift]
-            if documents is not None:
-                earlier = earlier * (documents[:, shift:] == documents[:, :-shift]).unsqueeze(-1)
-            total = torch.cat([total[:, :shift], total[:, shift:] + earlier], dim=1)
-        total = total[:, -length:]
-        return total[..., :-1] / total[..., -1:].clamp(min=1e-30)
+            read_values, read_counts = cache.update(values.unsqueeze(1), counts.unsqueeze(1))
+            values = read_values[:, 0]
+            counts = read_counts[:, 0]
+        return running_mean(values, documents, counts, self.decay)[:, -length:]
 
 
 def texts_of(
     x: Tensor, attention_mask: Any, position_ids: Tensor, cache: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What a gate reads of x [B, S, D] beside it: which tokens are text and not padding, and of which document each is.
+    """What a gate reads beside x [B, S, D]: which tokens are text and no padding, and of which
+    document each token is.
 
-    Both are [B, S]; None: all are, and of one document in each row.
+    Both are [B, S]. None: all are text, or of one document in each row.
     """
-    is_text, documents = None, None
+    is_text: Tensor | None = None
+    documents: Tensor | None = None
     if attention_mask is None and cache is None:
-        # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
+        # As for attention (`create_causal_mask`): positions that begin again are another text in
+        # the same row.
         breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
         documents = F.pad(breaks.cumsum(dim=1), (1, 0))
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         is_text = attention_mask[:, -x.shape[1] :].bool()
     return is_text, documents
+
+
+class GateCache(DynamicLayer):  # type: ignore[misc]
+    """What a gate's running mean reads of the last tokens, and of WINDOW before, so that as many
+    can be cropped.
+
+    It is one more layer of the library's cache, so that it is reordered and cropped with the
+    others. Static caches mask their empty places only if all layers are like theirs.
+    """
+
+    is_compileable = True
+    dropped = False
+    """Whether the text is longer than what is kept of it."""
+
+    def update(self, features: Tensor, counts: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Adds features [B, 1, S, D] and counts [B, 1, S, 1]; returns those that S tokens read."""
+        whole_features, whole_counts = super().update(features, counts)
+        new = features.shape[2]
+        kept = WINDOW - 1 + max(new, WINDOW)
+        read = WINDOW - 1 + new
+        self.dropped = self.dropped or whole_features.shape[2] > kept
+        self.keys = whole_features[:, :, -kept:]
+        self.values = whole_counts[:, :, -kept:]
+        return self.keys[:, :, -read:], self.values[:, :, -read:]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.dropped and self.keys.shape[2] < WINDOW - 1:
+            raise RuntimeError(
+                f"a gate's running mean can be cropped by {WINDOW} tokens; compute the text again"
+            )
+
+    def reset(self) -> None:
+        super().reset()
+        self.dropped = False
+
+
+class TextCache(DynamicLayer):  # type: ignore[misc]
+    """The text so far, its tokens and positions (`keys`), and its gates' decisions (`values`).
+
+    It is one more layer of the library's cache, as a GateCache is.
+    """
+
+    is_compileable = True
+    has_expansion = False
+    """Whether the other layers hold the expansion's heads too; those of sequences that have not
+    been open are zeros.
+    """
+
+    def opened(self, tokens: Tensor) -> Tensor:
+        """For which of the sequences, to be continued by `tokens` [B, S], the gate has opened: bool
+        [B].
+        """
+        if self.get_seq_length() == 0:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        return self.values.flatten(1).any(1)
+
+    def reset(self) -> None:
+        super().reset()
+        self.has_expansion = False
+
+
+def layer_of(kind: type[DynamicLayer], cache: Any) -> Any:
+    """The layer of this kind in `cache`, which gets one if it has none."""
+    for layer in cache.layers:
+        if type(layer) is kind:
+            return layer
+    added = kind()
+    cache.layers.append(added)
+    return added
+
+
+def empty_like(cache: DynamicCache | None, config: ScaleConfig) -> DynamicCache:
+    """An empty cache for a model; like `cache`, it keeps what sliding windows no longer read, for
+    cropping, or not.
+    """
+    new = DynamicCache(config=config)
+    if cache is None:
+        return new
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        new.activate_past_recording()
+    return new
+
+
+def lacks_expansion(cache: Any) -> bool:
+    """Whether `cache` holds a text that the base has read alone."""
+    if cache is None:
+        return False
+    for layer in cache.layers:
+        is_read = type(layer) is TextCache and layer.get_seq_length() > 0
+        if is_read and not layer.opened(layer.keys).all():
+            return True
+    return False
+
+
+def set_rows(cache: Any, rows: Tensor, own: DynamicCache) -> None:
+    """Makes the sequences `rows` [B] of those layers that `cache` and `own` both have `own`'s.
+
+    The other sequences get zeros for heads that they do not have yet.
+    """
+    if rows.all():
+        cache.layers[: len(own.layers)] = own.layers
+        return
+    for layer, other in zip(cache.layers, own.layers, strict=False):
+        missing_heads = other.keys.shape[1] - layer.keys.shape[1]
+        padding = (0, 0, 0, 0, 0, missing_heads)
+        layer.keys = F.pad(layer.keys, padding)
+        layer.values = F.pad(layer.values, padding)
+        layer.keys[rows] = other.keys
+        layer.values[rows] = other.values

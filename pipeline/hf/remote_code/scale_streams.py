@@ -1,11 +1,13 @@
-"""Two residual streams, and the linear maps and norms that read and write both.
+"""The two residual streams of a model widened by SCALE, and the maps and norms that read and write
+both.
 
-Every linear map has four blocks ("SCALE: Upscaled Continual Learning of Large Language Models", Eq. 1):
+Every linear map has four blocks (SCALE, Eq. 1):
 
     [ Y    ]   [ base               expansion_to_base      ] [ X    ]
     [ Y^up ] = [ base_to_expansion  expansion_to_expansion ] [ X^up ]
 
-`expansion_to_base` exists only in collaborative layers.
+`expansion_to_base` exists only in collaborative layers. x_up is None where the base runs alone:
+maps and norms then compute the base's part only.
 """
 
 from __future__ import annotations
@@ -13,129 +15,252 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_scale import ScaleConfig
+from .scale_math import (
+    keeps_preserved_path,
+    layer_norm_by,
+    masked_sum,
+    rms_normalised,
+    separate_products,
+    soft_capped,
+    sum_of_squares,
+    with_gain,
+    without_new_tokens,
+)
 
 
 class StreamPath(NamedTuple):
-    """The streams x [B, S, D] and x_up [B, S, U] of one path; x_up is [0, S, U] where the base runs alone.
+    """The streams of one path: x [B, S, D], and x_up [B, S, U] or None.
 
-    `masked` leaves every expansion_to_base out, as a mask [B, S, 1] for some of the tokens. Maps and norms leave an
-    x_up of no sequence as it is.
+    `masked` leaves every expansion_to_base out, for all tokens or for those of a mask [B, S, 1].
     """
 
     x: Tensor
-    x_up: Tensor
+    x_up: Tensor | None
     masked: bool | Tensor = False
 
     def normed(self, norm: nn.Module | None) -> StreamPath:
+        """The path with both streams normalised, or as it is if there is no norm."""
         if norm is None:
             return self
         x, x_up = norm(self.x, self.x_up)
         return self._replace(x=x, x_up=x_up)
 
 
-class WidenedLinear(nn.Module):
-    """x [..., in], x_up [..., in_up] -> y [..., out], y_up [..., out_up]. Sizes are (base, expansion) pairs."""
+class ScaleLinear(nn.Module):
+    """x [..., in], x_up [..., in_up] -> y [..., out], y_up [..., out_up]. Sizes are (base,
+    expansion) pairs.
+    """
 
     def __init__(
         self, sizes_in: tuple[int, int], sizes_out: tuple[int, int], bias: bool, collaborative: bool
     ) -> None:
         super().__init__()
-        (size_in, up_in), (size_out, up_out) = sizes_in, sizes_out
+        size_in, up_in = sizes_in
+        size_out, up_out = sizes_out
         self.base = nn.Linear(size_in, size_out, bias=bias)
-        self.expansion_to_base = nn.Linear(up_in, size_out, bias=False) if collaborative else None
+        self.expansion_to_base: nn.Module | None = None
+        if collaborative:
+            self.expansion_to_base = nn.Linear(up_in, size_out, bias=False)
         self.base_to_expansion = nn.Linear(size_in, up_out, bias=bias)
         self.expansion_to_expansion = nn.Linear(up_in, up_out, bias=False)
 
-    def forward(self, x: Tensor, x_up: Tensor, masked: bool | Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)
-        if len(x_up) == 0:
-            return y, x_up
+        if x_up is None:
+            return y, None
         if self.expansion_to_base is not None and masked is not True:
-            y = widened(y, self.expansion_to_base(x_up), masked)
+            y = masked_sum(y, self.expansion_to_base(x_up), masked)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
 
 
-def widened(y: Tensor, change: Tensor, masked: bool | Tensor) -> Tensor:
-    """y + change, both [B, S, out], but for tokens that are `masked` [B, S, 1]."""
-    return torch.where(masked, y, y + change) if isinstance(masked, Tensor) else y + change
+class ScaleStreamNorm(nn.Module):
+    """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the
+    other stream.
 
-
-class StreamNorm(nn.Module):
-    """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the other stream.
-
-    With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale` in them. With
-    `gain_offset` (RMSNorm only) the gain is 1 + weight.
+    With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale`
+    in them. With `gain_offset` (RMSNorm only) the gain is 1 + weight.
     """
 
     def __init__(
-        self,
-        config: ScaleConfig,
-        size: int,
-        normed_size: int | None = None,
-        kind: str | None = None,
+        self, config: ScaleConfig, size: int, kind: str, normed_size: int | None = None
     ) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.gain_offset = config.gain_offset
-        self.normed_size, self.rest_scale = normed_size, config.rest_scale
+        self.normed_size = normed_size
+        self.rest_scale = config.rest_scale
         self.weight = nn.Parameter(torch.ones(size))
-        self.bias = (
-            nn.Parameter(torch.zeros(size)) if (kind or config.norm) == "layernorm" else None
-        )
+        self.bias: nn.Parameter | None = None
+        if kind == "layernorm":
+            self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor, statistics_of: Tensor | None = None) -> Tensor:
-        source = (x if statistics_of is None else statistics_of).float()
-        if self.bias is None:
-            total = source[..., : self.normed_size].square().sum(-1, keepdim=True)
-            if self.normed_size is not None:
-                total = total + self.rest_scale**2 * source[..., self.normed_size :].square().sum(
-                    -1, keepdim=True
-                )
-            normal = x.float() * torch.rsqrt(total / source.shape[-1] + self.eps)
-            if self.gain_offset:
-                return (normal * (1 + self.weight.float())).to(x.dtype)
-            return self.weight * normal.to(x.dtype)
-        variance, mean = torch.var_mean(source, dim=-1, keepdim=True, correction=0)
-        normal = (x.float() - mean) * torch.rsqrt(variance + self.eps)
-        return self.weight * normal.to(x.dtype) + self.bias
+        source = x if statistics_of is None else statistics_of
+        if self.bias is not None:
+            return layer_norm_by(source, x, self.weight, self.bias, self.eps)
+        squares = sum_of_squares(source, self.normed_size, self.rest_scale)
+        normal = rms_normalised(x, squares / source.shape[-1], self.eps)
+        return with_gain(normal, self.weight, x.dtype, self.gain_offset)
 
 
-class WidenedNorm(nn.Module):
-    """Both streams normalised: the base by its own statistics, the expansion by its own or by the base's."""
+class ScaleNorm(nn.Module):
+    """Both streams normalised: the base by its own statistics, the expansion by its own or by the
+    base's.
+    """
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
-        self.shared = config.norm_statistics == "base"
-        of_base = config.normed_size if self.shared else None
-        self.base = StreamNorm(config, config.hidden_size, config.normed_size)
-        self.expansion = StreamNorm(config, config.expansion_hidden_size, of_base)
+        self.shares_statistics = config.norm_statistics == "base"
+        normed_size = config.normed_size
+        self.base = ScaleStreamNorm(config, config.hidden_size, config.norm, normed_size)
+        # `normed_size` is about the channels of x, from which the statistics are taken.
+        normed_size = config.normed_size if self.shares_statistics else None
+        self.expansion = ScaleStreamNorm(
+            config, config.expansion_hidden_size, config.norm, normed_size
+        )
 
-    def forward(self, x: Tensor, x_up: Tensor) -> tuple[Tensor, Tensor]:
-        up = self.expansion(x_up, x if self.shared else None) if len(x_up) else x_up
-        return self.base(x), up
+    def forward(self, x: Tensor, x_up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y = self.base(x)
+        if x_up is None:
+            return y, None
+        if self.shares_statistics:
+            return y, self.expansion(x_up, x)
+        return y, self.expansion(x_up)
 
 
-class WidenedHeadNorm(nn.Module):
-    """Queries or keys normalised, each head or the base's and the added heads as two wholes, by own statistics."""
+class ScaleHeadNorm(nn.Module):
+    """The RMSNorm of queries or keys, base's and added ones: every head by its own statistics, or
+    all together.
+    """
 
-    def __init__(self, config: ScaleConfig, heads: tuple[int, int]) -> None:
+    def __init__(self, config: ScaleConfig, sizes: tuple[int, int]) -> None:
+        """`sizes`: the channels of the base's heads and of the added heads."""
         super().__init__()
-        of_all = config.query_key_norm == "all"
-        size, size_up = heads if of_all else (config.head_dim, config.head_dim)
-        self.base = StreamNorm(config, size, kind="rmsnorm")
-        # With the base's statistics, the added heads have the base's gains too.
-        own = of_all or config.norm_statistics == "separate"
-        self.expansion = StreamNorm(config, size_up, kind="rmsnorm") if own else None
+        size = size_up = config.head_dim
+        has_own_gains = config.norm_statistics == "separate"
+        if config.query_key_norm == "all":
+            size, size_up = sizes
+            has_own_gains = True
+        self.base = ScaleStreamNorm(config, size, "rmsnorm")
+        # None: the added heads have the base's gains.
+        self.expansion: ScaleStreamNorm | None = None
+        if has_own_gains:
+            self.expansion = ScaleStreamNorm(config, size_up, "rmsnorm")
 
-    def forward(self, heads: Tensor, heads_up: Tensor) -> tuple[Tensor, Tensor]:
-        up = self.base if self.expansion is None else self.expansion
-        return self._normed(self.base, heads), self._normed(up, heads_up) if len(
-            heads_up
-        ) else heads_up
+    def forward(self, heads: Tensor, heads_up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        normed = _normed_by_head(self.base, heads)
+        if heads_up is None:
+            return normed, None
+        norm_up = self.base if self.expansion is None else self.expansion
+        return normed, _normed_by_head(norm_up, heads_up)
 
-    @staticmethod
-    def _normed(norm: StreamNorm, flat: Tensor) -> Tensor:
-        return norm(flat.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
+
+def _normed_by_head(norm: ScaleStreamNorm, flat: Tensor) -> Tensor:
+    """flat: [B, S, heads · size], of which every `size` channels are normalised."""
+    size = len(norm.weight)
+    normed: Tensor = norm(flat.unflatten(-1, (-1, size)))
+    return normed.flatten(-2)
+
+
+class ScaleEmbedding(nn.Module):
+    """The base's token embedding beside the added columns, from which the expansion stream starts:
+    [B, S, D + U].
+    """
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.base = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.expansion = nn.Embedding(config.vocab_size, config.expansion_hidden_size)
+        self.scale = config.embedding_scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = torch.cat([self.base(tokens), self.expansion(tokens)], dim=-1)
+        if self.scale == 1.0:
+            return embedded
+        # The factor is rounded to the type of the streams, as transformers does. It is made on
+        # their device: a copy from the host would make it wait, and cannot be captured in a CUDA
+        # graph.
+        return embedded * embedded.new_full((), self.scale)
+
+
+class ScaleOutput(nn.Module):
+    """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the
+    embedding's own.
+
+    With `output_softcap` c a logit is c · tanh(z / c); the router compares z itself.
+    """
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.threshold = config.router_threshold
+        self.softcap = config.output_softcap
+        self.set_vocabulary(config)
+        self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
+
+    @property
+    def weight(self) -> Tensor:
+        """Both matrices as one [V, D + U], for libraries that compute logits, or a loss, from
+        hidden states.
+        """
+        return torch.cat([self.base, self.expansion], dim=1)
+
+    @property
+    def bias(self) -> None:
+        """None: there is none, which such libraries ask too."""
+
+    def set_vocabulary(self, config: ScaleConfig) -> None:
+        """Reads from the config how many of the tokens are the base's; the others follow them."""
+        self.base_columns = config.base_vocab_size or config.vocab_size
+        # Whether a gate may close a token, after which the base's own tokens alone are possible.
+        self.is_gated_vocabulary = (
+            config.gate_layer is not None and self.base_columns < config.vocab_size
+        )
+
+    def forward(self, paths: list[StreamPath], closed: Tensor | None = None) -> Tensor:
+        """The logits [B, S, V] in fp32.
+
+        Args:
+            paths: one path, or the preserved and the adapted one of a routed model.
+            closed: which tokens the gate has closed, bool [B, S, 1]; None: there is no gate.
+        """
+        adapted = paths[-1]
+        x_up = adapted.x_up
+        z = self._base_logits(adapted.x)
+        if len(paths) == 2:
+            preserved = paths[0]
+            z_p = self._base_logits(preserved.x)
+            is_preserved = self._keeps_preserved(z_p, z)
+            z = torch.where(is_preserved, (z_p + z) / 2, z)
+            if x_up is not None and preserved.x_up is not None:
+                x_up = torch.where(is_preserved, preserved.x_up, x_up)
+        if x_up is not None:
+            z = z + F.linear(x_up, self.expansion)
+        z = soft_capped(z, self.softcap)
+        if closed is not None and self.is_gated_vocabulary:
+            z = without_new_tokens(z, closed, self.base_columns)
+        return z
+
+    def _base_logits(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, V] in fp32."""
+        if not self.is_gated_vocabulary:
+            return F.linear(x, self.base).float()
+        rows = [self.base_columns, len(self.base) - self.base_columns]
+        return separate_products(x, self.base, rows).float()
+
+    def _keeps_preserved(self, z_p: Tensor, z_a: Tensor) -> Tensor:
+        """For which tokens the router keeps the preserved path, by the logits of the base's own
+        tokens: [B, S, 1].
+        """
+        z_p = z_p[..., : self.base_columns]
+        z_a = z_a[..., : self.base_columns]
+        product = (z_p * z_a).sum(-1, keepdim=True)
+        square_p = z_p.square().sum(-1, keepdim=True)
+        square_a = z_a.square().sum(-1, keepdim=True)
+        return keeps_preserved_path(product, square_p, square_a, self.threshold)

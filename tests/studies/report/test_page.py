@@ -10,12 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.studies.report.page import findings, page
-from pipeline.studies.report.runs import group
-from pipeline.studies.results import Row
-from tests.programs import call
+from studies.report.groups import group
+from studies.report.page import findings, page
+from studies.report.results import Row
+from tests.programs import study_command
 from tests.studies.report.studies import METHODS, answers, at_rates, rows, write_study
-from tools import report
 
 SPACE = "\N{NARROW NO-BREAK SPACE}"
 STRANGE = ("<script>alert('x')</script>", '"><img src=x onerror=alert(1)> & Co', "]]></style>")
@@ -60,7 +59,7 @@ def made(content, title="A title") -> tuple[str, list[Row]]:
 def check(text: str) -> Parsed:
     """What holds of every report."""
     parsed = Parsed(text)
-    assert not re.search(r"https?://|url\(|@import", text)
+    assert not re.search(r"https?://|url\(|@import|xmlns", text)
     tags = {tag for tag, _ in parsed.elements}
     assert not tags & {
         "script",
@@ -223,8 +222,8 @@ def test_figures_are_drawn_at_two_widths():
     picture = text[
         text.index('id="stability-plasticity-section"') : text.index('id="results"')
     ].split("<svg")[1]
-    counts = [picture.count(f'class="{kind} ') for kind in ("run", "mark", "spread", "way")]
-    assert counts == [21, 7, 14, 21]
+    kinds = ("run", "mark", "spread", "course")
+    assert [picture.count(f'class="{kind}"') for kind in kinds] == [21, 7, 14, 21]
     own = [row for row in rows() if row["label"] == "LLaMA Pro"]
     korean, english = (100 * math.expm1(rise(own, corpus)) for corpus in ("korean", "english"))
     means = re.findall(
@@ -237,21 +236,34 @@ def test_figures_are_drawn_at_two_widths():
 def test_every_learning_rate_is_drawn_where_there_are_several(rates):
     shown = check(made(at_rates(rows((1, 2)), rates))[0])
     drawn = 2 * len(METHODS) if len(rates) > 1 else 0  # wide and narrow
-    assert sum((of.get("class") or "").startswith("rates ") for _, of in shown.elements) == drawn
+    assert sum(of.get("class") == "rates" for _, of in shown.elements) == drawn
     titles = [text for text in shown.texts if ", learning rate " in text]
     assert len(titles) == drawn * len(rates)
     assert any(text.startswith("LoRA, learning rate 0.0005: ") for text in titles) == bool(drawn)
 
 
-def test_the_command_line_writes_the_page_and_the_figures(tmp_path, capsys):
+def test_the_command_line_writes_the_page_and_the_figures(tmp_path):
     study = write_study(
         tmp_path / "study", [row for row in rows((1,)) if row["method"] in ("fft", "lora")]
     )
     output, svg = tmp_path / "out" / "report.html", tmp_path / "svg"
-    call(report, study, "--output", output, "--svg", svg)
+    done = study_command("report", study, "--output", output, "--svg", svg)
     assert "LoRA" in check(output.read_text(encoding="utf-8")).texts
     figures = [svg / f"{name}.svg" for name in ("stability-plasticity", "perplexity")]
-    assert capsys.readouterr().out.split() == [str(output), *map(str, figures)]
+    assert done.stdout.split() == [str(output), *map(str, figures)]
     for figure in figures:
         assert ElementTree.parse(figure).getroot().get("width") == "856"
         assert "prefers-color-scheme: dark" in figure.read_text()
+
+
+def test_the_same_rows_give_the_same_page():
+    assert made(rows((1, 2)))[0] == made(rows((1, 2)))[0]
+
+
+def test_letters_that_the_layouts_font_lacks_are_drawn_without_a_warning(recwarn):
+    content = rows((1,))
+    for row in content:
+        row["label"] = f"{row['label']}, 한국어 $x$"
+    text, _ = made(content)
+    assert check(text).texts.count("LoRA, 한국어 $x$") >= 4
+    assert not recwarn.list

@@ -1,4 +1,4 @@
-"""New BPE pieces on top of an existing tokenizer: merges are learned from texts as that tokenizer cuts them."""
+"""Merges of new BPE tokens, learned from texts as an existing tokenizer cuts them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ from itertools import pairwise
 from pipeline.log import progress_bar
 
 Word = tuple[str, ...]
-"""The pieces of a stretch of text that no merge crosses, as the tokenizer's file spells them; "": never joined."""
+"""The tokens of a stretch of text that no merge crosses, as the tokenizer's file spells them.
+
+"" is never joined.
+"""
 Pair = tuple[str, str]
 
 ROW_BITS = 6
-"""A row is the 64 characters whose UTF-8 differs in the last byte only: a code point without its last 6 bits."""
+"""A row is 64 characters: code points without their last 6 bits.
+
+Their UTF-8 differs in the last byte only.
+"""
 _TIMES_AS_FREQUENT = 10
 _ASCII_ROWS = 2
 
 
-def new_rows_of_characters(new: Counter[str], old: Counter[str]) -> list[int]:
-    """The rows that hold letters of the new texts and are foreign to the old ones, of which the characters are counted.
+def foreign_character_rows(new: Counter[str], old: Counter[str]) -> list[int]:
+    """The rows that hold letters of the new texts and are foreign to the old ones.
 
-    Never those of ASCII. A row holds letters if most of its characters are letters or marks. Foreign: ten times as
-    frequent in the new texts, where one occurrence too many is assumed in the old ones.
+    Both texts are given as counts of their characters.
+
+    Never those of ASCII. A row holds letters if most of its characters are letters or marks.
+    Foreign: ten times as frequent in the new texts, where one occurrence too many is assumed in the
+    old ones.
     """
     in_new: Counter[int] = Counter()
     in_old: Counter[int] = Counter()
@@ -34,15 +43,19 @@ def new_rows_of_characters(new: Counter[str], old: Counter[str]) -> list[int]:
         for character, count in counts.items():
             rows[ord(character) >> ROW_BITS] += count
     for character, count in new.items():
+        # Letters and marks: Unicode's categories L* and M*.
         if unicodedata.category(character)[0] in "LM":
             letters[ord(character) >> ROW_BITS] += count
-    return sorted(
-        row
-        for row, count in in_new.items()
-        if row >= _ASCII_ROWS
-        and 2 * letters[row] > count
-        and count * (old.total() + 1) >= _TIMES_AS_FREQUENT * (in_old[row] + 1) * new.total()
-    )
+    new_total = new.total()
+    old_total = old.total() + 1
+    foreign: list[int] = []
+    for row, count in sorted(in_new.items()):
+        holds_letters = 2 * letters[row] > count
+        # count / new_total >= 10 · (in_old + 1) / old_total, in whole numbers.
+        is_frequent = count * old_total >= _TIMES_AS_FREQUENT * (in_old[row] + 1) * new_total
+        if row >= _ASCII_ROWS and holds_letters and is_frequent:
+            foreign.append(row)
+    return foreign
 
 
 def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
@@ -50,6 +63,8 @@ def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
 
     UTF-8 synchronizes itself: in valid text this matches nowhere but at such a character.
     """
+    # The characters of a row share all bytes of their UTF-8 but the last. Without rows the pattern
+    # matches nothing.
     beginnings = (chr(row << ROW_BITS).encode()[:-1] for row in rows)
     return re.compile(b"|".join(map(re.escape, beginnings)) or b"(?!)")
 
@@ -57,32 +72,41 @@ def row_pattern(rows: Collection[int]) -> re.Pattern[bytes]:
 def learn_merges(
     words: Mapping[Word, int], may_join: Callable[[str, str], bool], *, limit: int, min_uses: int
 ) -> list[Pair]:
-    """At most `limit` merges in the order in which they apply: each time the most frequent pair that may be joined.
+    """At most `limit` merges in the order in which they apply.
 
-    Ends early where no pair occurs `min_uses` times. A merge whose piece nearly always ends up in a larger one is
-    dropped, unless another needs it: each that is left occurs `min_uses` times, or builds a piece that does. No two
-    merges make the same piece.
+    Each time the most frequent pair that may be joined is.
+
+    Ends early where no pair occurs `min_uses` times. A merge whose token nearly always ends up in a
+    larger one is dropped, unless another needs it: each that is left occurs `min_uses` times, or
+    builds a token that does. No two merges make the same token.
 
     Args:
         words: how often each occurs.
-        may_join: whether two pieces may be joined. New pieces are asked about, too.
+        may_join: whether two tokens may be joined. New tokens are asked about, too.
     """
-    sequences, counts = [list(word) for word in words], list(words.values())
+    sequences = [list(word) for word in words]
+    counts = list(words.values())
     pairs = _Pairs(may_join)
     for index, sequence in enumerate(sequences):
         pairs.count(sequence, counts[index], index)
+    # The most frequent pair first; of equally frequent ones the first in the order of strings.
     queue = [(-count, pair) for pair, count in pairs.counts.items()]
     heapq.heapify(queue)
     learned: dict[str, Pair] = {}
     with progress_bar("learning merges", limit, " merges") as bar:
         while queue and len(learned) < limit:
-            negative, pair = heapq.heappop(queue)
+            queued, pair = heapq.heappop(queue)
             count = pairs.counts[pair]
-            if count < min_uses or (new := "".join(pair)) in learned:
+            new = "".join(pair)
+            if count < min_uses or new in learned:
                 continue
-            if count != -negative:
+            if count != -queued:
+                # Merges since it was queued have taken some of its occurrences: queue it with what
+                # is left.
                 heapq.heappush(queue, (-count, pair))
                 continue
+            # Counts of pairs with the new token rise, and are queued. Those that fall are found out
+            # when they come up.
             raised: set[Pair] = set()
             for index in pairs.where.pop(pair):
                 joined = _joined(sequences[index], pair, new)
@@ -96,8 +120,8 @@ def learn_merges(
             bar.update()
     uses: Counter[str] = Counter()
     for sequence, count in zip(sequences, counts, strict=True):
-        for piece in sequence:
-            uses[piece] += count
+        for token in sequence:
+            uses[token] += count
     return _worthwhile(learned, uses, min_uses)
 
 
@@ -117,8 +141,11 @@ class _Pairs:
         index: int | None = None,
         only_with: str | None = None,
     ) -> set[Pair]:
-        """Adds the pairs of a word; with `index` notes where, if they hold `only_with`. Returns the pairs noted."""
-        noted = set()
+        """Adds the pairs of a word; with `index` notes where, if they hold `only_with`.
+
+        Returns the pairs noted.
+        """
+        noted: set[Pair] = set()
         for pair in pairwise(sequence):
             allowed = self._may_join.get(pair)
             if allowed is None:
@@ -126,33 +153,36 @@ class _Pairs:
             if not allowed:
                 continue
             self.counts[pair] = self.counts.get(pair, 0) + count
-            if index is not None and (only_with is None or only_with in pair) and pair not in noted:
+            is_wanted = only_with is None or only_with in pair
+            if index is not None and is_wanted and pair not in noted:
                 self.where[pair].append(index)
                 noted.add(pair)
         return noted
 
 
 def _joined(sequence: Sequence[str], pair: Pair, new: str) -> list[str]:
+    """The tokens of a word with every occurrence of `pair`, from the left, as the token `new`."""
     found: list[str] = []
-    for piece in sequence:
-        # The last one is not itself of this merge: a new piece is longer than its parts.
-        if found and (found[-1], piece) == pair:
+    for token in sequence:
+        # The last one found is never `new` itself here: a new token is longer than its parts.
+        if found and (found[-1], token) == pair:
             found[-1] = new
         else:
-            found.append(piece)
+            found.append(token)
     return found
 
 
 def _worthwhile(learned: dict[str, Pair], uses: Counter[str], min_uses: int) -> list[Pair]:
-    """The merges that save something, in order. A dropped piece is used as its two parts again."""
+    """The merges that save something, in order. A dropped token is used as its two parts again."""
     kept = dict(learned)
-    users: Counter[str] = Counter(part for pair in kept.values() for part in set(pair))
-    # What uses a piece was learned after it, so that one pass from the end sees every user first.
+    users: Counter[str] = Counter()
+    for pair in kept.values():
+        users.update(set(pair))
+    # What uses a token was learned after it, so that one pass from the end sees every user first.
     for new in reversed(learned):
         if users[new] == 0 and uses[new] < min_uses:
             pair = kept.pop(new)
             for part in pair:
                 uses[part] += uses[new]
-            for part in set(pair):
-                users[part] -= 1
+            users.subtract(set(pair))
     return [*kept.values()]

@@ -1,0 +1,337 @@
+"""The dry run: the plan of a run on its own layout, and the faults that would stop it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias
+
+from pipeline.checks.checklist import faults_of
+from pipeline.checks.inputs import RunInputs
+from pipeline.config.data import Corpus
+from pipeline.config.method import ScaleMethod
+from pipeline.config.run import RunConfig
+from pipeline.conversion.convert import HF_FOLDER
+from pipeline.conversion.formats import describe_formats, unsupported_reason
+from pipeline.data.corpus.manifest import MANIFEST as CORPUS_MANIFEST
+from pipeline.data.corpus.manifest import load_manifest
+from pipeline.data.tokenize.corpora import (
+    corpus_jobs,
+    is_tokenized,
+    train_folder,
+    unfinished_corpora,
+)
+from pipeline.data.tokenize.disk_space import corpus_bytes
+from pipeline.data.tokenize.units import is_here
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.errors import LayoutError, PreflightError, UserError
+from pipeline.expansion_folder import MANIFEST
+from pipeline.files import free_bytes, held_bytes
+from pipeline.hf.served_tokenizer import warn_of_base
+from pipeline.scale.plan import plan_expansion
+from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
+from pipeline.sizing.estimate import Estimate, Estimator
+from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
+
+_TOKEN_BYTES = 4
+"""The bytes of a token, for a vocabulary above 65,536."""
+_EXPANSION_BYTES = 4
+"""The bytes of an element of the initial expansion, which is stored in fp32."""
+
+Row: TypeAlias = tuple[str, str]
+"""A line of the plan: its name, and its text."""
+
+
+@dataclass
+class RunPlan:
+    """What a run will do.
+
+    Args:
+        rows: Lines of text, each under a name. A name may have several lines.
+        to_make: The inputs that earlier stages have not made yet.
+        faults: What would stop the run.
+    """
+
+    rows: list[Row]
+    to_make: list[str]
+    faults: list[str]
+
+    def __str__(self) -> str:
+        """A few dozen lines, with the faults at the end."""
+        rows = list(self.rows)
+        for text in self.to_make:
+            rows.append(("yet to make", text))
+        for text in self.faults or ["none found"]:
+            rows.append(("errors", text))
+        width = max(len(name) for name, _ in self.rows)
+        lines: list[str] = []
+        name_before = ""
+        for name, text in rows:
+            shown = "" if name == name_before else name
+            lines.append(f"{shown:<{width}}  {text}")
+            name_before = name
+        return "\n".join(lines)
+
+
+def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = None) -> RunPlan:
+    """The plan of a run. It lacks what cannot be known because of a fault.
+
+    Args:
+        config: The run.
+        cluster: The GPUs, or the CPU processes, that will train it.
+        base_config: The base's config.json, if its folder is missing.
+    """
+    inputs = RunInputs(config, cluster.gpus, base_config)
+    faults = faults_of(inputs)
+    spec = inputs.get_or_none("fitting_spec")
+    deepspeed = inputs.get_or_none("deepspeed_config")
+    processes = "CPU processes" if cluster.on_cpu else "GPUs"
+    ranks = f"{cluster.gpus} {processes} on {cluster.nodes} node(s)"
+    rows: list[Row] = [("run", f"{config.name}, in {config.folder}")]
+    estimate: Estimate | None = None
+    if spec is None or deepspeed is None:
+        rows.append(("layout", ranks))
+    else:
+        estimator = Estimator(config, spec, deepspeed, cluster)
+        dp_size = inputs.layout.dp_size
+        rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
+        rows.append(("parameters", str(estimator.parameters)))
+        rows += _checkpoint_rows(estimator, faults)
+        rows += _disk_space_rows(estimator, faults)
+        try:
+            estimate = estimator.estimate(estimator.own_choice)
+            rows += _memory_rows(estimate, cluster, faults)
+        except UserError as error:
+            faults.append(error)
+    rows += _step_rows(config, estimate, cluster)
+    rows += _corpus_rows(inputs)
+    rows += _tokenizer_rows(inputs)
+    rows.append(("stages", ", ".join(_stages(config))))
+    if spec is not None:
+        expansion = None
+        if isinstance(config.method, ScaleMethod):
+            expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
+        refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+        rows.append(("export", describe_formats(refused)))
+    return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults])
+
+
+def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> Iterator[Row]:
+    """The memory of a rank. A fault is added where it does not fit."""
+    needed = estimate.memory.total / GIB
+    usable = cluster.usable_bytes / GIB
+    kinds = [f"{kind} {count / GIB:.2f}" for kind, count in asdict(estimate.memory).items()]
+    yield "memory a rank", f"{needed:.2f} of {usable:.0f} usable GiB: {', '.join(kinds)}"
+    if estimate.fits(cluster) and not estimate.is_safe(cluster):
+        error = f"the estimate may be wrong by {MEMORY_ERROR:.0%}"
+        yield "memory a rank", f"tight: {error}; see scale-cpt estimate"
+    if estimate.host_bytes:
+        yield "memory a rank", f"{estimate.host_bytes / GIB:.2f} GiB in its host's memory"
+    if not estimate.fits(cluster):
+        faults.append(
+            LayoutError(
+                f"memory: a rank needs {needed:.1f} GiB of the usable {usable:.0f}; "
+                "scale-cpt estimate recommends a layout that fits"
+            )
+        )
+
+
+def _checkpoint_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[Row]:
+    """Number and size of the checkpoints. A fault is added where the disk lacks their space."""
+    config = estimator.config
+    folder = config.checkpoint_folder
+    needed = _more_checkpoint_bytes(estimator)
+    free = free_bytes(folder)
+    number = _times(config, config.checkpoints.every_steps)
+    size = checkpoint_bytes(estimator.parameters)
+    yield (
+        "checkpoints",
+        f"{number:,} of {size / 1e9:.3g} GB each, at most {most_checkpoints(config)} at once",
+    )
+    yield "checkpoints", f"{needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
+    if free < needed:
+        faults.append(no_room(folder, needed, free))
+
+
+def _disk_space_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[Row]:
+    """About what all stages will write more, by kind, with what is free.
+
+    Each folder counts for the file system that it is on. A size that is not known is said to be so.
+    A fault is added where a file system lacks the space.
+    """
+    config = estimator.config
+    parameters = estimator.parameters
+    folder = config.folder
+    checkpoints = _more_checkpoint_bytes(estimator)
+    needed_by_kind = {"checkpoints": checkpoints}
+    if isinstance(config.method, ScaleMethod) and config.init_expansion is None:
+        expansion = parameters.expansion * _EXPANSION_BYTES
+        held = held_bytes(config.initial_expansion_folder)
+        needed_by_kind["expansion"] = max(0, expansion - held)
+    # The export has the base's dtype, which is the dtype of training on GPUs.
+    export = parameters.total * estimator.deepspeed.dtype.itemsize
+    needed_by_kind["export"] = max(0, export - held_bytes(folder / HF_FOLDER))
+
+    needed_on = {folder: sum(needed_by_kind.values())}
+    tokens = _more_token_bytes(config)
+    texts = ["tokens unknown"]
+    if tokens is not None:
+        texts = [f"tokens {tokens / 1e9:.3g}"]
+        data = config.data.folder
+        if _device_of(data) == _device_of(folder):
+            needed_on[folder] += tokens
+        else:
+            needed_on[data] = tokens
+    texts += [f"{kind} {size / 1e9:.3g}" for kind, size in needed_by_kind.items()]
+    total = sum(needed_on.values())
+    yield "disk space", f"about {total / 1e9:.3g} GB more: {', '.join(texts)}"
+    for place, needed in needed_on.items():
+        free = free_bytes(place)
+        yield "disk space", f"{place}: {needed / 1e9:.3g} GB more needed, {free / 1e9:.3g} GB free"
+        # Where the checkpoints alone do not fit, their own fault says so.
+        if needed > free > checkpoints:
+            faults.append(
+                PreflightError(
+                    f"{place}: tokens, expansion, checkpoints and export need about "
+                    f"{needed / 1e9:.3g} GB more, found {free / 1e9:.3g} GB free; make room, or "
+                    "set folder or data.folder to another disk"
+                )
+            )
+
+
+def _more_checkpoint_bytes(estimator: Estimator) -> int:
+    """What the checkpoints that exist at once will take beyond what their folder holds."""
+    config = estimator.config
+    needed = checkpoints_bytes(config, estimator.parameters)
+    return max(0, needed - held_bytes(config.checkpoint_folder))
+
+
+def _more_token_bytes(config: RunConfig) -> int | None:
+    """About what the corpora to make will take; None where an input cannot be read here."""
+    data = config.data
+    needed = 0
+    try:
+        for job in corpus_jobs(data, config.tokenizer):
+            if (job.output / CORPUS_MANIFEST).exists():
+                continue
+            if not is_here(job.corpus.input):
+                return None  # It is on the hub.
+            needed += max(0, corpus_bytes(job) - held_bytes(job.output))
+    except (UserError, OSError):
+        return None  # It is among the faults.
+    for name, corpus in data.corpora.items():
+        if corpus.sample is not None and not (train_folder(data, name) / CORPUS_MANIFEST).exists():
+            needed += corpus.sample.tokens * _TOKEN_BYTES
+    return needed
+
+
+def _device_of(folder: Path) -> int:
+    """The file system of a folder, which need not exist."""
+    path = folder.absolute()
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev
+
+
+def _step_rows(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Iterator[Row]:
+    """The batch, the number of steps, and how long they take."""
+    steps = config.schedule.steps
+    tokens_a_step = config.schedule.global_batch_size * config.data.sequence_length
+    micro_batches = "? micro-batches"
+    if estimate is not None:
+        number = estimate.micro_batches
+        micro_batches = "1 micro-batch" if number == 1 else f"{number} micro-batches"
+    yield "batch", f"{tokens_a_step:,} tokens a step, {micro_batches} a rank"
+    yield "steps", f"{steps:,}, {steps * tokens_a_step:,} tokens in all"
+    if cluster.on_cpu:
+        yield "duration", "unknown on CPUs; scale-cpt status measures the first steps"
+    elif estimate is not None:
+        duration = timedelta(seconds=round(steps * estimate.step_s))
+        speed = f"ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}"
+        yield (
+            "duration",
+            f"{duration} for {steps:,} steps, without validations and saves "
+            f"(estimated for {speed}; see --peak-tflops, --mfu)",
+        )
+
+
+def _corpus_rows(inputs: RunInputs) -> Iterator[Row]:
+    """Each corpus's size and epochs, and how many held-out sequences a validation has."""
+    config = inputs.config
+    data = config.data
+    samples = inputs.get_or_none("samples") if is_tokenized(data) else None
+    epochs: Mapping[str, float] = {}
+    if samples is not None:
+        sequences = config.schedule.steps * config.schedule.global_batch_size
+        epochs = samples.training.epochs_after(sequences)
+    for name, corpus in data.corpora.items():
+        folder = train_folder(data, name)
+        text = "not made yet"
+        if (folder / CORPUS_MANIFEST).exists():
+            text = f"{load_manifest(folder).tokens:,} tokens"
+        if samples is not None:
+            text += f", {epochs[name]:.3g} epochs" if epochs.get(name) else ", not read"
+        yield f"corpus {name}", f"{corpus.role}, {text}"
+
+    text = f"{1 + _times(config, config.validation.every_steps):,} times"
+    heldout = {} if samples is None else samples.heldout
+    if heldout:
+        most = config.validation.max_sequences
+        counts: list[str] = []
+        for name, part in heldout.items():
+            counts.append(f"{min(len(part), most)} of {name}")
+        text += f", sequences: {', '.join(counts)}"
+    yield "validation", text
+
+
+def _tokenizer_rows(inputs: RunInputs) -> Iterator[Row]:
+    """Whether transformers' AutoTokenizer of the base has the ids of its tokenizer.json."""
+    base = inputs.config.base
+    if not base.is_dir() or inputs.get_or_none("tokenizer") is None:
+        return
+    try:
+        warning = warn_of_base(base, load_tokenizer(base), inputs.compared_texts)
+    except UserError as fault:
+        warning = str(fault)
+    equal = "the base's AutoTokenizer has the same ids on all texts that were compared"
+    yield "tokenizer", warning or equal
+
+
+def _times(config: RunConfig, every_steps: int) -> int:
+    """How often something happens that is done every `every_steps` steps and at the end."""
+    return math.ceil(config.schedule.steps / every_steps)
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    """The stages that this run needs, in order."""
+    yield "tokenize"
+    if _any_is_sampled(config.data.corpora.values()):
+        yield "sample"
+    if isinstance(config.method, ScaleMethod):
+        yield "upscale"
+    yield "train"
+    if config.gate is not None:
+        yield "gate"
+    yield "convert"
+    yield "evaluate"
+
+
+def _any_is_sampled(corpora: Iterable[Corpus]) -> bool:
+    """Whether the base writes the text of one of these corpora."""
+    return any(corpus.sample is not None for corpus in corpora)
+
+
+def _to_make(config: RunConfig) -> Iterator[str]:
+    """The inputs that earlier stages have not made yet."""
+    data = config.data
+    unfinished = [data.corpora[name] for name in unfinished_corpora(data)]
+    if any(corpus.sample is None for corpus in unfinished):
+        yield f"{data.folder}: the token corpora (scale-cpt tokenize)"
+    if _any_is_sampled(unfinished):
+        yield f"{data.folder}: the text that the base writes (scale-cpt sample)"
+    expansion = config.initial_expansion_folder
+    if isinstance(config.method, ScaleMethod) and not (expansion / MANIFEST).exists():
+        yield f"{expansion}: the initial expansion (scale-cpt upscale)"

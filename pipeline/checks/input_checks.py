@@ -1,0 +1,196 @@
+"""The checks of a run's configuration and files. They need no ranks and no GPU.
+
+A check is a function of the run's inputs. It raises a UserError, or returns several where it looks
+at several things. Many have only to read a property of `RunInputs`, which opens and checks what the
+configuration names. `pipeline.checks.checklist` says who makes which check.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from pipeline.checks.inputs import RunInputs
+from pipeline.config.method import ScaleMethod
+from pipeline.conversion.formats import unsupported_reason
+from pipeline.data.tokenize import job as tokenize_job
+from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
+from pipeline.data.tokenize.queue import finished
+from pipeline.data.tokenize.units import input_files, is_here
+from pipeline.errors import ConfigError, MissingPackageError, UserError
+from pipeline.hf.base_files import base_config
+from pipeline.hf.remote_code.configuration_scale import ScaleConfig
+from pipeline.hf.served_tokenizer import check_future_export
+from pipeline.methods.scale import check_named_expansion, made_expansion
+from pipeline.methods.vocabulary import check_vocabulary
+from pipeline.run_folder.lock import check_folder
+from pipeline.scale.plan import plan_expansion
+from pipeline.self_generated.corpus import check_sampling, plan_of, sampling_jobs
+
+# --- The configuration ----------------------------------------------------------------------------
+
+
+def check_layout(inputs: RunInputs) -> None:
+    """tp_size divides the number of ranks, and the data-parallel ranks divide the batch."""
+    _ = inputs.layout
+
+
+def check_deepspeed_config(inputs: RunInputs) -> None:
+    """DeepSpeed's JSON can be read, and agrees with the run's YAML."""
+    _ = inputs.deepspeed_config
+
+
+def check_profile(inputs: RunInputs) -> None:
+    """The ranks that `profile` names exist."""
+    profile = inputs.config.profile
+    if profile.steps is None or not profile.ranks:
+        return
+    world_size = inputs.layout.world_size
+    if max(profile.ranks) >= world_size:
+        raise ConfigError(
+            f"profile.ranks: rank {max(profile.ranks)} of {world_size} ranks; they count from 0, "
+            "name those that exist"
+        )
+
+
+def check_trackers(inputs: RunInputs) -> None:
+    """The packages of the trackers that `observers` names are installed."""
+    for name in ("wandb", "mlflow"):
+        if getattr(inputs.config.observers, name) is not None and find_spec(name) is None:
+            raise MissingPackageError(
+                f"observers.{name}: the package is missing; pip install 'scale-cpt[{name}]', "
+                "or remove the section"
+            )
+
+
+def check_heldout_texts(inputs: RunInputs) -> None:
+    """The run has held-out text to score."""
+    check_heldout(inputs.config)
+
+
+# --- The base and the tokenizer -------------------------------------------------------------------
+
+
+def check_base(inputs: RunInputs) -> None:
+    """The base's folder can be read, with the header of every weight file."""
+    _ = inputs.base.file_of
+
+
+def check_model(inputs: RunInputs) -> None:
+    """The method, the layout and the sequence length fit the base's architecture."""
+    _ = inputs.fitting_spec
+
+
+def check_tokenizer(inputs: RunInputs) -> None:
+    """The tokenizer can be read, and the base has an embedding row for each of its ids."""
+    check_vocabulary(inputs.tokenizer, inputs.spec)
+
+
+def check_exported_tokenizer(inputs: RunInputs) -> None:
+    """An export's AutoTokenizer will have the same ids as the tokenizer of training."""
+    spec = inputs.get_or_none("fitting_spec")
+    tokenizer = inputs.get_or_none("tokenizer")
+    if spec is None or tokenizer is None:
+        return  # Checks of their own report it.
+    config = inputs.config
+    expansion = None
+    if isinstance(config.method, ScaleMethod):
+        expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
+    refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
+    # Format `auto` is merged where possible, and a merged export has the base's own model_type.
+    model_type = ScaleConfig.model_type
+    if refused["merged"] is None and config.base.is_dir():
+        model_type = str(base_config(config.base)["model_type"])
+    check_future_export(config.tokenizer, tokenizer, model_type, inputs.compared_texts)
+
+
+# --- Texts and token corpora ----------------------------------------------------------------------
+
+
+def check_sampling_settings(inputs: RunInputs) -> None:
+    """The settings of self-generated text fit the base and its tokenizer."""
+    # A sequence length beyond the base's context is reported by `check_model`.
+    longest = min(inputs.config.data.sequence_length, inputs.spec.max_position_embeddings)
+    for corpus in inputs.config.data.corpora.values():
+        if corpus.sample is not None:
+            max_tokens = corpus.sample.max_tokens or longest
+            check_sampling(corpus.sample, max_tokens, inputs.tokenizer, inputs.spec)
+
+
+def check_texts(inputs: RunInputs) -> list[UserError]:
+    """The texts exist, and corpora that were begun are those of the configuration.
+
+    Texts on the hub are left to tokenization.
+    """
+    faults: list[UserError] = []
+    config = inputs.config
+    tokenizer = inputs.get_or_none("tokenizer")
+    if tokenizer is None:
+        for patterns in named_inputs(config.data):
+            try:
+                if is_here(patterns):
+                    input_files(patterns)
+            except UserError as fault:
+                faults.append(fault)
+        return faults
+    for job in corpus_jobs(config.data, config.tokenizer):
+        try:
+            if is_here(job.corpus.input):
+                finished(job.output, tokenize_job.plan_of(job, tokenizer))
+        except UserError as fault:
+            faults.append(fault)
+    return faults
+
+
+def check_self_generated(inputs: RunInputs) -> list[UserError]:
+    """Corpora of self-generated text that were begun are those of the configuration."""
+    if inputs.get_or_none("base") is None or inputs.get_or_none("tokenizer") is None:
+        return []  # Checks of their own report it.
+    faults: list[UserError] = []
+    for job in sampling_jobs(inputs.config):
+        try:
+            finished(job.output, plan_of(job))
+        except UserError as fault:
+            faults.append(fault)
+    return faults
+
+
+def check_samples(inputs: RunInputs) -> None:
+    """The token corpora are complete, of the run's tokenizer, and last to the end of the run."""
+    _ = inputs.samples
+
+
+def check_samples_or_folder(inputs: RunInputs) -> None:
+    """As `check_samples` where the corpora are made; before that, that their folder can be made."""
+    config = inputs.config
+    if is_tokenized(config.data):
+        check_samples(inputs)
+    elif config.data.folder.resolve() != config.folder.resolve():
+        check_folder(config.data.folder)
+
+
+# --- The run's folder: what earlier stages and attempts have left ---------------------------------
+
+
+def check_run_folder(inputs: RunInputs) -> None:
+    """The run's folder can be written to, and no other process works in it."""
+    check_folder(inputs.config.folder)
+
+
+def check_initial_expansion(inputs: RunInputs) -> None:
+    """An expansion that exists is the one that the configuration describes, on this base."""
+    if isinstance(inputs.config.method, ScaleMethod):
+        check_named_expansion(inputs.config.init_expansion)
+    made_expansion(inputs.config, inputs.base)  # It hashes the base.
+
+
+def check_start(inputs: RunInputs) -> None:
+    """The newest checkpoint is one of this run; where there is none, the expansion is whole."""
+    _ = inputs.starts_at_base
+
+
+def check_newest_checkpoint(inputs: RunInputs) -> None:
+    """The newest checkpoint, if any, is one of this run."""
+    if inputs.get_or_none("fitting_spec") is None or inputs.get_or_none("base") is None:
+        return  # Checks of their own report it.
+    if inputs.config.folder.is_dir():
+        _ = inputs.finished

@@ -1,0 +1,136 @@
+"""Shows every setting of a run, or writes a first configuration.
+
+    scale-cpt config show configs/demo_fft.yaml --set schedule.steps=20
+    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl --gpus 8
+
+A first configuration is made for --gpus GPUs, or else for this machine. Its dry run is printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from pipeline import command_line
+from pipeline.config.run import load_config
+from pipeline.errors import ConfigError
+from pipeline.files import write_text
+from pipeline.sizing.cluster import add_cluster_options, cluster_of
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_SHOW = "    scale-cpt config show configs/demo.yaml --set schedule.steps=20"
+_INIT = """\
+    scale-cpt config init --base models/mine --new 'texts/*.jsonl' --old general.jsonl
+    scale-cpt config init --base org/name --new hf://org/texts --old general.jsonl --gpus 8
+
+A line of a .txt file is a document. For chats, and for other documents, set `messages_key` or
+`document` of the corpus in the file that is written (docs/data.md)."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = _command(
+        commands,
+        "show",
+        "print every setting of a run: its file, the files that it extends, and --set",
+        _SHOW,
+    )
+    command_line.add_run(show)
+    init = _command(
+        commands, "init", "write a first configuration, with sizes that fit a base and texts", _INIT
+    )
+    init.add_argument(
+        "--base",
+        type=Path,
+        required=True,
+        help="the model that learns: a folder, or org/name@revision on the hub",
+    )
+    init.add_argument(
+        "--new",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="texts to learn: files, patterns, hf://org/name",
+    )
+    init.add_argument(
+        "--old",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="texts of what the base knows, for replay",
+    )
+    init.add_argument(
+        "--text-key", default="text", help="the key or column of the documents (default: text)"
+    )
+    init.add_argument(
+        "--old-text-key", help="the key or column in the --old texts (default: as --text-key)"
+    )
+    init.add_argument(
+        "--vocabulary",
+        type=Path,
+        metavar="DIR",
+        help="a folder that scale-cpt vocabulary wrote, for a run with new tokens",
+    )
+    init.add_argument(
+        "--without-gate",
+        action="store_true",
+        help="a narrower expansion with self-generated text, for an export that any server runs",
+    )
+    init.add_argument(
+        "--output", type=Path, help="the YAML file to write (default: <name of the base>.yaml)"
+    )
+    add_cluster_options(init)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if arguments.command == "init":
+        return _write_first(arguments)
+    config = load_config(arguments.run, arguments.set, base="named")
+    values = config.model_dump(mode="json")
+    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+def _command(
+    commands: _Commands, name: str, summary: str, examples: str
+) -> argparse.ArgumentParser:
+    """Adds a command, whose help is its summary and its examples."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.\n\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _write_first(arguments: argparse.Namespace) -> int:
+    """Writes a first configuration and prints its dry run. Returns 1 if that finds a fault."""
+    output = arguments.output or Path(f"{arguments.base.resolve().name}.yaml")
+    name = re.sub("[^A-Za-z0-9._-]", "-", output.stem)
+    if output.exists():
+        raise ConfigError(f"{output}: this file exists already; give another one as --output")
+    # After the options are checked, because torch takes seconds.
+    from pipeline.checks.dry_run import make_plan
+    from pipeline.sizing.first_config import FirstRun, propose
+
+    cluster = cluster_of(arguments)
+    wanted = FirstRun(
+        name=name,
+        base=arguments.base,
+        new=arguments.new,
+        old=arguments.old,
+        text_key=arguments.text_key,
+        old_text_key=arguments.old_text_key,
+        vocabulary=arguments.vocabulary,
+        gated=not arguments.without_gate,
+    )
+    config, text = propose(wanted, cluster)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, text)
+    plan = make_plan(config, cluster)
+    print(plan, f"wrote {output}", sep="\n\n")
+    return 1 if plan.faults else 0

@@ -1,0 +1,158 @@
+r"""Converts a checkpoint to a Hugging Face folder, and verifies it.
+
+    scale-cpt convert configs/demo.yaml
+    scale-cpt convert configs/demo.yaml --format merged --without-gate --output exported
+    scale-cpt convert --checkpoint runs/demo/checkpoints/step_00000200 \
+        --base examples/data/models/stories260K --output exported --format merged --dtype bf16
+
+With a run, its newest checkpoint is converted, into <folder>/hf or --output. The folder appears
+once its logits are verified to be those of the model that trained.
+
+Format `merged` loads anywhere, with no code of ours. Format `scale` carries its code
+(trust_remote_code=True). Format `expansion` holds only what SCALE added. Format `auto` is merged
+where possible, else scale. A run whose configuration has a section `gate` is converted with its
+gate, into the format `scale`, or --without-gate.
+
+A wider merged model in fp32 is stored for serving: its added channels are too small for other tools
+to train. With `--for training` they can, and its logits differ a little more from the model that
+trained.
+
+Nothing leaves this machine. To publish the folder: `hf upload organisation/model FOLDER`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from pipeline import command_line, log
+from pipeline.config.run import RunConfig, load_config
+from pipeline.conversion import Format, Precision, Purpose
+from pipeline.errors import ConfigError
+from pipeline.run_folder.attempts import stage_of
+
+_logger = log.get_logger(__name__)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_run(parser, required=False)
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="without a run: a checkpoint, such as runs/demo/checkpoints/step_00000200",
+    )
+    parser.add_argument(
+        "--base",
+        type=command_line.folder_or_hub,
+        help="with --checkpoint: the base model's folder",
+    )
+    parser.add_argument(
+        "--gate", type=Path, help="with --checkpoint: the gate's folder, such as runs/demo/gate"
+    )
+    parser.add_argument("--without-gate", action="store_true", help="leave the run's gate out")
+    parser.add_argument(
+        "--vocabulary", type=Path, help="the extended vocabulary's folder, if it has moved"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="the folder to make (default: <folder>/hf of the run)"
+    )
+    command_line.add_overwrite_option(parser)
+    parser.add_argument(
+        "--format",
+        type=_format,
+        choices=get_args(Format),
+        default="auto",
+        help="see above (default: auto)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Precision),
+        help="the type of the stored weights (default: the base's)",
+    )
+    parser.add_argument(
+        "--for",
+        dest="purpose",
+        choices=get_args(Purpose),
+        default="serving",
+        help="training: other tools can train a wider merged model in fp32 (default: serving)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="documents to verify on: JSONL, .txt, .zst, ... (default: the run's held-out texts)",
+    )
+
+
+def _format(text: str) -> str:
+    """The option --format; the name that a format had in earlier versions is told the new one."""
+    if text == "stock":
+        raise argparse.ArgumentTypeError("expected merged, which stock is called now, found stock")
+    return text
+
+
+def main(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    config = load_config(arguments.run, arguments.set) if arguments.run else None
+    with stage_of(config, "convert", alone=True):
+        _convert(config, arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError where the options do not fit together."""
+    if arguments.run:
+        fits = not (arguments.checkpoint or arguments.base or arguments.gate)
+    else:
+        fits = bool(arguments.checkpoint and arguments.base and arguments.output)
+    if not fits:
+        raise ConfigError(
+            "name a run, or --checkpoint with --base, --output and, for a gate, --gate"
+        )
+    if arguments.without_gate and not arguments.run:
+        raise ConfigError(
+            "--without-gate belongs to a run; with --checkpoint a gate is only taken by --gate"
+        )
+
+
+def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
+    # After the arguments and the configuration are checked, so that a mistake is reported at once.
+    from pipeline.conversion.convert import (
+        TYPES,
+        Conversion,
+        convert,
+        latest_conversion,
+        run_sources,
+    )
+    from pipeline.conversion.verify import probe_maker
+    from pipeline.data.sources.records import Keys
+    from pipeline.hf.served_tokenizer import texts_of
+
+    sources: dict[str, list[str]] = {}
+    keys: dict[str, Keys] = {}
+    if config is not None:
+        conversion = latest_conversion(config)
+        sources, keys = run_sources(config)
+    else:
+        conversion = Conversion(
+            arguments.checkpoint, arguments.base, arguments.output, gate=arguments.gate
+        )
+    if arguments.text:
+        sources = {path.name: [str(path)] for path in arguments.text}
+        keys = {}
+    if arguments.without_gate:
+        conversion = replace(conversion, gate=None)
+    conversion = replace(
+        conversion,
+        output=arguments.output or conversion.output,
+        format=arguments.format,
+        dtype=TYPES[arguments.dtype] if arguments.dtype else None,
+        vocabulary=arguments.vocabulary or conversion.vocabulary,
+        overwrite=arguments.overwrite,
+        purpose=arguments.purpose,
+    )
+    is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))
+    _logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)

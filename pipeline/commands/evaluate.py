@@ -1,0 +1,246 @@
+"""Scores models: perplexity, benchmarks, chats, or the final table of a run.
+
+    scale-cpt evaluate --model exported --data examples/data/*/*.heldout.jsonl.zst
+    scale-cpt evaluate --model base exported --tasks kobest_copa arc_easy
+    scale-cpt evaluate --model base exported --chats chats.jsonl
+    scale-cpt evaluate configs/demo.yaml
+
+A model is a Hugging Face folder, or a name on the hub. Several are compared in one table. --tasks
+takes the names of lm-eval's tasks; --include-path adds your own tasks.
+
+With a run, its base and its exported model are scored on the held-out texts of the run's corpora,
+and on --chats if they are given. The scores are written to <folder>/summary.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+import orjson
+
+from pipeline import log
+from pipeline.command_line import (
+    add_chat_date_option,
+    add_run,
+    add_text_key_option,
+    folder_or_hub,
+    positive,
+)
+from pipeline.config.run import load_config
+from pipeline.data.sources.records import Keys, SpecialTokens
+from pipeline.data.tokenize.units import good_documents
+from pipeline.errors import ConfigError
+from pipeline.run_folder.attempts import stage_of
+
+_logger = log.get_logger(__name__)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_run(parser, required=False)
+    parser.add_argument(
+        "--model",
+        type=folder_or_hub,
+        nargs="+",
+        default=[],
+        help="Hugging Face folders, or models on the hub",
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        help="benchmarks of lm-eval, such as kobest_boolq kobest_copa arc_easy blimp",
+    )
+    parser.add_argument(
+        "--data", nargs="+", default=[], help="texts for perplexity: JSONL, .txt, Parquet"
+    )
+    parser.add_argument(
+        "--chats",
+        nargs="+",
+        default=[],
+        help="chats in JSONL; the last of `messages` is the reference answer",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python files in a model's folder"
+    )
+    parser.add_argument(
+        "--prefix",
+        choices=("document", "none"),
+        default="document",
+        help="score a text after the tokens that precede a document in training (default), or "
+        "after nothing",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_perplexity_options(parser.add_argument_group("perplexity"))
+    _add_benchmark_options(parser.add_argument_group("benchmarks"))
+    _add_chat_options(parser.add_argument_group("chats"))
+
+
+def _add_perplexity_options(group: argparse._ArgumentGroup) -> None:
+    add_text_key_option(group)
+    group.add_argument(
+        "--prompt-key",
+        help="the key or column of a prompt before the text, which is read and not scored",
+    )
+    group.add_argument(
+        "--special-tokens",
+        choices=get_args(SpecialTokens),
+        help="what a text that spells a special token such as </s> is: text, or that token "
+        "(default: text where the tokenizer can)",
+    )
+    group.add_argument(
+        "--context", type=int, help="tokens in a window (default: the model's, at most 4096)"
+    )
+    group.add_argument(
+        "--max-bytes",
+        type=int,
+        default=2**17,
+        help="bytes scored of each file, at most a sixteenth of them in one document "
+        "(default: 131072; 0: all)",
+    )
+
+
+def _add_benchmark_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="a folder of your own lm-eval tasks; RUNS the Python code that they name",
+    )
+    group.add_argument(
+        "--few-shot",
+        type=int,
+        choices=range(65),
+        metavar="N",
+        help="solved examples before each question",
+    )
+    group.add_argument(
+        "--limit",
+        type=positive,
+        help="ask only the first questions of each task, at most this many",
+    )
+    group.add_argument(
+        "--batch-size", type=positive, default=16, help="answers scored at a time (default: 16)"
+    )
+    group.add_argument(
+        "--chat-template",
+        action="store_true",
+        help="ask as a user does, framed by the tokenizer's chat template",
+    )
+
+
+def _add_chat_options(group: argparse._ArgumentGroup) -> None:
+    add_chat_date_option(group)
+    group.add_argument(
+        "--max-answer-tokens",
+        type=positive,
+        default=256,
+        help="tokens after which an answer is cut (default: 256)",
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    kinds = [name for name in ("data", "tasks", "chats") if getattr(arguments, name)]
+    if arguments.run and not arguments.model and kinds in ([], ["chats"]):
+        _evaluate_run(arguments)
+        return
+    if arguments.run or not arguments.model or len(kinds) != 1:
+        raise ConfigError("name a run, or --model with one of --data, --tasks and --chats")
+    models = ", ".join(str(model) for model in arguments.model)
+    _logger.info("evaluating %s: loading the libraries, then each model", models)
+    from pipeline.hf.load import check_hf_config
+
+    # Each model is checked before the others are scored for hours.
+    for model in arguments.model:
+        check_hf_config(model, trust_remote_code=arguments.trust_remote_code)
+    if arguments.data:
+        print(_score_texts(arguments))
+    elif arguments.tasks:
+        print(_run_benchmarks(arguments))
+    else:
+        print(_score_chats(arguments))
+
+
+def _evaluate_run(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.run, arguments.set)
+    with stage_of(config, "evaluate"):
+        _logger.info(
+            "evaluating %s: loading the libraries, then the base and the export", config.folder
+        )
+        from pipeline.evaluation.summary import summarise
+
+        text = summarise(
+            config,
+            max_bytes=arguments.max_bytes,
+            prefix=arguments.prefix,
+            chats=arguments.chats,
+            max_answer_tokens=arguments.max_answer_tokens,
+        )
+        print(text)
+
+
+def _score_texts(arguments: argparse.Namespace) -> str:
+    from pipeline.evaluation.perplexity import score_folder
+    from pipeline.evaluation.table import score_table
+
+    keys = Keys(arguments.text_key, arguments.prompt_key, special_tokens=arguments.special_tokens)
+    scores = {}
+    for model in arguments.model:
+        texts = {name: good_documents([name], keys) for name in arguments.data}
+        scores[str(model)] = score_folder(
+            model,
+            texts,
+            context=arguments.context,
+            max_bytes=arguments.max_bytes,
+            prefix=arguments.prefix,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    return _as_json(scores) if arguments.json else score_table(scores)
+
+
+def _score_chats(arguments: argparse.Namespace) -> str:
+    from pipeline.data.tokenizer.chats import ChatTemplate
+    from pipeline.evaluation.chats import chat_rows, read_chats, score_chats
+    from pipeline.evaluation.table import table
+
+    chats = read_chats(arguments.chats)
+    # A template that cannot be read is found before the other models have answered.
+    for model in arguments.model:
+        ChatTemplate(model)
+    scores = {}
+    for model in arguments.model:
+        scores[str(model)] = score_chats(
+            model,
+            chats,
+            max_answer_tokens=arguments.max_answer_tokens,
+            trust_remote_code=arguments.trust_remote_code,
+            chat_date=arguments.chat_date,
+        )
+    return _as_json(scores) if arguments.json else table(*chat_rows(scores))
+
+
+def _run_benchmarks(arguments: argparse.Namespace) -> str:
+    from pipeline.evaluation.benchmarks import benchmark_model, comparison, load_tasks, task_results
+
+    tasks = load_tasks(
+        arguments.tasks,
+        include=arguments.include_path,
+        few_shot=arguments.few_shot,
+        limit=arguments.limit,
+    )
+    results = {}
+    for model in arguments.model:
+        loaded = benchmark_model(
+            model,
+            batch_size=arguments.batch_size,
+            prefix=arguments.prefix,
+            trust_remote_code=arguments.trust_remote_code,
+            chat_template=arguments.chat_template,
+        )
+        results[str(model)] = task_results(loaded, tasks, chat_template=arguments.chat_template)
+    return _as_json(results) if arguments.json else comparison(results)
+
+
+def _as_json(values: object) -> str:
+    return orjson.dumps(values, option=orjson.OPT_INDENT_2).decode()

@@ -1,0 +1,43 @@
+"""Fits the gate of a finished run, which decides per token whether the text is new.
+
+    scale-cpt gate configs/demo.yaml
+    scale-cpt gate runs/demo
+
+Reads the section `gate` of the configuration and the run's newest checkpoint. Writes <folder>/gate,
+and prints on how much of each held-out corpus the gate opens, and what that does to its perplexity.
+A gate that is fitted already is only shown. A configuration without the section has nothing to fit
+(docs/gate.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeline import command_line, log
+from pipeline.config.run import load_config
+from pipeline.run_folder.attempts import stage_of
+from pipeline.run_folder.run_file import write_run
+
+_logger = log.get_logger(__name__)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_run(parser)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.run, arguments.set)
+    if config.gate is None:
+        _logger.info("the configuration has no section gate: nothing to fit")
+        return
+    with stage_of(config, "gate", alone=True):
+        # After the configuration is checked, so that a mistake in it is reported at once.
+        from pipeline.gating.fit_run import as_text, fit_gate
+        from pipeline.gating.folder import GATE_FOLDER
+
+        record, is_new = fit_gate(config)
+        # A gate may be added to a finished run, and is exported with it.
+        write_run(config)
+        print(as_text(record))
+        done = "is written" if is_new else "is already fitted"
+        _logger.info("%s %s", config.folder / GATE_FOLDER, done)

@@ -1,0 +1,29 @@
+"""Makes a folder to work in: configurations, batch scripts, the demo's model and texts.
+
+    scale-cpt new my_runs && cd my_runs
+    bash slurm/cpt_korean.sh configs/demo.yaml
+
+This is for an installed package: a checkout of the project is such a folder itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from pipeline.files import SHIPPED, published_folder, shipped
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="the folder to make")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    folder: Path = arguments.folder
+    ignored = shutil.ignore_patterns("__pycache__")
+    with published_folder(folder, None) as unfinished:
+        for name in SHIPPED:
+            shutil.copytree(shipped() / name, unfinished / name, ignore=ignored)
+    run_demo = f"cd {folder} && bash slurm/cpt_korean.sh configs/demo.yaml"
+    print(f"made {folder} with {', '.join(SHIPPED)}; next: {run_demo}")

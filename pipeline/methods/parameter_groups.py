@@ -1,0 +1,121 @@
+"""Groups of trained parameters: each with a factor of the learning rate and a weight decay of its own.
+
+A setting names the parameters of a group by the kind of block, such as `expansion_to_base`, or by a
+pattern of names, such as `layers.0.*`. Where several keys match a parameter, the last one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from pipeline.config.schedule import Schedule
+from pipeline.errors import ConfigError, nearest
+from pipeline.parallel.sharding import full_shape_of
+
+_PARTS_OF_A_MAP = (
+    "expansion_to_base",
+    "base_to_expansion",
+    "expansion_to_expansion",
+    "adapter",
+    "router",
+)
+KINDS = ("embedding", "output", "new_tokens", "norm", *_PARTS_OF_A_MAP, "base")
+"""The kinds of blocks that a setting may name; `base` is every other parameter of the base's own."""
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters, by name, that the optimizer treats alike.
+
+    Attributes:
+        learning_rate_factor: what the schedule's learning rate is multiplied by.
+        weight_decay: AdamW's decoupled decay; 0 for vectors.
+        by_muon: whether Muon updates them, and not AdamW.
+    """
+
+    names: tuple[str, ...]
+    learning_rate_factor: float
+    weight_decay: float
+    by_muon: bool
+
+
+def kind_of(name: str) -> str:
+    """The kind of block, one of `KINDS`, of the parameter `name`."""
+    parts = name.split(".")
+    if "new_tokens" in parts:
+        return "new_tokens"
+    if parts[0] in ("embedding", "output"):
+        return parts[0]
+    if any(part.endswith("_norm") for part in parts):
+        return "norm"
+    for part in parts:
+        if part in _PARTS_OF_A_MAP:
+            return part
+    return "base"
+
+
+def factors_by_name(
+    names: Iterable[str], factors: Mapping[str, float], *, setting: str
+) -> dict[str, float]:
+    """The factor of each parameter: 1, or that of the last key of `factors` that matches its name.
+
+    Raises:
+        ConfigError: a key of `factors` matches no trained parameter; `setting` names the setting.
+    """
+    found = dict.fromkeys(names, 1.0)
+    for key, factor in factors.items():
+        matched = [name for name in found if _matches(key, name)]
+        if not matched:
+            trained_kinds = sorted({kind_of(name) for name in found})
+            raise ConfigError(
+                f"schedule.{setting}: {key!r} matches no parameter that trains"
+                f"{nearest(key, trained_kinds)}; expected one of {', '.join(trained_kinds)}, or a "
+                f"pattern of names such as {_example_pattern(found)!r}"
+            )
+        for name in matched:
+            found[name] = factor
+    return found
+
+
+def _matches(key: str, name: str) -> bool:
+    if key in KINDS:
+        return kind_of(name) == key
+    return fnmatchcase(name, key)
+
+
+def _example_pattern(names: Iterable[str]) -> str:
+    """A pattern that matches some of the names."""
+    first = next(iter(names), "layers.0.norm")
+    return first.rsplit(".", 1)[0] + ".*"
+
+
+def parameter_groups(
+    trained: Mapping[str, nn.Parameter], schedule: Schedule, *, by_muon: Iterable[str] = ()
+) -> list[ParameterGroup]:
+    """The groups of the trained parameters, those of Muon first; within a group the model's order.
+
+    Vectors (gains, biases) do not decay, whatever `weight_decay_factors` say. Shapes are the full
+    ones, because ZeRO-3's partitions are flat.
+
+    Raises:
+        ConfigError: a key of `learning_rate_factors` or `weight_decay_factors` matches nothing.
+    """
+    rates = factors_by_name(
+        trained, schedule.learning_rate_factors, setting="learning_rate_factors"
+    )
+    decays = factors_by_name(trained, schedule.weight_decay_factors, setting="weight_decay_factors")
+    muon_names = set(by_muon)
+    members: dict[tuple[bool, float, float], list[str]] = {}
+    for name, parameter in trained.items():
+        is_vector = len(full_shape_of(parameter)) <= 1
+        decay = 0.0 if is_vector else schedule.weight_decay * decays[name]
+        members.setdefault((name in muon_names, rates[name], decay), []).append(name)
+    groups = [
+        ParameterGroup(tuple(names), rate, decay, is_muon)
+        for (is_muon, rate, decay), names in members.items()
+    ]
+    return sorted(groups, key=lambda group: not group.by_muon)

@@ -1,0 +1,163 @@
+"""The paths of a pass through the layers: what the two streams do, for each way to run a model.
+
+Every path is a function that takes the layers of a pass and the streams that enter the first of
+them. All paths run layer by layer, so that ZeRO-3 gathers each layer once however many streams pass
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.model.attention import Documents
+from pipeline.model.decoder_layer import Context, DecoderLayer
+from pipeline.model.spec import LayerKind
+from pipeline.scale.widened_linear import Streams
+
+
+class TokenBatch(NamedTuple):
+    """The tokens of a batch and their positions, [B, S], and where documents lie; None as in
+    `Decoder.forward`."""
+
+    tokens: Tensor
+    positions: Tensor | None
+    documents: Documents | None
+
+    def first_sequences(self, count: int) -> TokenBatch:
+        """The first `count` sequences."""
+        positions = self.positions
+        documents = self.documents
+        if positions is not None:
+            positions = positions[:count]
+        if documents is not None:
+            documents = documents.first_rows(count)
+        return TokenBatch(self.tokens[:count], positions, documents)
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """Layers with what a pass through them needs.
+
+    Attributes:
+        layers: the layers to run, in their order; all of a decoder's, or a run of them.
+        contexts: by kind of layer, its rotary table and attention kernel for the batch.
+        is_recomputed: whether the backward pass computes a layer again instead of keeping its
+            activations.
+    """
+
+    layers: Sequence[DecoderLayer]
+    contexts: dict[LayerKind, Context]
+    is_recomputed: Callable[[DecoderLayer], bool]
+
+    def part(self, first: int | None, stop: int | None) -> LayerPass:
+        """The layers from index `first` on and before `stop`."""
+        return replace(self, layers=self.layers[first:stop])
+
+    def run(
+        self, layer: DecoderLayer, streams: Streams, *, masked: bool | Tensor = False
+    ) -> Streams:
+        """One layer. x: [B, S, D], x_up: [B, S, U] -> the same shapes; `masked` as in
+        `DecoderLayer`."""
+        result: Streams
+        context = self.contexts[layer.kind]
+        if torch.is_grad_enabled() and self.is_recomputed(layer):
+            result = checkpoint(layer, *streams, context, masked, use_reentrant=False)
+        else:
+            result = layer(*streams, context, masked)
+        return result
+
+
+def run_widened(layers: LayerPass, streams: Streams) -> Streams:
+    """The whole model: both streams through every block of every layer.
+
+    This is the path of Preserve and Adapt, of the baselines, and of a base alone, which has no
+    x_up.
+    """
+    for layer in layers.layers:
+        streams = layers.run(layer, streams)
+    return streams
+
+
+def run_preserved(layers: LayerPass, streams: Streams) -> Streams:
+    """Both streams without W12: the base stream is the base model's, and the expansion stream reads
+    it.
+
+    Adapters and added layers are masked too.
+    """
+    for layer in layers.layers:
+        streams = layers.run(layer, streams, masked=True)
+    return streams
+
+
+def run_base(layers: LayerPass, x: Tensor) -> Tensor:
+    """The base model alone, without an expansion stream. x: [B, S, D] -> [B, S, D]."""
+    x, _ = run_preserved(layers, (x, None))
+    return x
+
+
+def run_routed(layers: LayerPass, adapted: Streams, preserved: Streams) -> tuple[Streams, Streams]:
+    """Route: the adapted and the preserved path. They are one below the first layer with W12."""
+    for layer in layers.layers:
+        if layer.collaborative:
+            preserved = layers.run(layer, preserved, masked=True)
+            adapted = layers.run(layer, adapted)
+        else:
+            adapted = preserved = layers.run(layer, adapted)
+    return adapted, preserved
+
+
+class TokenGate(Protocol):
+    """Decides per token whether the model may differ from its base
+    (`pipeline.gating.gate.FittedGate`)."""
+
+    @property
+    def layer(self) -> int:
+        """The index of the layer before which the gate reads the base stream; the number of layers:
+        after the last."""
+
+    def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> which tokens are
+        open: bool [B, S]."""
+
+
+CloseTokens = Callable[[Tensor], Tensor]
+"""x: [B, S, D], the base stream before the gate's layer -> which tokens the gate closes: bool [B,
+S, 1]."""
+
+
+def run_gated(
+    layers: LayerPass, streams: Streams, gate_layer: int, l_fp: int, closes: CloseTokens
+) -> tuple[Streams, Tensor]:
+    """Preserve and Adapt with a gate: W12, which begins at layer `l_fp`, is skipped for closed
+    tokens.
+
+    The gate decides at or below `l_fp`, where the base stream is exact. Returns the streams and the
+    closed tokens.
+    """
+    streams = run_widened(layers.part(None, gate_layer), streams)
+    closed = closes(streams[0])
+    streams = run_widened(layers.part(gate_layer, l_fp), streams)
+    for layer in layers.part(l_fp, None).layers:
+        streams = layers.run(layer, streams, masked=closed)
+    return streams, closed
+
+
+def run_routed_with_gate(
+    layers: LayerPass, streams: Streams, gate_layer: int, closes: CloseTokens
+) -> tuple[Streams, Streams, Tensor]:
+    """Route with a gate, which reads the preserved path: there the base stream is exact in every
+    layer.
+
+    Returns the adapted path, the preserved path and the closed tokens, which are to take the
+    preserved one.
+    """
+    adapted, preserved = run_routed(layers.part(None, gate_layer), streams, streams)
+    closed = closes(preserved[0])
+    adapted, preserved = run_routed(layers.part(gate_layer, None), adapted, preserved)
+    return adapted, preserved, closed

@@ -1,0 +1,128 @@
+"""Losses of logits whose vocabulary is split over the ranks: cross-entropy, KL divergence, and
+greedy choices.
+
+Each function of this module is a collective over the tensor-parallel group: all its ranks call it
+together.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.parallel.topology import TensorParallel
+
+IGNORED = -100
+
+
+def nll_and_logit_gradient_(
+    logits: Tensor, targets: Tensor, *, first: int, vocab_size: int, tp: TensorParallel
+) -> tuple[Tensor, Tensor]:
+    """The negative log likelihood of each target, and its gradient with respect to the logits,
+    written over them.
+
+    logits: [N, V / tp_size] in fp32, the columns from token `first` on (columns past `vocab_size`
+    are padding); targets: [N], `IGNORED` where nothing is predicted (nll and gradient are zero
+    there). Returns nll: [N] and the gradient of their sum: [N, V / tp_size], which is `logits`
+    itself.
+    """
+    _mask_padding_(logits, first, vocab_size)
+    largest = logits.amax(dim=1)
+    if tp.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+    logits -= largest.unsqueeze(1)
+
+    local = targets - first
+    here = (local >= 0) & (local < logits.shape[1])
+    index = local.clamp(0, logits.shape[1] - 1).unsqueeze(1)
+    target_logit = logits.gather(1, index).squeeze(1).masked_fill(~here, 0)
+
+    exponentials = logits.exp_()
+    sums = torch.stack([exponentials.sum(dim=1), target_logit])
+    if tp.size > 1:
+        dist.all_reduce(sums, group=tp.group)
+    normaliser, target_logit = sums
+
+    ignored = targets == IGNORED
+    nll = (normaliser.log() - target_logit).masked_fill(ignored, 0)
+    # Division by infinity zeroes the ignored rows without another pass over the logits.
+    gradient = exponentials.div_(normaliser.masked_fill(ignored, torch.inf).unsqueeze(1))
+    gradient.scatter_add_(1, index, -here.to(gradient.dtype).unsqueeze(1))
+    return nll, gradient
+
+
+def kl_and_logit_gradient_(
+    logits: Tensor,
+    reference: Tensor,
+    ignored: Tensor,
+    *,
+    first: int,
+    vocab_size: int,
+    tp: TensorParallel,
+) -> tuple[Tensor, Tensor]:
+    """KL(reference || model) of each token in nats, and its gradient with respect to the model's
+    logits.
+
+    logits, reference: [N, V / tp_size] in fp32 as in `nll_and_logit_gradient_`; both are
+    overwritten. ignored: bool
+    [N]; the divergence and the gradient of these tokens are zero.
+    Returns kl: [N] and the gradient of its sum: [N, V / tp_size], which is `logits` itself. Equal
+    logits give exact zeros.
+    """
+    columns = max(0, min(vocab_size - first, logits.shape[1]))
+    logits[:, columns:] = 0  # padding has no gradient
+    gradient = logits
+    logits = logits[:, :columns]
+    reference = reference[:, :columns]
+    largest = torch.stack([_largest(logits), _largest(reference)])
+    if tp.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+    logits -= largest[0].unsqueeze(1)
+    reference -= largest[1].unsqueeze(1)
+
+    # With p = exp(reference) and q = exp(logits), both unnormalised:
+    # KL = sum(p (reference - logits)) / sum(p) - log sum(p) + log sum(q)
+    difference = reference - logits
+    p = reference.exp_()
+    q = logits.exp_()
+    sums = torch.stack([p.sum(dim=1), q.sum(dim=1), difference.mul_(p).sum(dim=1)])
+    if tp.size > 1:
+        dist.all_reduce(sums, group=tp.group)
+    p_sum, q_sum, weighted = sums
+    kl = (weighted / p_sum - p_sum.log() + q_sum.log()).masked_fill(ignored, 0)
+
+    # The gradient is q / sum(q) - p / sum(p), written over the logits. Division by infinity zeroes
+    # the ignored rows without another pass over them.
+    q.div_(q_sum.masked_fill(ignored, torch.inf).unsqueeze(1))
+    q.sub_(p.div_(p_sum.masked_fill(ignored, torch.inf).unsqueeze(1)))
+    return kl, gradient
+
+
+def _largest(z: Tensor) -> Tensor:
+    """The largest of each row: z [N, columns] -> [N]; −inf on a rank that holds padding only."""
+    if z.shape[1] == 0:
+        return z.new_full((len(z),), -torch.inf)
+    return z.amax(dim=1)
+
+
+def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorParallel) -> Tensor:
+    """The token that greedy decoding chooses in each row: int64 [N]; the first of several with the
+    largest logit.
+
+    `logits` are as in `nll_and_logit_gradient_`; only their padding is overwritten.
+    """
+    _mask_padding_(logits, first, vocab_size)
+    largest, place = logits.max(dim=1)
+    chosen = place + first
+    if tp.size > 1:
+        own_largest = largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+        chosen.masked_fill_(own_largest < largest, vocab_size)
+        dist.all_reduce(chosen, op=dist.ReduceOp.MIN, group=tp.group)
+    return chosen
+
+
+def _mask_padding_(logits: Tensor, first: int, vocab_size: int) -> None:
+    if first + logits.shape[1] > vocab_size:
+        logits[:, max(0, vocab_size - first) :] = float("-inf")

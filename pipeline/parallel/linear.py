@@ -1,0 +1,138 @@
+"""Linear layers on one rank's shard, and LoRA's adapter of one.
+
+They do not communicate: `collectives.enter_region` and `leave_region` enclose several of them.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.parallel.collectives import counted_once
+from pipeline.parallel.experts import grouped_product
+from pipeline.parallel.quantized import frozen_product, quantization_of
+from pipeline.parallel.sharding import (
+    REPLICATED,
+    Partition,
+    full_shape_of,
+    partition_of,
+    sharded_parameter,
+    shared_by_neighbours,
+    used_between_regions,
+)
+from pipeline.parallel.topology import TensorParallel
+
+
+class ColumnParallelLinear(nn.Module):
+    """`Y = W X + b`, with the rows of W (and of b) split over the ranks.
+
+    x: [..., in], y: [..., out / tp_size]. `units` is how many indivisible groups the rows form
+    (heads).
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        partition = Partition(dim=0, units=units)
+        self.weight = sharded_parameter((out_features, in_features), partition, tp)
+        self.bias = sharded_parameter((out_features,), partition, tp) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else shared_by_neighbours(self.bias, self.tp)
+        return _product(x, self.weight, bias, self.tp)
+
+
+class RowParallelLinear(nn.Module):
+    """The partial product of `Y = W X`, with the columns of W split over the ranks.
+
+    x: [..., in / tp_size], y: [..., out], a partial sum over the ranks; rank 0's part includes the
+    bias.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, units: int, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sharded_parameter(
+            (out_features, in_features), Partition(dim=1, units=units), tp
+        )
+        self.bias = sharded_parameter((out_features,), Partition(), tp) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else counted_once(self.bias, self.tp)
+        return _product(x, self.weight, bias, self.tp)
+
+
+class ReplicatedLinear(nn.Module):
+    """`Y = W X` between regions, with all of W on every rank. x: [..., in], y: [..., out]."""
+
+    def __init__(self, in_features: int, out_features: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = sharded_parameter((out_features, in_features), REPLICATED, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, used_between_regions(self.weight, self.tp))
+
+
+class ExpertLinear(nn.Module):
+    """`Y = W_e X` for the rows of each expert e, with W: [experts, out, in].
+
+    x: [N, in], its rows sorted by expert; ends: int32 [experts], where the rows of each expert end;
+    y: [N, out]. With `dim` 1 each expert's rows are split over the ranks (as ColumnParallelLinear),
+    with 2 its columns (as RowParallelLinear: y is then a partial sum over the ranks).
+    """
+
+    def __init__(
+        self, experts: int, in_features: int, out_features: int, *, dim: int, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        shape = (experts, out_features, in_features)
+        self.weight = sharded_parameter(shape, Partition(dim=dim, units=shape[dim]), tp)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        quantization = quantization_of(self.weight)
+        if quantization is None:
+            return grouped_product(x, self.weight, ends)
+        return frozen_product(x, self.weight, quantization, ends=ends)
+
+
+def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+    """x: [..., in] -> [..., out]; a frozen `weight` may be quantised."""
+    quantization = quantization_of(weight)
+    if quantization is not None:
+        return frozen_product(x, weight, quantization, bias)
+    return F.linear(x, shared_by_neighbours(weight, tp), bias)
+
+
+class LowRankAdapter(nn.Module):
+    """s B A x, which LoRA adds to W x. x: [..., in] -> [..., out].
+
+    W: [out, in] is `weight`, s is `scale`, A: [rank, in], B: [out, rank]. The result is a partial
+    sum over the ranks if W is row-parallel.
+
+    If W is split by rows, so is B; if by columns, so is A. The other factor is replicated, but each
+    rank applies it to its part only, so its gradient is summed over the ranks. A and B are
+    parameters of this module, so that ZeRO-3 gathers both at once.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, rank: int, *, scale: float, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.scale = scale
+        partition = partition_of(weight)
+        out_features, in_features = full_shape_of(weight)
+        partition_of_a = partition if partition.dim == 1 else REPLICATED
+        partition_of_b = partition if partition.dim == 0 else REPLICATED
+        self.a = sharded_parameter((rank, in_features), partition_of_a, tp)
+        self.b = sharded_parameter((out_features, rank), partition_of_b, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reduced = F.linear(x, shared_by_neighbours(self.a, self.tp))
+        # The scale on the narrow activations: `rank` channels, not `out`.
+        return F.linear(reduced * self.scale, shared_by_neighbours(self.b, self.tp))

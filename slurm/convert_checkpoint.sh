@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=convert-checkpoint
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --output=slurm-%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@10
+#
+# Converts a checkpoint to a Hugging Face folder and verifies it, on one node. The flags are those
+# of scale-cpt convert.
+#
+#   sbatch slurm/convert_checkpoint.sh runs/demo       a run's newest checkpoint; so does CONFIG=…
+#   sbatch slurm/convert_checkpoint.sh runs/demo --format scale --output exported
+#   sbatch slurm/convert_checkpoint.sh --checkpoint runs/demo/checkpoints/step_00000200 \
+#       --base models/mine --output exported           a checkpoint without its run
+#   bash slurm/convert_checkpoint.sh runs/demo         on this machine
+#
+# A folder appears only when it is complete and verified. Ten seconds before the time limit the job
+# requeues itself, and begins again: give it a longer --time where it never ends.
+set -euo pipefail
+
+cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
+if [[ ! -f slurm/common.sh ]]; then
+    echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2
+    exit 2
+fi
+source slurm/common.sh
+load_site
+
+if [[ " $*" == *" --checkpoint"* ]]; then
+    unset CONFIG # the checkpoint is named without its run
+    announce "conversion of a checkpoint"
+    run_stage convert here python -m pipeline convert "$@"
+else
+    choose_config "$@"
+    announce "conversion of $CONFIG"
+    run_stage convert here python -m pipeline convert "$CONFIG" "${changes[@]}" "${arguments[@]}"
+fi
+say "done"

@@ -1,0 +1,91 @@
+"""How a report writes numbers and lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+MINUS = "\N{MINUS SIGN}"
+NOTHING = "\N{EN DASH}"
+_SUPERSCRIPT = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+_SPACE = "\N{NARROW NO-BREAK SPACE}"
+
+
+def number(value: float, digits: int = 2) -> str:
+    """6.50, 1,234.00, 1.2·10⁷."""
+    if not math.isfinite(value):
+        return "\N{INFINITY}" if value > 0 else NOTHING
+    if abs(value) < 1e5:
+        return f"{value:,.{digits}f}"
+    return power_of_ten(value, 2)
+
+
+def power_of_ten(value: float, digits: int) -> str:
+    """A large number in so many digits, as a person writes it: 1.2·10⁷, 10⁸."""
+    factor, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    if "." in factor:
+        factor = factor.rstrip("0").rstrip(".")
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
+    if factor == "1":
+        return power
+    return f"{factor}\N{MIDDLE DOT}{power}"
+
+
+def of_figure(name: str) -> Callable[[float], str]:
+    """The format of a figure's values: the same number of decimals throughout a column."""
+    if name.endswith(("accuracy", "probability", "match", "ended")):
+        return _share
+    if name == "perplexity":
+        return number
+    return _three_digits
+
+
+def _share(value: float) -> str:
+    if math.isfinite(value):
+        return f"{100 * value:.1f}{_SPACE}%"
+    return number(value)
+
+
+def _three_digits(value: float) -> str:
+    return number(value, 3)
+
+
+def change(nats: float) -> str:
+    """The ratio of two perplexities, from its logarithm: −61 %, +1.5 %, ×2.3, ÷12,000."""
+    if not math.isfinite(nats):
+        return number(nats)
+    if -math.log(1000) < nats < math.log(2) - 1e-9:
+        return percent(math.expm1(nats), "+")
+    ratio = math.exp(min(abs(nats), 700.0))  # exp of more overflows
+    sign = "\N{MULTIPLICATION SIGN}" if nats > 0 else "\N{DIVISION SIGN}"
+    if ratio >= 1e6:
+        return sign + power_of_ten(ratio, 3)
+    if ratio >= 99.5:
+        return f"{sign}{ratio:,.0f}"
+    return f"{sign}{ratio:.3g}"
+
+
+def percent(fraction: float, sign: str = "") -> str:
+    """A fraction as a percentage: 0.5 %, 12 %, 99.9 %; with the `sign` "+" as a change: +12 %."""
+    size = abs(fraction)
+    digits = 1 if size < 0.0995 or 0.99 < size < 1 else 0
+    value = round(100 * fraction, digits) + 0.0  # not −0
+    if value == 0:
+        sign = ""
+    text = f"{value:{sign}.{digits}f}".removesuffix(".0")
+    return f"{text.replace('-', MINUS)}{_SPACE}%"
+
+
+def count(value: float) -> str:
+    """A large number: 812, 45.2 k, 1.24 M, 60 B."""
+    for least, size, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / size:.3g}{_SPACE}{unit}"
+    return f"{value:,.0f}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """A, B and C."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

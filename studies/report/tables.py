@@ -1,0 +1,169 @@
+"""The tables of a report: what each method learned and forgot, and what it cost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from pipeline.run_folder.metrics import mean, spread
+from studies.report.formats import NOTHING, change, count, number, of_figure, percent
+from studies.report.groups import PERPLEXITY, Group, value_of
+from studies.report.results import Row
+
+
+class Cell(NamedTuple):
+    """A figure, and a note after it in small type."""
+
+    text: str
+    small: str = ""
+
+
+class Table(NamedTuple):
+    """A table of a report.
+
+    Attributes:
+        header: the name of each column.
+        rows: for each row its label, the style of its mark or None, and its cells.
+        above: the names of groups of columns, each with its number of columns.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[tuple[str, int | None, Sequence[Cell]]]
+    above: Sequence[tuple[str, int]] = ()
+
+
+def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Table:
+    """Every figure of every part at the end; the first row is the base's.
+
+    `shown` has the corpora of each part by its name.
+    """
+    columns: list[tuple[str, str]] = []
+    for figure in _figures(groups):
+        for part, names in shown.items():
+            if any(_ends(own, figure, names) for own in groups):
+                columns.append((figure, part))
+
+    base: list[Cell] = []
+    for figure, part in columns:
+        values: set[float] = set()
+        for own in groups:
+            values.update(_starts(own, figure, shown[part]))
+        # The runs of several studies may have measured their bases differently.
+        base.append(Cell(of_figure(figure)(values.pop()) if len(values) == 1 else NOTHING))
+
+    rows: list[tuple[str, int | None, Sequence[Cell]]] = [("base", None, base)]
+    for own in groups:
+        cells = [_result(own, figure, shown[part]) for figure, part in columns]
+        rows.append((own.label, own.style, cells))
+    header: list[str] = []
+    spans: Counter[str] = Counter()
+    for figure, part in columns:
+        header.append(part)
+        spans[figure.replace("_", " ")] += 1
+    return Table(header, rows, list(spans.items()))
+
+
+def _figures(groups: Sequence[Group]) -> list[str]:
+    """The names of all figures that a run has at its end, each once."""
+    names: dict[str, None] = {}
+    for own in groups:
+        for row in own.rows:
+            for figures in row.after.values():
+                names.update(dict.fromkeys(figures))
+    return list(names)
+
+
+def _starts(group: Group, figure: str, part: Sequence[str]) -> list[float]:
+    """The figure of each run's base."""
+    return _known(value_of(row.before, part, figure) for row in group.rows)
+
+
+def _ends(group: Group, figure: str, part: Sequence[str]) -> list[float]:
+    """The figure of each run at its end."""
+    return _known(value_of(row.after, part, figure) for row in group.rows)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _result(group: Group, figure: str, part: Sequence[str]) -> Cell:
+    """The mean and spread over seeds, and for perplexities the change from the base."""
+    after = _ends(group, figure, part)
+    if not after:
+        return Cell(NOTHING)
+    in_words = of_figure(figure)
+    notes: list[str] = []
+    deviation = spread(after)
+    if deviation is not None:
+        notes.append(f"± {in_words(deviation)}")
+
+    before = _starts(group, figure, part)
+    if figure == PERPLEXITY.figure and len(before) == len(after):
+        rises: list[float] = []
+        for now, then in zip(after, before, strict=True):
+            rises.append(PERPLEXITY.distance(now, then))
+        rise = mean(rises)
+        if math.isfinite(rise):
+            notes.append(f"({change(rise)})")
+    return Cell(in_words(mean(after)), " ".join(notes))
+
+
+def costs(groups: Sequence[Group]) -> Table:
+    """Trained parameters, time, memory, inference, learning rate, steps and number of runs."""
+    header = [
+        "trained parameters",
+        "time",
+        "peak memory",
+        "FLOPs of inference",
+        "learning rate",
+        "steps",
+        "runs",
+    ]
+    return Table(header, [(own.label, own.style, _costs(own)) for own in groups])
+
+
+def _costs(group: Group) -> list[Cell]:
+    first = group.rows[0]
+    steps = Cell(f"{first.steps:,}")
+    if first.tokens_seen:
+        steps = Cell(steps.text, f"{count(first.tokens_seen)} tokens")
+    inference = Cell(NOTHING)
+    if first.inference_cost is not None:
+        inference = Cell(f"×{first.inference_cost:.2f}")
+    learning_rate = Cell(NOTHING)
+    if first.learning_rate is not None:
+        learning_rate = Cell(f"{first.learning_rate:g}")
+    return [
+        _trained_parameters(first),
+        _time(_known(row.seconds for row in group.rows)),
+        _memory(_known(row.peak_memory_gib for row in group.rows)),
+        inference,
+        learning_rate,
+        steps,
+        Cell(str(len(group.rows))),
+    ]
+
+
+def _trained_parameters(row: Row) -> Cell:
+    trained = row.trainable_parameters
+    if trained is None:
+        return Cell(NOTHING)
+    if trained and row.total_parameters:
+        return Cell(count(trained), percent(trained / row.total_parameters))
+    return Cell(count(trained))
+
+
+def _time(seconds: Sequence[float]) -> Cell:
+    if not seconds:
+        return Cell(NOTHING)
+    return Cell(str(timedelta(seconds=round(mean(seconds)))))
+
+
+def _memory(gib: Sequence[float]) -> Cell:
+    if not gib:
+        return Cell(NOTHING)
+    return Cell(f"{number(mean(gib))} GiB")

@@ -1,0 +1,180 @@
+"""What a run would refuse, its dry run reports: each change is made to a run that has begun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint.manifest import CheckpointManifest, LayoutRecord, Position, describe_run
+from pipeline.checks import checklist, input_checks
+from pipeline.checks.checklist import begin
+from pipeline.checks.dry_run import make_plan
+from pipeline.commands import train
+from pipeline.config.run import load_config
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.errors import CheckpointError
+from pipeline.methods import build_model
+from pipeline.model.from_hf import open_base
+from pipeline.parallel.topology import SINGLE
+from pipeline.run_folder.lock import RunLock
+from pipeline.sizing.cluster import Cluster
+from tests.programs import call
+from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
+from tests.training.runs import make_run, make_tokens, write_config
+
+
+def test_a_dry_run_makes_every_check_of_the_stages():
+    # Before corpora and checkpoints exist, there is a check in place of the one of training.
+    before_they_exist = {
+        input_checks.check_samples: input_checks.check_samples_or_folder,
+        input_checks.check_start: input_checks.check_newest_checkpoint,
+    }
+    for check in (*checklist.TOKENIZE_CHECKS, *checklist.TRAIN_CHECKS):
+        assert before_they_exist.get(check, check) in checklist.DRY_RUN_CHECKS, check.__name__
+
+
+def test_every_check_is_used_and_says_what_it_checks():
+    used = {*checklist.TOKENIZE_CHECKS, *checklist.TRAIN_CHECKS, *checklist.DRY_RUN_CHECKS}
+    for check in (*used, *checklist.PREFLIGHT_CHECKS):
+        assert check.__doc__, check.__name__
+    for name, function in vars(input_checks).items():
+        if name.startswith("check_") and function.__module__ == input_checks.__name__:
+            assert function in used, name
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> tuple[Path, Path]:
+    """A run with tokens, an expansion, and the manifest alone of a checkpoint after one step."""
+    run, tokens = tmp_path_factory.mktemp("run"), make_tokens(tmp_path_factory.mktemp("tokens"))
+    config = load_config(make_run(run, tokens))
+    base = open_base(config.base)
+    fingerprint = load_tokenizer(config.base).fingerprint
+    checkpoint = run / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    CheckpointManifest(
+        run=describe_run(config, base, build_model(config, base.spec, SINGLE), fingerprint),
+        position=Position(step=1),
+        layout=LayoutRecord(world_size=2, tp_size=1, dp_size=2, zero_stage=3, dtype="float32"),
+        versions={},
+        files={},
+    ).save(checkpoint)
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    return run, tokens
+
+
+def reported(config: Path, capsys) -> tuple[int, list[str]]:
+    """The exit code of a dry run, and the faults that it prints."""
+    code = call(train, "--dry-run", "--gpus", 2, "--gpus-per-node", 2, config)
+    faults = capsys.readouterr().out.partition("\nerrors")[2].splitlines()
+    return code, [fault.strip() for fault in faults if fault.strip() != "none found"]
+
+
+def test_nothing_stops_the_run_as_it_began(begun, capsys):
+    run, tokens = begun
+    before = sorted(path for folder in begun for path in folder.rglob("*"))
+    assert reported(write_config(run, tokens), capsys) == (0, [])
+    for_model_card = write_config(run, tokens, data__corpora__korean__source={"license": "cc0-1.0"})
+    assert reported(for_model_card, capsys) == (0, [])
+    write_config(run, tokens)
+    assert sorted(path for folder in begun for path in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"schedule__global_batch_size": 16}, "another global_batch_size (expected 8, found 16)"),
+        ({"data__sequence_length": 16}, "another data.sequence_length (expected 32, found 16)"),
+        ({"method__expansion__hidden_size": 24}, "initial_expansion: made with another method"),
+        (
+            {"method__router_threshold": 0.25},
+            "another method.router_threshold (expected 0.5, found 0.25)",
+        ),
+        (
+            {"data__corpora__korean__input": [str(STORIES_HELDOUT)]},
+            "korean: was begun with another inputs",
+        ),
+        ({"data__corpora__korean__input": ["none.jsonl"]}, "none.jsonl: no such file"),
+        (
+            {"data__corpora__korean": {"input": [str(REVIEWS_HELDOUT)], "heldout_fraction": 0.5}},
+            "another heldout fraction",
+        ),
+        ({"data__corpora__korean__text_key": "body"}, "another text key"),
+        ({"method__l_fp": 99}, "l_fp"),
+        ({"init_expansion": "none"}, "init_expansion: none: holds no expansion"),
+        (
+            {
+                "data__corpora": {"korean": {"input": [str(REVIEWS_HELDOUT)]}},
+                "data__replay_fraction": 0.0,
+            },
+            "none has held-out text to score",
+        ),
+        ({"folder": str(REVIEWS_HELDOUT / "run")}, "is no folder"),
+    ],
+)
+def test_a_change_that_the_run_refuses_is_reported(begun, capsys, changes, fault):
+    run, tokens = begun
+    code, faults = reported(write_config(run, tokens, name="changed.yaml", **changes), capsys)
+    assert code == 1
+    assert any(fault in found for found in faults), faults
+
+
+def test_training_refuses_what_may_not_change_in_a_run_that_has_begun(begun):
+    run, tokens = begun
+    path = write_config(run, tokens)
+    for changes in (["seed=7"], ["data.sequence_length=16"], ["method.name=lora", "method.rank=2"]):
+        with pytest.raises(CheckpointError, match="step_00000001: was trained with another"):
+            begin(load_config(path, changes), 2, "train")
+
+
+def test_a_run_folder_that_is_locked_or_cannot_be_written(begun, capsys, monkeypatch):
+    run, tokens = begun
+    config = write_config(run, tokens)
+    with RunLock(run):
+        monkeypatch.setattr(
+            "pipeline.run_folder.lock.os.getpid", lambda: 1
+        )  # another process looks
+        code, faults = reported(config, capsys)
+    assert code == 1
+    assert "is at the stage training in this folder" in faults[0]
+    monkeypatch.undo()
+    monkeypatch.setattr("pipeline.run_folder.lock.os.access", lambda *_: False)
+    code, faults = reported(config, capsys)
+    assert code == 1
+    assert "cannot be written to" in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "export", "gate"),
+    [
+        ({}, "scale, expansion; not merged: method.norm separate", False),
+        ({"method__norm": "base"}, "merged, scale, expansion", False),
+        ({"method__norm": "base", "gate": {}}, "not merged: a gate decides for each token", True),
+        (
+            {"method": {"name": "lora", "rank": 2}},
+            "merged; not scale: method lora widens nothing",
+            False,
+        ),
+    ],
+)
+def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate):
+    run, tokens = begun
+    plan = make_plan(
+        load_config(write_config(run, tokens, name="changed.yaml", **changes)), Cluster(2, 2)
+    )
+    rows = dict(plan.rows)
+    assert export in rows["export"]
+    assert ("gate" in rows["stages"]) == gate
+
+
+@pytest.mark.parametrize("command", ["tokenize", "upscale"])
+def test_a_restart_passes_the_stages_before_training_without_torch(begun, command):
+    path = str(write_config(*begun))
+    code = (
+        f"import sys; from pipeline import cli; sys.argv = ['scale-cpt', {command!r}, {path!r}]\n"
+    )
+    code += "try: cli.main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr

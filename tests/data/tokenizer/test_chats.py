@@ -1,0 +1,255 @@
+"""Chats: what is learned of them behind which prompt, and why some are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import date
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.tokenize.corpora import is_heldout
+from pipeline.data.tokenize.queue import QUARANTINE
+from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
+from pipeline.data.tokenizer.load import load_tokenizer
+from pipeline.errors import DataError
+from tests.data.helpers import (
+    CASES,
+    STORIES260K,
+    Expected,
+    pair_ids,
+    stored_pairs,
+    tokenize,
+)
+from tests.files import read_jsonl
+from tests.texts import chat, write_chats
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}"
+    "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}{{ raise_exception('two users') }}{% endif %}"
+    "User: {{ message.content | trim }}\n"
+    "{% else %}{{ message.role }}: {{ message.content }}{{ eos_token }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+CHAT = chat(
+    ("user", "Who ran home? "),
+    ("assistant", "Tom."),
+    ("user", "Why?"),
+    ("assistant", "It was late."),
+)
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    shutil.copytree(STORIES260K, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path / "model"
+
+
+def make(model: Path, output: Path, chats: list[object], **settings: object):
+    path = write_chats(output.with_suffix(".jsonl"), *chats)
+    return tokenize(
+        output, path, tokenizer=model, messages_key="messages", max_bad_fraction=0.9, **settings
+    )
+
+
+def test_each_answer_is_learned_once_behind_what_transformers_renders(model, tmp_path):
+    """Also of ShareGPT's names, and in a table."""
+    make(model, tmp_path / "out", [CHAT])
+    library = AutoTokenizer.from_pretrained(model)
+    found = stored_pairs(tmp_path / "out")
+    assert len(found) == 2
+    for pair, at in zip(found, (1, 3), strict=True):
+        text = library.apply_chat_template(CHAT[:at], tokenize=False, add_generation_prompt=True)
+        assert text.startswith("<s>")
+        # One BOS, the document's own, and one end.
+        assert pair == pair_ids(text.removeprefix("<s>"), CHAT[at]["content"])
+    for user, assistant in (("human", "gpt"), ("user", "chatgpt"), ("human", "assistant")):
+        names = {"user": user, "assistant": assistant}
+        shared = [{"from": names[turn["role"]], "value": turn["content"]} for turn in CHAT]
+        make(model, tmp_path / f"{user}-{assistant}", [shared])
+        assert stored_pairs(tmp_path / f"{user}-{assistant}") == found
+    pq.write_table(pa.table({"messages": [CHAT], "source": ["hub"]}), tmp_path / "x.parquet")
+    tokenize(tmp_path / "table", tmp_path / "x.parquet", tokenizer=model, messages_key="messages")
+    assert stored_pairs(tmp_path / "table") == found
+
+
+def test_bad_chats_are_rejected_with_their_reasons(model, tmp_path):
+    bad: list[object] = [
+        "text",
+        [{"role": "user"}, {"from": ["gpt"], "value": 1}],
+        chat(("user", "alone")),
+        chat(("user", "a"), ("user", "b"), ("assistant", "c")),
+        chat(("user", "a"), ("assistant", "  ")),
+    ]
+    made = make(model, tmp_path / "out", [CHAT, *bad])
+    assert made.documents == 2
+    assert made.rejected == {"empty_text": 1, "messages_not_usable": 3, "no_answer": 1}
+
+
+def test_the_answers_of_a_chat_are_held_out_together(model, tmp_path):
+    chats = [[*chat(("user", f"{number}?")), *CHAT[1:]] for number in range(40)]
+    train = make(model, tmp_path / "out", chats, heldout_fraction=0.5)
+    heldout = TokenCorpus(tmp_path / "out.heldout").manifest
+    alone = sum(is_heldout(json.dumps(one, separators=(",", ":")), 0.5) for one in chats)
+    assert 0 < heldout.documents == 2 * alone < 80
+    assert train.documents + heldout.documents == 80
+
+
+def test_a_template_is_part_of_the_corpus_and_runs_in_a_sandbox(model, tmp_path):
+    make(model, tmp_path / "out", [CHAT])
+    template = model / "chat_template.jinja"
+    template.write_text(
+        "{{ cycler.__init__.__globals__.os.system('touch " + str(tmp_path / "ran") + "') }}"
+    )
+    chat_template.cache_clear()
+    with pytest.raises(DataError, match="begun with another chat template"):
+        make(model, tmp_path / "out", [CHAT])
+    with pytest.raises(DataError, match="messages_not_usable"):
+        make(model, tmp_path / "other", [CHAT])
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(DataError, match="has no chat template; take the tokenizer of a chat model"):
+        ChatTemplate(STORIES260K)
+
+
+# As Llama's, which has a date of its own where there is no clock.
+DATED = (
+    "{% set today = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+    "{% for message in messages %}[{{ message.role }} {{ today }}] {{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant {{ today }}] {% endif %}"
+)
+
+
+def test_a_template_that_asks_for_the_day_is_told_a_fixed_one(model, tmp_path, caplog):
+    """So the same command makes the same tokens tomorrow; another date is another corpus."""
+    undated = ChatTemplate(model, today=date(2030, 1, 1))
+    assert (undated.date, undated.fingerprint) == (None, ChatTemplate(model).fingerprint)
+    (model / "chat_template.jinja").write_text(DATED)
+    chat_template.cache_clear()
+    with caplog.at_level("INFO", logger="pipeline"):
+        made = make(model, tmp_path / "out", [CHAT])
+    assert made.chat_date == "2025-01-01"
+    assert "its chat template asks for today's date; it is told 2025-01-01" in caplog.text
+    framed = "[user 01 Jan 2025] Who ran home? [assistant 01 Jan 2025] "
+    assert stored_pairs(tmp_path / "out")[0] == pair_ids(framed, "Tom.")
+    with pytest.raises(
+        DataError, match="begun with another chat date: expected '2024-02-29', found '2025-01-01'"
+    ):
+        make(model, tmp_path / "out", [CHAT], chat_date=date(2024, 2, 29))
+    other = make(model, tmp_path / "other", [CHAT], chat_date=date(2024, 2, 29))
+    assert other.chat_template != made.chat_template
+    assert stored_pairs(tmp_path / "other")[0] == pair_ids(
+        framed.replace("01 Jan 2025", "29 Feb 2024"), "Tom."
+    )
+
+    texts = [
+        ChatTemplate(model).opened(CHAT[:1]),
+        AutoTokenizer.from_pretrained(model).apply_chat_template(
+            CHAT[:1], tokenize=False, add_generation_prompt=True
+        ),
+    ]
+    assert texts[0] == framed
+    assert texts[1] == framed.replace("01 Jan 2025", f"{date.today():%d %b %Y}"), (
+        "others keep their clock"
+    )
+
+
+@pytest.mark.parametrize("drawn", ["{{ ['a', 'b'] | random }}", "{{ lipsum(1) }}"])
+def test_a_template_that_draws_at_random_is_refused(model, drawn):
+    (model / "chat_template.jinja").write_text(TEMPLATE + drawn)
+    with pytest.raises(DataError, match="model: its chat template draws at random"):
+        ChatTemplate(model)
+
+
+CHATS = {
+    "dated": Expected(30),
+    "inject": Expected(0, 3, r"message 0: spells <\|im_end\|>, a special token"),
+    "shape_Capital": Expected(0, 2, "no_answer .*roles: User, Assistant"),
+    "shape_empty_user": Expected(2),
+    "shape_ends_with_end": Expected(0, 2, r"message 1: spells <\|im_end\|>"),
+    "shape_function_call": Expected(
+        0, 2, "message 1: from: expected one of human, .* found 'function_call'"
+    ),
+    "shape_greeting_first": Expected(2),
+    "shape_model_role": Expected(0, 2, "no_answer .*roles: user, model"),
+    "shape_nul": Expected(0, 2, r"(?s)prompt_not_usable .*message 1: nul_character"),
+    "shape_null_tool": Expected(0, 2, "message 1: content: expected a string, found NoneType"),
+    "shape_parts": Expected(0, 2, "message 1: content: expected a string, found list"),
+    "shape_spaces": Expected(2),
+    "shape_string": Expected(0, 2, "expected a list, found str"),
+    "shape_system_sharegpt": Expected(2),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chat_is_framed_or_its_message_is_named(tmp_path: Path, name: str):
+    expected = CHATS[name]
+    path = tmp_path / f"{name}.jsonl"
+    usable = (
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    )
+    path.write_text((CASES / "15_chat" / f"{name}.jsonl").read_text() + usable)
+    tokenizer = CASES / "15_chat" / ("dated" if name == "dated" else "chatml")
+    made = tokenize(tmp_path / "out", path, tokenizer=tokenizer, messages_key="messages")
+    assert (made.documents - 1, sum(made.rejected.values())) == (
+        expected.documents,
+        expected.rejected,
+    )
+    if expected.rejected:
+        first = read_jsonl(tmp_path / "out" / QUARANTINE)[0]
+        with pytest.raises(DataError, match=expected.said):
+            raise DataError(f"{first['reason']} {first['excerpt']} {first['detail']}")
+
+
+def test_every_chat_has_an_expected_outcome():
+    assert {path.stem for path in (CASES / "15_chat").glob("*.jsonl")} == {*CHATS}
+
+
+def test_a_template_that_asks_for_the_date_gives_the_same_tokens_on_any_day(tmp_path: Path):
+    folder = CASES / "15_chat" / "dated"
+    tokenize(
+        tmp_path / "out",
+        CASES / "15_chat" / "dated.jsonl",
+        tokenizer=folder,
+        messages_key="messages",
+    )
+    shard, document = TokenCorpus(tmp_path / "out").locate_document(0)
+    assert "Today is 01 Jan 2025 00:00:00" in load_tokenizer(folder).decode(
+        shard.document(document)
+    )
+
+
+def test_messages_of_weight_zero_are_only_read(tmp_path: Path):
+    def turn(role: str, content: str, **more: object) -> dict[str, object]:
+        return {"role": role, "content": content, **more}
+
+    chats = [
+        [
+            turn("user", "q"),
+            turn("assistant", "skipped", weight=0),
+            turn("user", "r"),
+            turn("assistant", "b", weight=1),
+        ],
+        [{"from": "human", "value": "q"}, {"from": "gpt", "value": "skipped", "weight": 0}],
+        [turn("user", "q"), turn("assistant", "skipped", train=False)],
+        [turn("user", "q"), turn("assistant", "half", weight=0.5)],
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    folder = CASES / "15_chat" / "chatml"
+    made = tokenize(tmp_path / "out", path, tokenizer=folder, messages_key="messages")
+    assert made.rejected == {"no_answer": 2, "messages_not_usable": 1}
+    shard, document = TokenCorpus(tmp_path / "out").locate_document(0)
+    assert made.documents == 1
+    ids, tokenizer = shard.document(document), load_tokenizer(folder)
+    prompt = shard.prompt_mask(0, len(ids))
+    assert "skipped" in tokenizer.decode(ids[prompt]) and "skipped" not in tokenizer.decode(
+        ids[~prompt]
+    )

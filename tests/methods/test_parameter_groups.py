@@ -1,0 +1,95 @@
+"""Groups of parameters: which factor each gets, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pipeline.config.schedule import Schedule
+from pipeline.errors import ConfigError
+from pipeline.methods.parameter_groups import KINDS, factors_by_name, kind_of, parameter_groups
+
+NAMES = {
+    "embedding.expansion.weight": "embedding",
+    "embedding.new_tokens.weight": "new_tokens",
+    "layers.0.attention_norm.expansion.weight": "norm",
+    "layers.1.attention.query_norm.expansion.weight": "norm",
+    "layers.0.attention.query.base_to_expansion.weight": "base_to_expansion",
+    "layers.1.attention.query.expansion_to_base.weight": "expansion_to_base",
+    "layers.1.attention.output.expansion_to_base.weight": "expansion_to_base",
+    "layers.1.attention.output.base.weight": "base",
+    "layers.1.ffn.down.expansion_to_expansion.weight": "expansion_to_expansion",
+    "layers.1.ffn.down.base.weight": "base",
+    "layers.1.ffn.base.router.weight": "router",
+    "layers.1.attention.value.adapter.a": "adapter",
+    "final_norm.base.weight": "norm",
+    "output.expansion": "output",
+    "output.new_tokens": "new_tokens",
+}
+PATTERNS = ("layers.*", "layers.1.*", "*.weight", "output.*", "embedding.expansion.weight")
+
+
+def schedule(**settings: object) -> Schedule:
+    return Schedule.model_validate(
+        {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 1.0} | settings
+    )
+
+
+def test_the_kinds_of_all_names():
+    assert {name: kind_of(name) for name in NAMES} == NAMES
+    assert set(NAMES.values()) == set(KINDS)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from((*KINDS, *PATTERNS)), st.floats(0.01, 10, allow_nan=False), max_size=5
+    )
+)
+def test_the_last_key_that_matches_counts(factors: dict[str, float]):
+    found = factors_by_name(NAMES, factors, setting="learning_rate_factors")
+    for name, factor in found.items():
+        expected = 1.0
+        for key, own in factors.items():
+            if key == NAMES[name] or fnmatchcase(name, key):
+                expected = own
+        assert factor == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("layers.7.*", "a pattern of names such as 'embedding.expansion.*'"),
+        ("expansion_to_bas", "did you mean expansion_to_base?"),
+    ],
+)
+def test_a_key_that_matches_nothing_is_refused_by_name(key: str, hint: str):
+    with pytest.raises(
+        ConfigError, match=rf"schedule\.weight_decay_factors: '{re.escape(key)}'.*{re.escape(hint)}"
+    ):
+        factors_by_name(NAMES, {key: 2.0}, setting="weight_decay_factors")
+
+
+def test_every_parameter_is_in_one_group_and_vectors_do_not_decay():
+    trained = {name: nn.Parameter(torch.zeros(2, 2)) for name in NAMES}
+    trained["final_norm.base.weight"] = nn.Parameter(torch.zeros(2))
+    groups = parameter_groups(
+        trained,
+        schedule(
+            weight_decay=0.1,
+            learning_rate_factors={"base": 0.5},
+            weight_decay_factors={"*": 2.0, "output": 0.0},
+        ),
+        by_muon=["layers.1.ffn.down.base.weight"],
+    )
+    assert sorted(name for group in groups for name in group.names) == sorted(NAMES)
+    assert groups[0].by_muon and groups[0].names == ("layers.1.ffn.down.base.weight",)
+    assert groups[0].learning_rate_factor == 0.5 and groups[0].weight_decay == 0.2
+    decay = {name: group.weight_decay for group in groups for name in group.names}
+    assert decay["final_norm.base.weight"] == 0.0 and decay["output.expansion"] == 0.0
+    assert decay["embedding.expansion.weight"] == 0.2

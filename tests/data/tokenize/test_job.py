@@ -305,7 +305,7 @@ def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
     source = write_jsonl(tmp_path / "x.jsonl", [*documents(60), "거짓 하나"])
     original = GigatokenEncoder.encode
 
-    def erring(self: GigatokenEncoder, texts: list[str]) -> Encoded:
+    def erring(self: GigatokenEncoder, texts: list[str], utf8: object = None) -> Encoded:
         encoded = original(self, texts)
         return Encoded(encoded.ids + any("거짓" in text for text in texts), encoded.lengths)
 

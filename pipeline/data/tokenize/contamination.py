@@ -21,7 +21,14 @@ import numpy.typing as npt
 from pipeline.data.corpus.indexed_dataset import Shard
 from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.tokenize.corpora import Job
-from pipeline.data.tokenize.queue import STATE, Outcome, Share, Work, letters_of, run_units
+from pipeline.data.tokenize.queue import (
+    STATE,
+    JobShare,
+    UnitOutcome,
+    WorkUnit,
+    letters_of,
+    run_units,
+)
 from pipeline.data.tokenize.text_hashes import hash_of_letters
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import cached_tokenizer
@@ -30,14 +37,14 @@ from pipeline.files import published_file
 
 
 @dataclass(frozen=True)
-class _Compared(Work):
+class _Compared(WorkUnit):
     """A training shard, and the input file that its documents come from."""
 
     source: str
 
 
 def compare_documents(
-    job: Job, written: Mapping[Path, str], workers: Workers, share: Share
+    job: Job, written: Mapping[Path, str], workers: Workers, share: JobShare
 ) -> None:
     """Compares the shards that a job has `written` with those of the parts that they are to be apart from.
 
@@ -69,12 +76,12 @@ def compare_documents(
     ]
     compare = partial(_compare, job, saved, tuple(heldout))
     for _ in run_units(
-        state, Outcome, compare, units, workers, share, what="comparing", measured_in=" shards"
+        state, UnitOutcome, compare, units, workers, share, what="comparing", measured_in=" shards"
     ):
         pass
 
 
-def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> Outcome:
+def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> UnitOutcome:
     hashes, known = _hashes(Path(shard.path)), np.load(saved, mmap_mode="r")
     same = _is_known(hashes, known)
     if job.part == "train":
@@ -92,7 +99,7 @@ def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared)
             f"{shard.source}: the document {text[:60]!r} is also held out, in {folder}; leave it out of one of the "
             "two, as scale-cpt clean does, remove the folder of that one, and start again"
         )
-    return Outcome()
+    return UnitOutcome()
 
 
 def _training_letters(job: Job, shard: Path) -> npt.NDArray[np.uint64]:

@@ -40,12 +40,12 @@ from pipeline.data.tokenize.disk_space import corpus_bytes
 from pipeline.data.tokenize.queue import (
     QUARANTINE,
     STATE,
-    Outcome,
-    Plan,
-    Share,
+    CorpusPlan,
+    JobShare,
+    UnitOutcome,
     UnitPart,
     UnitRecord,
-    Work,
+    WorkUnit,
     complete,
     heldout_of,
     letters_of,
@@ -91,13 +91,13 @@ _RECORDS_BEFORE_CHECK = 10_000
 
 
 @dataclass(frozen=True)
-class File(Work):
+class File(WorkUnit):
     """An input file, of which the first pass finds the units."""
 
     number: int = 0
 
 
-class FileRecord(Outcome):
+class FileRecord(UnitOutcome):
     """The hash of an input file and its units, which are known once a compressed one has been read."""
 
     sha256: str
@@ -105,7 +105,7 @@ class FileRecord(Outcome):
 
 
 def preprocess(
-    job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, share: Share = (0, 1)
+    job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, share: JobShare = (0, 1)
 ) -> Manifest:
     """Makes the token corpus of `job`, or continues it; a finished one is left as it is.
 
@@ -199,13 +199,13 @@ def preprocess(
         raise DataError(f"{in_one_line(fault)}; {advice}", TRANSIENT_FAULT) from None
 
 
-def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
+def plan_of(job: Job, tokenizer: Tokenizer) -> CorpusPlan:
     """Looks for the input files of `job`, and describes what it makes with its `tokenizer`.
 
     Raises DataError where one of them cannot be used.
     """
     files, keys = input_files(job.corpus.input), job.keys
-    return Plan(
+    return CorpusPlan(
         inputs=[(str(file), size) for file, size in files.items()],
         tokenizer=tokenizer.record(
             _encoder(job, tokenizer).name if is_text(job.corpus.input) else "imported"

@@ -3,7 +3,8 @@
 `<folder>/.units` holds plan.json, what the folder was begun for, and a record of each finished unit. A record is
 written after all other files of its unit, so a unit without one is done again, to the same bytes. A job that continues
 compares the files with their records, and does a unit again of which a file is missing or differs. manifest.json
-completes the corpus, and the folder `.units` is removed. What is done in a unit: `preprocess`, `rehearsal.corpus`.
+completes the corpus, and the folder `.units` is removed. What is done in a unit:
+`tokenize.job` tokenizes files, `self_generated.corpus` samples text from the base.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ _MOST_NAMED = 5
 """Of what is done again, so many are named in the log."""
 _logger = log.get_logger(__name__)
 
-Share = tuple[int, int]
+JobShare = tuple[int, int]
 """(k, n): the k-th of n jobs that make a corpus together. It begins with its own units, but can do all of them."""
 
 
-class Plan(Description):
+class CorpusPlan(Description):
     """What a folder is begun for. A job with another plan must not continue there.
 
     `unit_size` is in bytes of text, or in tokens that a base writes. `version` is of how units are cut.
@@ -85,7 +86,7 @@ class UnitPart(Counts):
     files: dict[ShardFile, FileContent] = Field(default_factory=dict)
 
 
-class Outcome(BaseModel):
+class UnitOutcome(BaseModel):
     """What is recorded of a finished unit, of any kind of work."""
 
     unit: str = ""
@@ -98,7 +99,7 @@ class Outcome(BaseModel):
         yield from ()
 
 
-class UnitRecord(Outcome):
+class UnitRecord(UnitOutcome):
     """The outcome of a unit that writes tokens.
 
     `quarantine` is of its list of rejected records, `letters` of the hashes of its documents' letters, if it has any.
@@ -132,7 +133,7 @@ def letters_of(state: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkUnit:
     """A unit: its name, its size in what the progress bar counts, and the file that a message about it names."""
 
     name: str
@@ -143,11 +144,11 @@ class Work:
         return self.path
 
 
-_Unit = TypeVar("_Unit", bound=Work)
-_Record = TypeVar("_Record", bound=Outcome)
+_Unit = TypeVar("_Unit", bound=WorkUnit)
+_Record = TypeVar("_Record", bound=UnitOutcome)
 
 
-def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
+def complete(output: Path, plan: CorpusPlan, make: Callable[[Path], Manifest]) -> Manifest:
     """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as it is.
 
     `make` fills the folder, with the folder of unfinished work as argument.
@@ -187,7 +188,7 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
     return manifest
 
 
-def _begin(output: Path, plan: Plan) -> None:
+def _begin(output: Path, plan: CorpusPlan) -> None:
     """Makes the folders, and the state with the plan, where no other job has."""
     folders = _folders(output, plan)
     for folder in folders:
@@ -215,7 +216,7 @@ def _at_work(output: Path) -> Iterator[None]:
         yield
 
 
-def _forget_without_documents(output: Path, plan: Plan) -> None:
+def _forget_without_documents(output: Path, plan: CorpusPlan) -> None:
     """Removes the state of a corpus that was begun otherwise, if no document was written and no job is at work.
 
     So settings under which no document was found, such as another text key, can be corrected.
@@ -224,7 +225,7 @@ def _forget_without_documents(output: Path, plan: Plan) -> None:
     try:
         found = begun(output)
         if (
-            not isinstance(found, Plan)
+            not isinstance(found, CorpusPlan)
             or found == plan
             or (found.sampling is None) != (plan.sampling is None)
         ):
@@ -248,7 +249,7 @@ def _has_documents(output: Path) -> bool:
     return any(next(folder.glob("*.bin"), None) is not None for folder in folders)
 
 
-def finished(output: Path, plan: Plan) -> Manifest | None:
+def finished(output: Path, plan: CorpusPlan) -> Manifest | None:
     """The manifest of the corpus in `output`, if it is complete.
 
     Raises DataError where it is another corpus than that of `plan`, was begun as another one, or is damaged.
@@ -266,23 +267,23 @@ def finished(output: Path, plan: Plan) -> Manifest | None:
     return found
 
 
-def begun(output: Path) -> Manifest | Plan | None:
+def begun(output: Path) -> Manifest | CorpusPlan | None:
     """The manifest of the corpus in `output`, of an unfinished one its plan; None where none was begun."""
     if (output / MANIFEST).exists():
         return load_manifest(output)
     try:
         return read_record(
-            output / STATE / _PLAN, Plan, DataError, f"remove {output} to start again"
+            output / STATE / _PLAN, CorpusPlan, DataError, f"remove {output} to start again"
         )
     except FileNotFoundError:
         return None
 
 
-def _folders(output: Path, plan: Plan) -> list[Path]:
+def _folders(output: Path, plan: CorpusPlan) -> list[Path]:
     return [output, heldout_of(output)] if plan.heldout_fraction else [output]
 
 
-def _check_same(output: Path, plan: Plan, found: Plan | Manifest) -> None:
+def _check_same(output: Path, plan: CorpusPlan, found: CorpusPlan | Manifest) -> None:
     if (plan.sampling is None) != (found.sampling is None):
         tool = "scale-cpt tokenize" if plan.sampling is None else "scale-cpt sample"
         raise DataError(
@@ -301,9 +302,9 @@ def _check_same(output: Path, plan: Plan, found: Plan | Manifest) -> None:
             )
 
 
-def _terms(made: Plan | Manifest) -> dict[str, Any]:
+def _terms(made: CorpusPlan | Manifest) -> dict[str, Any]:
     """What may not differ between two attempts, by name."""
-    fields = made.model_dump(include=set(Plan.model_fields))
+    fields = made.model_dump(include=set(CorpusPlan.model_fields))
     tokenizer, sampling = fields.pop("tokenizer"), fields.pop("sampling") or {}
     if isinstance(
         made, Manifest
@@ -348,7 +349,7 @@ def run_units(
     work: Callable[[_Unit], _Record],
     units: Sequence[_Unit],
     workers: Workers,
-    share: Share = (0, 1),
+    share: JobShare = (0, 1),
     *,
     what: str,
     measured_in: str = "B",
@@ -359,7 +360,8 @@ def run_units(
         state: the folder of the records, which are of type `schema`.
         work: does a unit, and returns its record.
         share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
-        what, measured_in: what is done, and the unit of the sizes, for the progress bar.
+        what: what is done, for the progress bar.
+        measured_in: the unit of the sizes, for the progress bar.
     """
     records = _Records(state, schema, file_hash(state / _PLAN), _time_of(state))
     sizes = {unit.name: unit.size for unit in units}
@@ -388,7 +390,7 @@ def run_units(
             yield name, record
 
 
-def _in_turn(units: Sequence[_Unit], share: Share) -> list[_Unit]:
+def _in_turn(units: Sequence[_Unit], share: JobShare) -> list[_Unit]:
     """This job's own units, then the others' from the end, which those jobs reach last."""
     k, n = share
     return [*units[k::n], *reversed([unit for at, unit in enumerate(units) if at % n != k])]
@@ -427,7 +429,7 @@ class _Records(Generic[_Record]):
     began: int
     """when this job began to look at them: later records are compared by another job, or were just written"""
 
-    def kept(self, unit: Work) -> _Kept[_Record]:
+    def kept(self, unit: WorkUnit) -> _Kept[_Record]:
         """The record of `unit`, if it is sound and its files are as they were written.
 
         Sizes are always compared, and hashes where no other job has compared them since this one began.
@@ -468,7 +470,7 @@ def _do(
 
 
 def manifest_of(
-    plan: Plan,
+    plan: CorpusPlan,
     part: str,
     shards: Mapping[str, UnitPart],
     inputs: list[InputFile],

@@ -50,7 +50,7 @@ from pipeline.data.sources.streams import (
     text_length,
     text_per_byte,
 )
-from pipeline.data.tokenize.queue import Work
+from pipeline.data.tokenize.queue import WorkUnit
 from pipeline.errors import DataError
 from pipeline.files import in_threads
 
@@ -76,7 +76,7 @@ _SAMPLED_FILES, _SAMPLED_BYTES = 16, 2**16
 
 
 @dataclass(frozen=True)
-class Unit(Work):
+class Unit(WorkUnit):
     """A range [start, stop) of a file: bytes of text, row groups or documents. `size` in bytes is approximate."""
 
     kind: Kind

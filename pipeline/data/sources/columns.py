@@ -1,4 +1,5 @@
-"""The records of tables in Parquet and Arrow: a range [start, stop) counts row groups, or record batches."""
+"""The records of tables in Parquet and Arrow: a range [start, stop) counts row groups, or record
+batches."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ _BYTES_OF: dict[pa.DataType, pa.DataType] = {
 def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
     """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
 
-    Raises DataError where the file is damaged, or lacks a column of `keys`.
+    Raises:
+        DataError: the file is damaged, or lacks a column of `keys`.
     """
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
@@ -127,7 +129,8 @@ def _parquet(path: InputPath, keys: Keys) -> Any:  # pyarrow has no type hints
 
 
 def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
-    """The record batches of a file in Arrow's format for files, or for streams, which `datasets` writes."""
+    """The record batches of a file in Arrow's format for files, or for streams, which `datasets`
+    writes."""
     if isinstance(path, RemoteFile):
         source = pa.PythonFile(path.open(), mode="r")
     else:
@@ -144,7 +147,11 @@ def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
 
 
 def _check_columns(path: InputPath, schema: Any, keys: Keys) -> None:
-    """Raises DataError where a table lacks a column of `keys`, or has several, or one without text."""
+    """Compares the columns of a table with `keys`.
+
+    Raises:
+        DataError: a column is missing, repeated, or without text.
+    """
     for key in keys.all:
         if schema.names.count(key) > 1:
             raise DataError(repeated_column(path, key))
@@ -159,7 +166,8 @@ def _check_columns(path: InputPath, schema: Any, keys: Keys) -> None:
 
 
 def _type_at(schema: Any, key: str) -> Any:
-    """The type of a column, or of what a path of names such as `meta.body` leads to; None where there is none."""
+    """The type of a column, or of what a path of names such as `meta.body` leads to; None where
+    there is none."""
     if key in schema.names:
         return schema.field(key).type
     first, *rest = key.split(".")

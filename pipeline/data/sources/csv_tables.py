@@ -24,7 +24,8 @@ from pipeline.errors import DataError
 
 _MANY_LINES = 10
 _LOOKING_LIKE_ROWS = 0.8
-"""A quoted field of so many lines, so many of which have a row's delimiters, is likely due to a stray quote."""
+"""A quoted field of so many lines, so many of which have a row's delimiters, is likely due to a
+stray quote."""
 _QUOTING: dict[str, Quoting] = {"csv": "standard", "tsv": "none"}
 _UNCLOSED = "unexpected end of data"
 """What Python's csv says at the end of a file within a quoted field."""
@@ -33,7 +34,8 @@ _UNCLOSED = "unexpected end of data"
 def csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
     """The records of a table whose first row names the columns; offsets are row numbers.
 
-    Raises DataError where the columns are not those of `keys`, or a quotation mark is not closed.
+    Raises:
+        DataError: the columns are not those of `keys`, or a quotation mark is not closed.
     """
     csv.field_size_limit(MAX_RECORD_BYTES)
     quoting = keys.quoting or _QUOTING[kind]
@@ -88,7 +90,8 @@ def csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
 
 
 def _delimiter(first: str, keys: Keys, kind: str) -> str:
-    """What separates the cells of a table: that of its `kind`, or of a CSV what separates the keys in its first row."""
+    """What separates the cells of a table: that of its `kind`, or of a CSV what separates the keys
+    in its first row."""
     if kind == "tsv":
         return "\t"
     names = first.strip().replace('"', "")

@@ -12,13 +12,15 @@ from pipeline.errors import DataError
 from pipeline.files import read_object
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` of the library `datasets` writes beside the files of a dataset, and of one with splits."""
+"""What `save_to_disk` of the library `datasets` writes beside the files of a dataset, and of one
+with splits."""
 
 
 def matching(name: str) -> list[Path]:
     """The files that a name or a pattern leads to, sorted; folders only where the name is one.
 
-    Raises DataError where there is none.
+    Raises:
+        DataError: there is none.
     """
     if Path(name).exists():
         return [Path(name)]
@@ -51,7 +53,8 @@ def escaped(pattern: str) -> str:
 def saved_dataset(folder: Path) -> list[Path] | None:
     """The files of a folder that `datasets` saved, in their order; None where it is another folder.
 
-    Raises DataError where it holds several splits, or rows that were only selected.
+    Raises:
+        DataError: it holds several splits, or rows that were only selected.
     """
     if (folder / _SPLITS).exists():
         names = read_object(folder / _SPLITS, DataError).get("splits", [])
@@ -77,7 +80,8 @@ def saved_dataset(folder: Path) -> list[Path] | None:
 
 
 def check_spelling(path: Path) -> None:
-    """Raises DataError for a name that is not UTF-8, which neither a record of JSON nor a message can hold."""
+    """Raises DataError for a name that is not UTF-8, which neither a record of JSON nor a message
+    can hold."""
     stored = os.fsencode(path)
     try:
         stored.decode()
@@ -89,7 +93,8 @@ def check_spelling(path: Path) -> None:
 
 
 def check_named_once(files: Iterable[Path]) -> None:
-    """Raises DataError for a file that is named twice, by the same or by another spelling, or by a link."""
+    """Raises DataError for a file that is named twice, by the same or by another spelling, or by a
+    link."""
     names: dict[tuple[int, int], Path] = {}
     for file in files:
         status = file.stat()

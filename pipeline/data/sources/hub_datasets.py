@@ -1,8 +1,9 @@
 """Datasets named on the Hugging Face hub: `hf://org/name[/config][@revision][/split][?files=N]`.
 
-`datasets` says which files hold a configuration and split, and huggingface_hub downloads them into its cache, where a
-download that was killed continues. A record in HF_HOME then names them, so that later calls need no network, and read
-the commit of that day. Nothing of a dataset is run: its files are read like any others.
+`datasets` says which files hold a configuration and split, and huggingface_hub downloads them into
+its cache, where a download that was killed continues. A record in HF_HOME then names them, so that
+later calls need no network, and read the commit of that day. Nothing of a dataset is run: its files
+are read like any others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Downloaded(BaseModel):
 def dataset_files(name: str) -> list[Path]:
     """The files of the dataset `name`, which are downloaded first where that has not been done.
 
-    Raises DataError where it does not exist, or cannot be reached.
+    Raises:
+        DataError: it does not exist, or cannot be reached.
     """
     if (found := downloaded_files(name)) is not None:
         return found
@@ -81,9 +83,11 @@ def _record_of(name: str) -> Path:
 
 
 def downloaded_files(name: str) -> list[Path] | None:
-    """The files of the dataset `name` where it was downloaded; None where it was not, or one was removed.
+    """The files of the dataset `name` where it was downloaded; None where it was not, or one was
+    removed.
 
-    Raises DataError where that is no name of one.
+    Raises:
+        DataError: that is no name of one.
     """
     _parsed(name)
     record = _record_of(name)

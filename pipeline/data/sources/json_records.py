@@ -1,4 +1,5 @@
-"""The records in JSON: an object a line, one array of all records, or objects that follow each other."""
+"""The records in JSON: an object a line, one array of all records, or objects that follow each
+other."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def plain_document(content: bytes, key: str) -> Document | None:
 
 
 def json_records(offset: int, content: bytes, keys: Keys) -> Iterator[Record]:
-    """The record in a line of JSON, or in each of several objects on it; of a chat one for each answer."""
+    """The record in a line of JSON, or in each of several objects on it; of a chat one for each
+    answer."""
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -115,7 +117,8 @@ def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") ->
 def begins_array(stream: Stream, *, named_lines: bool = False) -> bool:
     """Whether a file of JSON is an array of all its records.
 
-    `named_lines`: its name says that each line is JSON, so that lines which are arrays by themselves are no such array.
+    `named_lines`: its name says that each line is JSON, so that lines which are arrays by
+    themselves are no such array.
     """
     block = stream.read_at(0, BLOCK_BYTES)
     if _ARRAY_START.match(block) is None:
@@ -125,7 +128,8 @@ def begins_array(stream: Stream, *, named_lines: bool = False) -> bool:
 
 
 def begins_objects(stream: Stream) -> bool:
-    """Whether a file holds objects of JSON that are not one a line: indented, or all behind each other."""
+    """Whether a file holds objects of JSON that are not one a line: indented, or all behind each
+    other."""
     block = stream.read_at(0, BLOCK_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
     first, line_feed, _ = block.partition(b"\n")
     if not block.startswith(b"{") or _is_json(first):
@@ -168,7 +172,8 @@ def array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
 
 
 def object_records(stream: Stream, keys: Keys) -> Iterator[Record]:
-    """The records of objects that follow each other, which are read whole; offsets are their numbers.
+    """The records of objects that follow each other, which are read whole; offsets are their
+    numbers.
 
     Behind one that is malformed the next is looked for at a line that begins with a brace.
     """

@@ -15,7 +15,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """A line without its line end, or a whole file. Beyond MAX_RECORD_BYTES `content` may be a beginning."""
+    """A line without its line end, or a whole file. Beyond MAX_RECORD_BYTES `content` may be a
+    beginning."""
 
     offset: int
     content: bytes
@@ -54,7 +55,8 @@ def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator
 
 
 def line_end(stream: Stream) -> bytes:
-    """The byte that ends the lines of a text: a line feed, or the carriage return of old Macs and spreadsheets."""
+    """The byte that ends the lines of a text: a line feed, or the carriage return of old Macs and
+    spreadsheets."""
     block = stream.read_at(0, BLOCK_BYTES)
     return b"\r" if b"\r" in block and b"\n" not in block else b"\n"
 

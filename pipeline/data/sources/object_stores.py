@@ -1,8 +1,9 @@
-"""Files on object stores and servers, `s3://…`, `gs://…`, `az://…`, `https://…`: read in ranges, never downloaded whole.
+"""Files on object stores and servers, `s3://…`, `gs://…`, `az://…`, `https://…`: read in ranges,
+never downloaded whole.
 
-fsspec reads them. s3fs, gcsfs and adlfs are its packages for the stores of Amazon, Google and Microsoft. They take
-credentials from the environment and from their own files, as everywhere; a URL that holds one is refused, because
-manifests and logs name their inputs.
+fsspec reads them. s3fs, gcsfs and adlfs are its packages for the stores of Amazon, Google and
+Microsoft. They take credentials from the environment and from their own files, as everywhere; a URL
+that holds one is refused, because manifests and logs name their inputs.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ class RemoteFile:
         return PurePosixPath(unquote(urlsplit(self.url).path))
 
     def stat(self) -> SimpleNamespace:
-        """What is known of the file: its size in bytes as `st_size`. Raises DataError where it cannot be read."""
+        """What is known of the file: its size in bytes as `st_size`. Raises DataError where it
+        cannot be read."""
         return SimpleNamespace(st_size=int(self._info["size"]))
 
     def open(self, _: str = "rb") -> BinaryIO:
-        """Opens the file. What it reads is fetched in blocks. Raises DataError where it cannot be read."""
+        """Opens the file. What it reads is fetched in blocks. Raises DataError where it cannot be
+        read."""
         with _faults(self.url):
             raw: Any = _system_of(self.url).open(
                 self.url, "rb", block_size=_BLOCK_BYTES, cache_type="readahead"
@@ -121,7 +124,8 @@ InputPath = Union[Path, RemoteFile]
 
 
 class _Reading(io.RawIOBase):
-    """A file that is being read; a fault of the network is one line, which says that the job can go on."""
+    """A file that is being read; a fault of the network is one line, which says that the job can go
+    on."""
 
     def __init__(self, file: Any, url: str) -> None:
         super().__init__()
@@ -157,7 +161,8 @@ def is_url(name: str) -> bool:
 
 
 def is_remote(name: str) -> bool:
-    """Whether an input is read over the network. Datasets on the hub (`hf://…`) are downloaded instead."""
+    """Whether an input is read over the network. Datasets on the hub (`hf://…`) are downloaded
+    instead."""
     return is_url(name) and not name.startswith(("file://", "hf://"))
 
 
@@ -189,7 +194,8 @@ def matching_urls(name: str) -> list[RemoteFile]:
 
 
 def _check_without_credential(url: str) -> None:
-    """Raises DataError for a URL with a password, or with a parameter that lets its holder read the file."""
+    """Raises DataError for a URL with a password, or with a parameter that lets its holder read the
+    file."""
     parts = urlsplit(url)
     named = [name for name, _ in parse_qsl(parts.query) if _CREDENTIAL.search(name)]
     if parts.password is not None or named:

@@ -24,7 +24,8 @@ MAX_RECORD_BYTES = 32 * 2**20
 
 
 class ChatFormat(Protocol):
-    """What turns a chat into documents; `pipeline.data.tokenizer.chats` has the one of chat templates."""
+    """What turns a chat into documents; `pipeline.data.tokenizer.chats` has the one of chat
+    templates."""
 
     @property
     def date(self) -> str | None:
@@ -39,12 +40,14 @@ class ChatFormat(Protocol):
 
 
 class Keys(NamedTuple):
-    """Where documents are in the inputs: the keys, or columns, of a record's text and of the prompt before it, if any.
+    """Where documents are in the inputs: the keys, or columns, of a record's text and of the prompt
+    before it, if any.
 
-    With `chat` both are the key of a chat's messages. `document` is what a document is in a text file, `encoding` that
-    of a file that is not UTF-8, as Python names it. `quoting` is of CSV and TSV; None: that of the format. `normalize`:
-    the form of Unicode that texts are brought to. `special_tokens`: what a text that spells one becomes; None: text
-    where the tokenizer can. `allow_damaged`: of a damaged file what precedes the damage is read.
+    With `chat` both are the key of a chat's messages. `document` is what a document is in a text
+    file, `encoding` that of a file that is not UTF-8, as Python names it. `quoting` is of CSV and
+    TSV; None: that of the format. `normalize`: the form of Unicode that texts are brought to.
+    `special_tokens`: what a text that spells one becomes; None: text where the tokenizer can.
+    `allow_damaged`: of a damaged file what precedes the damage is read.
     """
 
     text: str = "text"
@@ -66,9 +69,10 @@ class Keys(NamedTuple):
 class Document(NamedTuple):
     """A usable record. If it has a prompt, `text` is the answer.
 
-    `group`: documents of one are held out together, as the answers of a chat are; by default each is alone. `ids`:
-    of the text, where another program has tokenized it. `has_control`: special tokens in the text are these tokens, as
-    the template of a chat writes them. `utf8`: the text as UTF-8, where its reader has made that already.
+    `group`: documents of one are held out together, as the answers of a chat are; by default each
+    is alone. `ids`: of the text, where another program has tokenized it. `has_control`: special
+    tokens in the text are these tokens, as the template of a chat writes them. `utf8`: the text as
+    UTF-8, where its reader has made that already.
     """
 
     text: str
@@ -121,7 +125,8 @@ Record = Union[Document, Rejected]
 
 
 def record_of(offset: int, text: object, *prompt: object) -> Record:
-    """The document of `text`, a string or UTF-8, with a `prompt` before it if one is given; or why it cannot be one."""
+    """The document of `text`, a string or UTF-8, with a `prompt` before it if one is given; or why
+    it cannot be one."""
     utf8: bytes | None = None
     if isinstance(text, bytes):
         utf8 = text
@@ -170,7 +175,8 @@ def composed(record: Record) -> Record:
 
 
 def value_at(record: Mapping[str, object], key: str) -> object:
-    """The value of `record` under a key, or under a path of keys such as `meta.body`. Raises KeyError for none."""
+    """The value of `record` under a key, or under a path of keys such as `meta.body`. Raises
+    KeyError for none."""
     if key in record:
         return record[key]
     found: object = record

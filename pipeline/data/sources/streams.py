@@ -1,4 +1,5 @@
-"""The text of files as bytes of UTF-8, from any offset: plain, compressed (.gz, .zst, .xz) or of another encoding."""
+"""The text of files as bytes of UTF-8, from any offset: plain, compressed (.gz, .zst, .xz) or of
+another encoding."""
 
 from __future__ import annotations
 
@@ -80,9 +81,11 @@ class Stream:
 
 
 class DecodedStream(Stream):
-    """The text of a file that is compressed, or of another encoding. Reading back by more than a mebibyte starts again.
+    """The text of a file that is compressed, or of another encoding. Reading back by more than a
+    mebibyte starts again.
 
-    A file that is truncated, or damaged in the middle, yields everything before that place and then sets `fault`.
+    A file that is truncated, or damaged in the middle, yields everything before that place and then
+    sets `fault`.
     """
 
     def __init__(self, path: InputPath, encoding: str | None) -> None:
@@ -173,7 +176,11 @@ def open_stream(path: InputPath, encoding: str | None = None) -> Stream:
 
 
 def _check_compression(path: InputPath, beginning: bytes) -> None:
-    """Raises DataError where the name of a file says another compression than its first bytes."""
+    """Compares the compression that a file's name says with its first bytes.
+
+    Raises:
+        DataError: they differ.
+    """
     suffix = path.suffix.lower()
     named = suffix if suffix in _DECOMPRESSORS else ""
     found = next((kind for kind, magic in _MAGIC.items() if beginning.startswith(magic)), "")
@@ -194,7 +201,8 @@ def _check_compression(path: InputPath, beginning: bytes) -> None:
 
 
 def text_length(path: InputPath, encoding: str | None = None) -> tuple[int, Fault | None]:
-    """The bytes of text in a file, its size or what it decodes to before any damage; and that damage."""
+    """The bytes of text in a file, its size or what it decodes to before any damage; and that
+    damage."""
     stream = open_stream(path, encoding)
     if not isinstance(stream, DecodedStream):
         return path.stat().st_size, None
@@ -203,7 +211,8 @@ def text_length(path: InputPath, encoding: str | None = None) -> tuple[int, Faul
 
 
 def text_per_byte(path: InputPath) -> float:
-    """About how many bytes of text a byte of the file holds, from its first mebibyte; 1 if it is not compressed."""
+    """About how many bytes of text a byte of the file holds, from its first mebibyte; 1 if it is
+    not compressed."""
     new_decompressor = _DECOMPRESSORS.get(path.suffix.lower())
     if new_decompressor is None:
         return 1.0
@@ -217,7 +226,8 @@ def text_per_byte(path: InputPath) -> float:
 
 
 def encoding_advice(paths: Iterable[InputPath]) -> str | None:
-    """What to do about the first file that is likely of another encoding than UTF-8; None where there is none."""
+    """What to do about the first file that is likely of another encoding than UTF-8; None where
+    there is none."""
     for path in paths:
         if (name := likely_encoding(path)) is not None:
             return (
@@ -228,7 +238,8 @@ def encoding_advice(paths: Iterable[InputPath]) -> str | None:
 
 
 def likely_encoding(path: InputPath) -> str | None:
-    """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
+    """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or
+    not."""
     if path.suffix.lower() in _TABLES:
         return None
     sample = open_stream(path).read_at(0, _SAMPLE_BYTES)

@@ -138,13 +138,13 @@ def quarantine_of(state: Path, name: str) -> Path:
 
 
 def letters_of(state: Path, name: str) -> Path:
-    """The hashes of the letters of the unit's training documents, to find copies in held-out text."""
+    """The hashes of the letters of the unit's training documents, by which copies are found."""
     return state / f"{name}.letters.npy"
 
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """A unit: its name, its size in what the progress bar counts, and the file that messages name."""
+    """A unit: its name, its size as the progress bar counts it, and the file that messages name."""
 
     name: str
     size: int
@@ -159,7 +159,8 @@ _Record = TypeVar("_Record", bound=UnitOutcome)
 
 
 def complete(output: Path, plan: CorpusPlan, make: Callable[[Path], Manifest]) -> Manifest:
-    """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as it is.
+    """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as
+    it is.
 
     `make` fills the folder, with the folder of unfinished work as argument.
 
@@ -226,7 +227,8 @@ def _begin(output: Path, plan: CorpusPlan) -> None:
 
 @contextlib.contextmanager
 def _at_work(output: Path) -> Iterator[None]:
-    """Holds a lock on the plan that any number of jobs share, so that none removes the state of another."""
+    """Holds a lock on the plan that any number of jobs share, so that none removes the state of
+    another."""
     with (output / STATE / _PLAN).open("rb") as plan:
         # A file system may have no locks. Nothing is forgotten there: see below.
         with contextlib.suppress(OSError):
@@ -344,7 +346,8 @@ def _terms(made: CorpusPlan | Manifest) -> dict[str, Any]:
 
 
 def check_finished(folder: Path, *, sampled: int | None = SAMPLED_BYTES) -> None:
-    """Compares the corpus in `folder`, or an empty held-out part, with its manifest: see TokenCorpus.check."""
+    """Compares the corpus in `folder`, or an empty held-out part, with its manifest: see
+    TokenCorpus.check."""
     if load_manifest(folder).tokens:
         TokenCorpus(folder).check(sampled=sampled)
 
@@ -454,14 +457,16 @@ def warn_of_repeats(faults: Sequence[str]) -> None:
 
 
 def _time_of(state: Path) -> int:
-    """Now, in nanoseconds, by the clock that gives the files in `state` their times: machines may differ."""
+    """Now, in nanoseconds, by the clock that gives the files in `state` their times: machines may
+    differ."""
     with tempfile.NamedTemporaryFile(dir=state, prefix=".now.") as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
 @dataclass(frozen=True)
 class _Kept(Generic[_Record]):
-    """A unit that was found: its record, or None and the reason for which it is done again, if there is any."""
+    """A unit that was found: its record, or None and the reason for which it is done again, if
+    there is any."""
 
     name: str
     record: _Record | None
@@ -470,7 +475,8 @@ class _Kept(Generic[_Record]):
 
 @dataclass(frozen=True)
 class _Records(Generic[_Record]):
-    """The records of finished units in `state`, of the type `schema`, made for the plan of that hash."""
+    """The records of finished units in `state`, of the type `schema`, made for the plan of that
+    hash."""
 
     state: Path
     schema: type[_Record]
@@ -484,7 +490,8 @@ class _Records(Generic[_Record]):
     def kept(self, unit: WorkUnit) -> _Kept[_Record]:
         """The record of `unit`, if it is sound and its files are as they were written.
 
-        Sizes are always compared, and hashes where no other job has compared them since this one began.
+        Sizes are always compared, and hashes where no other job has compared them since this one
+        began.
         """
         path = self.path_of(unit.name)
         try:
@@ -532,7 +539,7 @@ def manifest_of(
     rejected: Mapping[str, int] = {},
 ) -> Manifest:
     """The manifest of a part of the corpus of `plan`; `shards` are its units, by their names."""
-    counts = dict.fromkeys(Counts.model_fields, 0)
+    counts: dict[str, Any] = dict.fromkeys(Counts.model_fields, 0)
     records: list[ShardRecord] = []
     for name, unit in shards.items():
         for field in counts:

@@ -1,8 +1,10 @@
-"""Hashes of a text that its copies share which differ in white space, or in the form of Unicode, alone.
+"""Hashes of a text that its copies share which differ in white space, or in the form of Unicode,
+alone.
 
-Both hashes decide what corpora hold: the hash of the words which documents are held out, the hash of the letters which
-are copies. So their values must stay what `str.split` makes of a text in Unicode's NFC, which is the slow way here. The
-fast ways work on UTF-8, and take a fifth of the time.
+Both hashes decide what corpora hold: the hash of the words which documents are held out, the hash
+of the letters which are copies. So their values must stay what `str.split` makes of a text in
+Unicode's NFC, which is the slow way here. The fast ways work on UTF-8, and take a fifth of the
+time.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def _joined_words(utf8: bytes) -> bytes:
     spaced = utf8.translate(_TO_SPACES)
     is_space = np.frombuffer(spaced, np.uint8) == ord(" ")
     is_kept = ~is_space
-    is_kept[1:] |= ~is_space[:-1]  # the first space behind a word
+    # Of each run of spaces the first is kept: the one whose byte before it is no space.
+    is_kept[1:] |= ~is_space[:-1]
     kept = np.frombuffer(spaced, np.uint8)[is_kept]
     return kept.tobytes().strip(b" ")
 

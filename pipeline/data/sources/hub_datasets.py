@@ -21,8 +21,8 @@ from pipeline.hub import ADVICE
 
 PREFIX = "hf://"
 _NAME = re.compile(
-    r"hf://(?P<repo>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>\w[\w.-]*))?(/(?P<split>\w[\w.-]*))?"
-    r"(\?files=(?P<files>[1-9]\d*))?"
+    r"hf://(?P<repo>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>\w[\w.-]*))?"
+    r"(/(?P<split>\w[\w.-]*))?(\?files=(?P<files>[1-9]\d*))?"
 )
 _logger = log.get_logger(__name__)
 
@@ -39,7 +39,8 @@ def dataset_files(name: str) -> list[Path]:
     Raises:
         DataError: it does not exist, or cannot be reached.
     """
-    if (found := downloaded_files(name)) is not None:
+    found = downloaded_files(name)
+    if found is not None:
         return found
     from datasets import load_dataset_builder  # takes seconds to import
 
@@ -55,7 +56,9 @@ def dataset_files(name: str) -> list[Path]:
             raise DataError(
                 f"{name}: has no files of a split {split!r}; it has {', '.join(map(str, splits))}"
             )
-        urls = splits[split][: int(named["files"]) if named["files"] else None]
+        urls = splits[split]
+        if named["files"]:
+            urls = urls[: int(named["files"])]
         sizes = list(in_threads(_size_of, urls))
         _logger.info("%s: downloads %s", name, shown_size(sizes))
         files = list(in_threads(_local_file, urls))
@@ -77,9 +80,8 @@ def _parsed(name: str) -> re.Match[str]:
 def _record_of(name: str) -> Path:
     from huggingface_hub import constants
 
-    return Path(
-        constants.HF_HOME, "scale-cpt", re.sub(r"[/?]", "--", name.removeprefix(PREFIX)) + ".json"
-    )
+    file_name = re.sub(r"[/?]", "--", name.removeprefix(PREFIX)) + ".json"
+    return Path(constants.HF_HOME, "scale-cpt", file_name)
 
 
 def downloaded_files(name: str) -> list[Path] | None:
@@ -87,17 +89,21 @@ def downloaded_files(name: str) -> list[Path] | None:
     removed.
 
     Raises:
-        DataError: that is no name of one.
+        DataError: `name` is no name of a dataset.
     """
     _parsed(name)
     record = _record_of(name)
     try:
-        files = read_record(
+        downloaded = read_record(
             record, Downloaded, DataError, f"remove {record} to download it again"
-        ).files
+        )
     except FileNotFoundError:
         return None
-    return files if all(file.exists() for file in files) else None
+    # The hub's cache may have been tidied up since.
+    for file in downloaded.files:
+        if not file.exists():
+            return None
+    return downloaded.files
 
 
 def _size_of(url: str) -> int:

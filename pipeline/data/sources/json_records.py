@@ -29,8 +29,8 @@ from pipeline.errors import DataError
 
 _SHOWN_KEYS = 20
 _ARRAY_START = re.compile(rb"(?:%s)?\s*\[" % BYTE_ORDER_MARK)
+# Reads what orjson does not: NaN, and lone surrogates, which do no harm outside the text.
 _JSON = json.JSONDecoder()
-"""Reads what orjson does not: NaN, and lone surrogates, which do no harm outside the text."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -39,6 +39,7 @@ def plain_document(content: bytes, key: str) -> Document | None:
 
     None for every other line, of which `json_records` says what it is.
     """
+    # This is run for nearly every record: one try is faster than a check for each case.
     try:
         text = orjson.loads(content)[key]
         utf8 = text.encode()
@@ -68,6 +69,7 @@ def _other_json_records(offset: int, content: bytes, keys: Keys, reason: str) ->
     except UnicodeDecodeError:
         yield Rejected(offset, "invalid_utf8", excerpt)
         return
+    # Several objects on a line happen where line feeds were lost, as in files that were joined.
     values: list[object] = []
     position = _end_of_space(text, 0)
     try:
@@ -103,10 +105,9 @@ def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") ->
         try:
             found.append(value_at(value, key))
         except KeyError:
-            names = f"its keys: {', '.join(islice(value, _SHOWN_KEYS))}".encode(
-                errors="backslashreplace"
-            )
-            yield Rejected(offset, cast("Reason", reason), names[:EXCERPT_BYTES])
+            names = ", ".join(islice(value, _SHOWN_KEYS))
+            shown = f"its keys: {names}".encode(errors="backslashreplace")
+            yield Rejected(offset, cast("Reason", reason), shown[:EXCERPT_BYTES])
             return
     if keys.chat is not None:
         yield from keys.chat.records(offset, found[0])
@@ -159,13 +160,12 @@ def array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
         try:
             values = _JSON.decode(content.decode().strip())
         except (ValueError, RecursionError):
-            what = (
-                "truncated or damaged, and an array cannot be read in part"
-                if stream.fault
-                else "not JSON"
-            )
+            what = "not JSON"
+            if stream.fault:
+                what = "truncated or damaged, and an array cannot be read in part"
             raise DataError(
-                f"{stream.path}: {what} ({error}); correct it, or write it as JSONL, an object a line"
+                f"{stream.path}: {what} ({error}); correct it, or write it as JSONL, an object a "
+                "line"
             ) from None
     for number, value in enumerate(values):
         yield from _records_in(number, value, keys)
@@ -185,11 +185,12 @@ def object_records(stream: Stream, keys: Keys) -> Iterator[Record]:
         try:
             value, end = _JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            excerpt = text[position : position + EXCERPT_BYTES].encode(errors="surrogateescape")[
-                :EXCERPT_BYTES
-            ]
+            # Up to 200 characters are at least as many bytes, which may cut the last character.
+            excerpt = text[position : position + EXCERPT_BYTES].encode(errors="surrogateescape")
+            excerpt = excerpt[:EXCERPT_BYTES]
             following = text.find("\n{", position + 1)
-            if following < 0 and stream.fault is not None:  # what a damaged file ends with
+            if following < 0 and stream.fault is not None:
+                # The damage cut the last object.
                 yield Rejected(number, stream.fault, excerpt)
                 return
             yield Rejected(number, "malformed_json", excerpt, str(error))

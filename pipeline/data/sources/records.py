@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple, Protocol, Union
 
 Reason = Literal[
-    "malformed_json", "malformed_csv", "not_an_object", "no_text_key", "text_not_string", "invalid_utf8", "empty_text",
-    "nul_character", "lone_surrogate", "no_prompt_key", "prompt_not_usable", "messages_not_usable", "no_answer",
-    "too_large", "truncated_file", "corrupt_file",
+    "malformed_json", "malformed_csv", "not_an_object", "no_text_key", "text_not_string",
+    "invalid_utf8", "empty_text", "nul_character", "lone_surrogate", "no_prompt_key",
+    "prompt_not_usable", "messages_not_usable", "no_answer", "too_large", "truncated_file",
+    "corrupt_file",
 ]  # fmt: skip
 
 DocumentUnit = Literal["line", "file"]
@@ -63,7 +64,9 @@ class Keys(NamedTuple):
     @property
     def all(self) -> list[str]:
         """The keys that a record must have."""
-        return [self.text] if self.prompt is None else [self.text, self.prompt]
+        if self.prompt is None:
+            return [self.text]
+        return [self.text, self.prompt]
 
 
 class Document(NamedTuple):
@@ -96,7 +99,8 @@ class Document(NamedTuple):
 
     @property
     def is_ascii(self) -> bool:
-        """Whether its whole text is ASCII, which is in every form of Unicode. This takes no time."""
+        """Whether its whole text is ASCII, which is in every form of Unicode."""
+        # Python keeps this with each string, so it takes no time.
         return self.text.isascii() and (self.prompt is None or self.prompt.isascii())
 
     @property
@@ -118,7 +122,9 @@ class Rejected(NamedTuple):
 
     def __str__(self) -> str:
         shown = f"{self.reason} {self.excerpt.decode(errors='backslashreplace')!r}"
-        return f"{shown} ({self.detail})" if self.detail else shown
+        if self.detail:
+            shown = f"{shown} ({self.detail})"
+        return shown
 
 
 Record = Union[Document, Rejected]
@@ -137,9 +143,7 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
     if not isinstance(text, str):
         # A container's own text may be long, or too deep for Python to write.
         shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
-        return Rejected(
-            offset, "text_not_string", shown[:EXCERPT_BYTES].encode(errors="backslashreplace")
-        )
+        return Rejected(offset, "text_not_string", _excerpt(shown))
     if not text or text.isspace():
         return Rejected(offset, "empty_text", _excerpt(text))
     if "\0" in text:
@@ -147,7 +151,8 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
     if utf8 is None:
         try:
             utf8 = text.encode()
-        except UnicodeEncodeError as error:  # half a pair of JSON's escapes is no character
+        except UnicodeEncodeError as error:
+            # Half a pair of JSON's escapes, such as \\ud83d alone, is no character.
             return Rejected(offset, "lone_surrogate", _excerpt(text), str(error))
     if len(utf8) > MAX_RECORD_BYTES:
         return Rejected(offset, "too_large", _excerpt(text))
@@ -155,9 +160,8 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
         return Document(text, utf8=utf8)
     before = record_of(offset, *prompt)
     if isinstance(before, Rejected):
-        return before._replace(
-            reason="prompt_not_usable", detail=f"{before.reason} {before.detail}".strip()
-        )
+        detail = f"{before.reason} {before.detail}".strip()
+        return before._replace(reason="prompt_not_usable", detail=detail)
     return Document(text, before.text, utf8=utf8)
 
 
@@ -175,8 +179,11 @@ def composed(record: Record) -> Record:
 
 
 def value_at(record: Mapping[str, object], key: str) -> object:
-    """The value of `record` under a key, or under a path of keys such as `meta.body`. Raises
-    KeyError for none."""
+    """The value of `record` under a key, or under a path of keys such as `meta.body`.
+
+    Raises:
+        KeyError: there is none.
+    """
     if key in record:
         return record[key]
     found: object = record
@@ -188,7 +195,7 @@ def value_at(record: Mapping[str, object], key: str) -> object:
 
 
 def missing_column(names: Iterable[str], keys: Keys) -> str | None:
-    """What is wrong with a table of the columns `names`: the first column of `keys` that it lacks."""
+    """What to say of a table of the columns `names` that lacks a column of `keys`; None if none."""
     for key, option in zip(keys.all, ("--text-key", "--prompt-key"), strict=False):
         if key not in names:
             return f"has no column {key!r}; set {option} to one of: {', '.join(names)[:500]}"

@@ -232,8 +232,8 @@ def check_heldout(config: RunConfig) -> dict[str, Corpus]:
                 found[name] = corpus
     if not found:
         raise DataError(
-            f"data.corpora of {config.name}: none has held-out text to score; name other files as heldout_input, or "
-            "set heldout_fraction, such as 0.005, before the corpus is tokenized"
+            f"data.corpora of {config.name}: none has held-out text to score; name other "
+            "files as heldout_input, or set heldout_fraction, such as 0.005, before the corpus is tokenized"
         )
     return found
 

@@ -37,6 +37,7 @@ from pipeline.data.sources.object_stores import (
     RemoteFile,
     input_path,
     is_remote,
+    is_url,
     matching_urls,
 )
 from pipeline.data.sources.readers import text_records
@@ -133,7 +134,7 @@ def named_files(inputs: Sequence[str]) -> list[InputPath]:
             raise DataError(
                 f"{url}: tokens of Megatron-LM are read from this machine; download them"
             )
-    # Downloaded files are compared by name: two files with equal content are one in the hub's cache.
+    # Downloaded files are compared by name: files of equal content are one in the hub's cache.
     check_named_once(found)
     for name, times in Counter(map(str, [*downloaded, *remote])).items():
         if times > 1:
@@ -144,7 +145,9 @@ def named_files(inputs: Sequence[str]) -> list[InputPath]:
 def _local_files(name: str) -> list[Path]:
     """The files of this machine that a name, a pattern or a URL `file://` leads to."""
     files: list[Path] = []
-    for path in matching(str(input_path(name))):
+    if is_url(name):
+        name = str(input_path(name))
+    for path in matching(name):
         check_spelling(path)
         saved = saved_dataset(path) if path.is_dir() else None
         if saved is None:

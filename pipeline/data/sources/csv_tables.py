@@ -22,8 +22,8 @@ from pipeline.data.sources.records import (
 from pipeline.data.sources.streams import Stream, encoding_advice
 from pipeline.errors import DataError
 
-# A quoted field of so many lines, of which so large a share has a row's delimiters, is likely due to
-# a stray quotation mark.
+# A quoted field of so many lines, of which so large a share has a row's delimiters, is likely due
+# to a stray quotation mark.
 _MANY_LINES = 10
 _LOOKING_LIKE_ROWS = 0.8
 _QUOTING: dict[str, Quoting] = {"csv": "standard", "tsv": "none"}

@@ -11,8 +11,8 @@ from pathlib import Path
 from pipeline.errors import DataError
 from pipeline.files import read_object
 
-# `save_to_disk` of the library `datasets` writes these beside the files of a dataset, and beside the
-# folders of its splits.
+# `save_to_disk` of the library `datasets` writes these beside the files of a dataset, and beside
+# the folders of its splits.
 _STATE = "state.json"
 _SPLITS = "dataset_dict.json"
 
@@ -25,7 +25,8 @@ def matching(name: str) -> list[Path]:
     """
     if Path(name).exists():
         return [Path(name)]
-    found = sorted(glob.glob(escaped(name), recursive=True))  # noqa: PTH207  # Path.glob takes no absolute pattern
+    # Path.glob takes no absolute pattern.
+    found = sorted(glob.glob(escaped(name), recursive=True))  # noqa: PTH207
     if found:
         return [Path(path) for path in found]
     for form in ("NFD", "NFC"):
@@ -36,7 +37,8 @@ def matching(name: str) -> list[Path]:
                 "(macOS writes NFD): give its name so, a pattern such as '*.jsonl', or rename it"
             )
     raise DataError(
-        f"{name}: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
+        f"{name}: no such file, and no file matches it as a pattern; give files, or a "
+        "quoted pattern"
     )
 
 
@@ -78,7 +80,8 @@ def saved_dataset(folder: Path) -> list[Path] | None:
             return None
     if state.get("_indices_data_files"):
         raise DataError(
-            f"{folder}: its rows were selected without being copied; save it after flatten_indices()"
+            f"{folder}: its rows were selected without being copied; save it after "
+            "flatten_indices()"
         )
     return [folder / str(file["filename"]) for file in files]
 

@@ -152,7 +152,7 @@ def _is_json(content: bytes) -> bool:
 
 
 def array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
-    """The records of the array that `stream` holds, which is read whole; offsets are their numbers."""
+    """The records of the array that `stream` holds; offsets are their numbers. It is read whole."""
     content = beginning(stream, sys.maxsize).removeprefix(BYTE_ORDER_MARK)
     try:
         values = orjson.loads(content)

@@ -9,7 +9,8 @@ from pipeline.data.sources.records import EXCERPT_BYTES, MAX_RECORD_BYTES
 from pipeline.data.sources.streams import Stream
 
 BLOCK_BYTES = 4 << 20
-# Past the end of a range only the rest of one document is needed, and going back in a compressed file is slow.
+# Past the end of a range only the rest of one document is needed, and going back in a compressed
+# file is slow.
 _BLOCK_BYTES_PAST_END = 64 << 10
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

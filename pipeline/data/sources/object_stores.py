@@ -117,7 +117,8 @@ class RemoteFile:
             info: Mapping[str, Any] = _system_of(self.url).info(self.url)
         if info.get("type") == "directory":
             raise DataError(
-                f"{self.url}: is a folder; name its files by a pattern, such as '{self.url}/*.jsonl'"
+                f"{self.url}: is a folder; name its files by a pattern, such as "
+                f"'{self.url}/*.jsonl'"
             )
         # Without ranges every read would fetch the whole file.
         if info.get("size") is None or info.get("partial") is False:

@@ -47,8 +47,17 @@ _KEPT_BYTES = 1 << 20
 # Their text is UTF-8 by definition.
 _TABLES = (".parquet", ".arrow")
 
-# A lone surrogate is not UTF-8: the record that holds the undecodable bytes is rejected, the others are read.
-codecs.register_error("lone_surrogate", lambda error: ("\ud800", error.end))  # type: ignore[attr-defined]
+
+def _as_lone_surrogate(error: UnicodeError) -> tuple[str, int]:
+    """Stands for bytes that an encoding does not have.
+
+    A lone surrogate is not UTF-8: the record that holds the bytes is rejected, the others are read.
+    """
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ud800", error.end
+
+
+codecs.register_error("lone_surrogate", _as_lone_surrogate)
 
 
 class Stream:
@@ -240,7 +249,8 @@ def encoding_advice(paths: Iterable[InputPath]) -> str | None:
         if name is not None:
             return (
                 f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus "
-                f"(--encoding), or convert it with `iconv -f {name} -t utf-8`, and remove the output folder"
+                f"(--encoding), or convert it with `iconv -f {name} -t utf-8`, and remove "
+                "the output folder"
             )
     return None
 

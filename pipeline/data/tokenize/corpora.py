@@ -94,6 +94,7 @@ def is_heldout(
     if by == "words":
         digest = hash_of_words(text, utf8)
     else:
+        # A lone surrogate cannot be encoded; any other character does in its place.
         digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
     # The digest has 8 bytes, so its value is uniform below 2^64.
     return int.from_bytes(digest, "big") < fraction * 2**64
@@ -233,7 +234,8 @@ def check_heldout(config: RunConfig) -> dict[str, Corpus]:
     if not found:
         raise DataError(
             f"data.corpora of {config.name}: none has held-out text to score; name other "
-            "files as heldout_input, or set heldout_fraction, such as 0.005, before the corpus is tokenized"
+            "files as heldout_input, or set heldout_fraction, such as 0.005, before the corpus is "
+            "tokenized"
         )
     return found
 

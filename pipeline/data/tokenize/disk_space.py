@@ -11,10 +11,10 @@ from pipeline.data.tokenize.units import Unit, beginning_of, input_files, is_tex
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 
 _SAMPLED_FILES = 3
+# Of text, at the beginning of each sampled file.
 _SAMPLED_BYTES = 2**17
-"""Of text, at the beginning of each sampled file."""
+# Of a document in an .idx file: its length, its place, and its number of sequences.
 _INDEX_BYTES = 20
-"""Of a document in an .idx file: its length, its place, and its number of sequences."""
 
 
 def corpus_bytes(job: Job) -> int:

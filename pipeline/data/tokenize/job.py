@@ -171,6 +171,7 @@ def _make_corpus(
     compare_documents(job, finished.training_shards(units), workers, share)
     if finished.rejected:
         finished.publish_quarantine(units)
+    # The held-out part is completed first: a finished training part must have its own beside it.
     if plan.heldout_fraction > 0:
         heldout = {unit.name: finished.records[unit.name].heldout for unit in units}
         manifest = manifest_of(plan, "heldout", heldout, inputs, finished.rejected)
@@ -328,6 +329,7 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> CorpusPlan:
         heldout_fraction=job.corpus.heldout_fraction,
         heldout_by="words",
         unit_size=job.unit_bytes or default_unit_bytes(sum(files.values())),
+        # To be raised where units are cut otherwise, so that no job goes on with other ranges.
         version=4,
     )
 
@@ -335,6 +337,7 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> CorpusPlan:
 def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     """The work of the first pass."""
     path = input_path(file.path)
+    # A remote file is not read only for its hash: the tag that its store keeps stands for it.
     if isinstance(path, RemoteFile):
         digest = path.identity()
     elif file.size <= _HASHED_BYTES:
@@ -442,6 +445,7 @@ def _quarantine_line(unit: Unit, record: Rejected) -> bytes:
 
 def _is_heldout(document: Document, fraction: float) -> bool:
     """Whether a document belongs to the held-out share."""
+    # The reader's bytes are of the text alone. With a prompt, or in a group, another text decides.
     utf8 = None
     if document.prompt is None and not document.group:
         utf8 = document.utf8
@@ -563,6 +567,7 @@ class _Part:
         for document in self._batch:
             text = document.whole_text
             characters += len(text)
+            # ASCII is in every form of Unicode, and takes no time to find.
             if not text.isascii() and not is_normalized("NFC", text):
                 decomposed += 1
             if self._is_compared:

@@ -63,8 +63,8 @@ QUARANTINE = "quarantine.jsonl"
 """The rejected records, in a corpus's folder."""
 _PLAN = "plan.json"
 _AGAIN = "its unit is done again"
+# Of what is done again, so many are named in the log.
 _MOST_NAMED = 5
-"""Of what is done again, so many are named in the log."""
 _logger = log.get_logger(__name__)
 
 JobShare = tuple[int, int]
@@ -336,6 +336,7 @@ def _terms(made: CorpusPlan | Manifest) -> dict[str, Any]:
     sampling = fields.pop("sampling") or {}
     if isinstance(made, Manifest):
         # A manifest does not say how the work was divided, and either encoder may have made it.
+        # Held-out parts that earlier versions chose by the whole text stay valid.
         fields["inputs"] = [(file.path, file.bytes) for file in made.inputs]
         del tokenizer["backend"], fields["heldout_by"]
         if fields["special_tokens"] is None:
@@ -348,6 +349,7 @@ def _terms(made: CorpusPlan | Manifest) -> dict[str, Any]:
 def check_finished(folder: Path, *, sampled: int | None = SAMPLED_BYTES) -> None:
     """Compares the corpus in `folder`, or an empty held-out part, with its manifest: see
     TokenCorpus.check."""
+    # An empty held-out part has no shards to open.
     if load_manifest(folder).tokens:
         TokenCorpus(folder).check(sampled=sampled)
 
@@ -363,6 +365,8 @@ def publish(manifest: Manifest, folder: Path) -> None:
 
     def check(shard: ShardRecord) -> None:
         for end, content in shard.files.items():
+            # Sizes alone: their hashes were made as they were written, and compared if the job was
+            # continued.
             check_file(shard_file(folder / shard.name, end), content, advice, whole=False)
 
     for _ in in_threads(check, manifest.shards):
@@ -551,9 +555,11 @@ def manifest_of(
             records.append(record)
     return Manifest(
         part=part,
+        # A manifest lists the inputs with their hashes, and not how the work was divided.
         **plan.model_dump(exclude={"inputs", "unit_size", "version"}),
         **counts,
         token_dtype=token_dtype(plan.tokenizer.vocab_size).name,
+        # A part may be empty.
         tokens_per_character=round(counts["tokens"] / max(counts["characters"], 1), 6),
         tokens_per_byte=round(counts["tokens"] / max(counts["bytes"], 1), 6),
         rejected=dict(sorted(rejected.items())),

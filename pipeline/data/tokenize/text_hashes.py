@@ -14,14 +14,14 @@ from unicodedata import normalize
 
 import numpy as np
 
+# The last white space of Unicode, the ideographic one of Chinese and Japanese.
 _LAST_BLANK = 0x3000
-"""The last white space of Unicode, the ideographic one of Chinese and Japanese."""
 _BLANKS = [chr(code) for code in range(_LAST_BLANK + 1) if chr(code).isspace()]
 _WIDE_BLANKS = [blank for blank in _BLANKS if not blank.isascii()]
 _ASCII_BLANKS = "".join(filter(str.isascii, _BLANKS)).encode()
 _TO_SPACES = bytes.maketrans(_ASCII_BLANKS, b" " * len(_ASCII_BLANKS))
+# Characters up to which splitting a text is faster than the calls of numpy.
 _SHORT = 1024
-"""characters up to which splitting a text is faster than the calls of numpy"""
 
 
 def hash_of_words(text: str, utf8: bytes | None = None) -> bytes:

@@ -68,16 +68,16 @@ _TABLES = ("parquet", "arrow")
 TOKENS = ".bin"
 """Of tokens that Megatron-LM made, with an index beside them."""
 _BY_LINES = ("jsonl", "text", "text_cr")
+# Kinds that only make sense from their beginning.
 _READ_WHOLE = ("json_array", "json_objects", "csv", "tsv")
-"""Kinds that only make sense from their beginning."""
 _FAULTS = {"truncated_file": "is truncated", "corrupt_file": "is damaged"}
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES = 4 * 2**20
 _MAX_UNIT_BYTES = 64 * 2**20
+# The most files that a sample comes from.
 _SAMPLED_FILES = 16
-"""The most files that a sample comes from."""
+# The fewest bytes that a sample reads at a place.
 _SAMPLED_BYTES = 2**16
-"""The fewest bytes that a sample reads at a place."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +309,7 @@ def beginning_of(path: InputPath, keys: Keys, most_bytes: int) -> tuple[Unit, fl
 def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
     """Ranges of documents in a shard of Megatron-LM, of about `unit_bytes` each."""
     shard = Shard(path.with_suffix(""))
+    # A damaged index could lead outside of its file.
     shard.check_index()
     size = shard.dtype.itemsize
     # A document is longer than a unit where several of these tokens are in it.
@@ -368,6 +369,7 @@ def good_documents(
     for file, size in files.items():
         taken = 0
         units = split_file(file, 0, keys, default_unit_bytes(size))
+        # One chain over the file's units, so that a break ends the file.
         for record in chain.from_iterable(unit_records(unit, keys) for unit in units):
             if isinstance(record, Rejected):
                 first_bad = first_bad or f": {record}"
@@ -453,6 +455,7 @@ def _sampled_places(
     share = _share_of_each([unit.size for unit in units], max_bytes)
     places: list[tuple[Unit, int]] = []
     wanted = max_bytes
+    # Every unit once, in random order.
     for unit in draw.sample(units, len(units)):
         if wanted <= 0:
             break

@@ -54,9 +54,11 @@ class Workers:
             at_work = " or ".join(map(str, unfinished[: self._count]))
             raise DataError(
                 f"a worker process was killed at {at_work}; start the same command again, with "
-                "fewer --workers if memory was short, and without the file if it is damaged: finished work is kept"
+                "fewer --workers if memory was short, and without the file if it is damaged: "
+                "finished work is kept"
             ) from None
         finally:
+            # After a fault, or where the caller wants no more, no further task is begun.
             for future in futures:
                 future.cancel()
 
@@ -75,6 +77,7 @@ def local_workers(
         yield Workers(None)
         return
     _start_silent_tracker()
+    # A fork of this process would copy locks that threads of libraries hold here.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work) as pool:
@@ -144,4 +147,5 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+    # At once: nobody waits for its results, and the main thread may be within a library.
     os._exit(1)

@@ -27,15 +27,10 @@ def write_small(folder: Path, tokens: Path, *rates: float, **schedule: int) -> P
 
 
 def submit(cluster: Cluster, study: Path, *options: str) -> list[int]:
-<<<<<<< HEAD
-    """Submits the driver, with sbatch's `options` for the runs; returns the runs' jobs and the next
-    driver's."""
-=======
     """Submits the driver, with sbatch's `options` for the runs.
 
     Returns the jobs of the runs and that of the next driver.
     """
->>>>>>> w-studies
     output = f"--output={study.parent}/%j.out"
     driver = cluster.sbatch(
         output,

@@ -1,9 +1,4 @@
-<<<<<<< HEAD
-"""The study of biographies: its texts have the paper's sizes and proportions; its tables are those
-of a summary."""
-=======
 """The study of biographies: texts of the paper's proportions, and the tables of a summary."""
->>>>>>> w-studies
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-<<<<<<< HEAD
-"""What is pending of a study, and which learning rate each method gets, by what its runs left in
-their folders."""
-=======
 """What is pending of a study, and which learning rate each method gets, by its runs' folders."""
->>>>>>> w-studies
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from pipeline.data.corpus.indexed_dataset import (
 )
 from pipeline.data.corpus.manifest import InputFile, Manifest, SamplingRecord
 from pipeline.data.dataset.blend import mix
+from pipeline.data.sources.object_stores import RemoteFile, input_path
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import train_folder
 from pipeline.data.tokenize.queue import (
@@ -239,10 +240,18 @@ def sample_corpus(
             records[name] = record.train
         inputs: list[InputFile] = []
         for path, size in plan.inputs:
-            inputs.append(InputFile(path=path, bytes=size, sha256=file_hash(Path(path))))
+            inputs.append(InputFile(path=path, bytes=size, sha256=_identity(path)))
         return manifest_of(plan, "train", records, inputs)
 
     return complete(job.output, plan, make)
+
+
+def _identity(path: str) -> str:
+    """What stands for the content of a file of prompts: its hash, or what its store says of it."""
+    file = input_path(path)
+    if isinstance(file, RemoteFile):
+        return file.identity()
+    return file_hash(file)
 
 
 def _units_of(job: SamplingJob, plan: Plan) -> list[_Unit]:

@@ -126,7 +126,8 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
 
     Args:
         losses: computed without gradients, [B, S].
-        targets, answer_starts: [B, S].
+        targets: the tokens to predict, [B, S].
+        answer_starts: True at the first token of each answer, [B, S].
 
     Returns:
         float64 [B, 4]: the number of answers; how many of their first tokens greedy decoding would

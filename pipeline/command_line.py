@@ -35,7 +35,11 @@ from pipeline.hub import model_folder
 def run_parsed(
     main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace
 ) -> None:
-    """Runs the `main` of a command with its arguments, and exits with its exit code."""
+    """Runs the `main` of a command with its arguments, and exits with its exit code.
+
+    Raises:
+        SystemExit: always, with the exit code of the command.
+    """
 
     def checked() -> int | None:
         if getattr(arguments, "set", None) and arguments.run is None:

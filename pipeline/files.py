@@ -97,6 +97,7 @@ def json_bytes(value: object, option: int | None = None) -> bytes:
 
     Raises:
         OutputError: a text in it is not UTF-8, as the name of a file may be.
+        TypeError: JSON has no such value.
     """
     try:
         return orjson.dumps(value, option=option)
@@ -387,6 +388,9 @@ def publish_first(unfinished: Path, path: Path) -> bool:
 
     Of several processes, also of several machines, one is first. Returns whether this one was;
     `unfinished` is gone in any case.
+
+    Raises:
+        OSError: the file system can do it in none of three ways, or fails.
     """
     try:
         # Each kind of file system has one of these.

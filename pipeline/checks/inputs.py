@@ -160,6 +160,9 @@ class RunInputs:
 
         The corpora must be made with the run's tokenizer. Where it cannot be opened, which is a
         fault of its own, corpora of any tokenizer are taken.
+
+        Raises:
+            DataError: the corpora end before the run does, or are of another tokenizer.
         """
         config = self.config
         fingerprint = self.get_or_none("tokenizer_fingerprint")

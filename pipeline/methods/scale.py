@@ -95,9 +95,12 @@ def _check_new_tokens(expansion: ExpansionFolder, new_tokens: NewTokens | None) 
 
 
 def check_named_expansion(folder: Path | None) -> None:
-    """Raises ConfigError if a run is to continue from the expansion in `folder` and there is none.
+    """Checks that `folder` has the expansion from which a run is to continue.
 
     A new expansion in its place would not be trained.
+
+    Raises:
+        ConfigError: there is none.
     """
     if folder is not None and not (folder / MANIFEST).exists():
         raise ConfigError(
@@ -110,8 +113,9 @@ def check_named_expansion(folder: Path | None) -> None:
 def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
     """The initial expansion of a run of method scale; None if it is yet to be made.
 
-    Raises UserError if it is damaged, of another base or other settings, or missing where a run is
-    to continue from it.
+    Raises:
+        UserError: if it is damaged, of another base or other settings, or missing where a run is to
+            continue from it.
     """
     check_named_expansion(config.init_expansion)
     if (

@@ -229,6 +229,9 @@ def _sigmoid_mixture(config: Config, experts: int, shared_experts: int) -> Mixtu
     """The mixture that DeepSeek-V3 introduced.
 
     A bias for each expert balances their load, and one expert is shared.
+
+    Raises:
+        BaseModelError: experts are chosen within groups.
     """
     if config.n_group != 1:
         raise BaseModelError(

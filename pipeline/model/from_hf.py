@@ -54,8 +54,9 @@ _LARGEST = {
 def open_base(path: Path) -> BaseFolder:
     """Opens a base model's folder.
 
-    Raises BaseModelError if the folder or its config is missing or damaged, or its architecture is
-    not supported.
+    Raises:
+        BaseModelError: if the folder or its config is missing or damaged, or its architecture is
+            not supported.
     """
     return BaseFolder(path, read_spec(path))
 
@@ -63,7 +64,8 @@ def open_base(path: Path) -> BaseFolder:
 def read_spec(path: Path) -> DecoderSpec:
     """The architecture that the folder's config.json describes; `path` may be that file itself.
 
-    Raises BaseModelError if the file is missing or damaged, or the architecture is not supported.
+    Raises:
+        BaseModelError: if the file is missing or damaged, or the architecture is not supported.
     """
     file = path if path.is_file() else path / "config.json"
     try:
@@ -102,7 +104,9 @@ def _check_type(values: Mapping[str, Any]) -> None:
 def _spec_of(config: Config) -> DecoderSpec:
     """The architecture of a config of a supported type.
 
-    Raises also what transformers and torch raise.
+    Raises:
+        BaseModelError: a number or a feature is not supported.
+        Exception: also what transformers and torch raise.
     """
     for name, largest in _LARGEST.items():
         size = _declared(config, name)
@@ -159,8 +163,11 @@ def _spec_of(config: Config) -> DecoderSpec:
 
 
 def _check_numbers(spec: DecoderSpec) -> None:
-    """Raises BaseModelError where a number that multiplies or divides is not finite and
-    positive."""
+    """Checks that the numbers that multiply or divide are finite and positive.
+
+    Raises:
+        BaseModelError: one is not.
+    """
     numbers: list[tuple[str, float | None]] = [
         ("norm_eps", spec.norm_eps),
         ("embedding_scale", spec.embedding_scale),
@@ -223,6 +230,9 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
     architecture.
 
     `layer_type` is given where layers of several types have several.
+
+    Raises:
+        BaseModelError: the kind of rotary embedding is not supported.
     """
     parameters = (
         config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
@@ -281,7 +291,8 @@ def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' configuration of a supported `model_type`, from the contents of config.json,
     with any heads.
 
-    Raises what transformers raises.
+    Raises:
+        Exception: what transformers raises.
     """
     made = {**values, "model_type": model_type_of(values)}
     has_own_size = _has_heads_of_their_own_size(values)
@@ -303,7 +314,9 @@ def load_base(
     by tensor.
 
     `source` maps the name of a model's parameter to that of the base's, where the two differ.
-    Raises BaseModelError as `check_weights`.
+
+    Raises:
+        BaseModelError: as `check_weights`.
     """
     check_weights(model, base, source)
     for name, parameter in model.named_parameters():
@@ -366,8 +379,9 @@ def check_weights(
     """Checks the shape and type of every base parameter of `model` in the folder's files; reads
     their headers only.
 
-    Raises BaseModelError if a weight is missing, or its shape is not the one that config.json
-    implies, or the output projection is to be the embedding and is not.
+    Raises:
+        BaseModelError: if a weight is missing, or its shape is not the one that config.json
+            implies, or the output projection is to be the embedding and is not.
     """
     base.check_tie()
     for name, parameter in model.named_parameters():

@@ -140,7 +140,11 @@ class DecoderSpec:
 
 
 def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
-    """Raises LayoutError where a base cannot be split over `tp_size` ranks."""
+    """Checks that a base can be split over `tp_size` ranks.
+
+    Raises:
+        LayoutError: it cannot.
+    """
     if tp_size > 1 and spec.query_key_norm == "all":
         raise LayoutError(
             f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all "

@@ -65,8 +65,12 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
 
 
 def raise_on_all_ranks(error: UserError) -> NoReturn:
-    """Stops the run for an error that every rank has found: rank 0 raises `error`, the others
-    SystemExit."""
+    """Stops the run for an error that every rank has found; every rank must call it.
+
+    Raises:
+        UserError: `error`, on rank 0.
+        SystemExit: on the other ranks, with the exit code of `error`.
+    """  # noqa: DOC501  # the AssertionError is for mypy
 
     def fail() -> NoReturn:
         raise error

@@ -80,7 +80,11 @@ SINGLE = TensorParallel()
 
 
 def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
-    """Raises LayoutError if a sequence cannot be split evenly over the ranks."""
+    """Checks that sequence parallelism can split a sequence evenly over the ranks.
+
+    Raises:
+        LayoutError: it cannot.
+    """
     if tp.sequence_parallel and sequence_length % tp.size:
         raise LayoutError(
             "data.sequence_length: parallel.sequence_parallel needs a multiple of "

@@ -350,6 +350,7 @@ def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> It
 
     Raises:
         FolderTakenError: another process has the lock.
+        KeyboardInterrupt: Ctrl-C, once it is on record.
     """
     if config is None:
         yield

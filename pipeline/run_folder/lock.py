@@ -228,7 +228,8 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
     path = lock_path(folder, stage)
     owner = living_owner(path)
     if owner is not None:
-        raise _refusal(path, owner)
+        refusal = _refusal(path, owner)
+        raise refusal
 
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:

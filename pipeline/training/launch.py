@@ -110,6 +110,9 @@ def _check_world_size(environment: Mapping[str, str], rank: int, world_size: int
     """Compares the world with the allocation.
 
     A process started without its launcher would train alone, or wait for ranks that nobody starts.
+
+    Raises:
+        LayoutError: the world is smaller than the allocation.
     """
     expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
     if expected > 0:

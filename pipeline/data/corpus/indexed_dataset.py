@@ -76,7 +76,8 @@ def content_of(path: Path) -> FileContent:
 def check_file(path: Path, content: FileContent, advice: str, *, whole: bool = True) -> None:
     """Compares a file's size, and if `whole` its hash.
 
-    Raises DataError where it is missing or differs.
+    Raises:
+        DataError: where it is missing or differs.
     """
     found: str | None = None
     try:
@@ -261,7 +262,11 @@ class Shard:
         return np.memmap(self.idx_path, np.uint8, "r")
 
     def check_index(self) -> None:
-        """Raises DataError where sequences or documents do not follow each other."""
+        """Checks the contents of the index.
+
+        Raises:
+            DataError: sequences or documents do not follow each other.
+        """
         ends = np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize
         starts = np.append(0, ends)[:-1]
         firsts = self._first_sequences

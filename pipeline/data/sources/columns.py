@@ -35,7 +35,8 @@ _BYTES_OF: dict[pa.DataType, pa.DataType] = {
 def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
     """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
 
-    Raises DataError where the file is damaged, or lacks a column of `keys`.
+    Raises:
+        DataError: where the file is damaged, or lacks a column of `keys`.
     """
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
@@ -54,7 +55,11 @@ def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[i
 
 
 def arrow_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
-    """The same of a file of record batches, as `datasets` saves them. Raises as `parquet_ranges`."""
+    """Splits a file of record batches, as `datasets` saves them, like `parquet_ranges`.
+
+    Raises:
+        DataError: where the file is damaged, or lacks a column of `keys`.
+    """
     with _faults(path, "Arrow"):
         sizes = [
             sum(_column(batch, key).nbytes for key in keys.all)
@@ -76,7 +81,11 @@ def _ranges(sizes: list[int], unit_bytes: int) -> list[tuple[int, int, int]]:
 
 
 def parquet_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records of a range; offsets are row numbers. Raises as `parquet_ranges`."""
+    """The records of a range; offsets are row numbers.
+
+    Raises:
+        DataError: where the file is damaged, or lacks a column of `keys`.
+    """
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
         first = sum(file.metadata.row_group(group).num_rows for group in range(start))

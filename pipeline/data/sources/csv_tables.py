@@ -33,7 +33,8 @@ _UNCLOSED = "unexpected end of data"
 def csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
     """The records of a table whose first row names the columns; offsets are row numbers.
 
-    Raises DataError where the columns are not those of `keys`, or a quotation mark is not closed.
+    Raises:
+        DataError: where the columns are not those of `keys`, or a quotation mark is not closed.
     """
     csv.field_size_limit(MAX_RECORD_BYTES)
     quoting = keys.quoting or _QUOTING[kind]

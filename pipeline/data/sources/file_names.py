@@ -18,7 +18,8 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 def matching(name: str) -> list[Path]:
     """The files that a name or a pattern leads to, sorted; folders only where the name is one.
 
-    Raises DataError where there is none.
+    Raises:
+        DataError: where there is none.
     """
     if Path(name).exists():
         return [Path(name)]
@@ -51,7 +52,8 @@ def escaped(pattern: str) -> str:
 def saved_dataset(folder: Path) -> list[Path] | None:
     """The files of a folder that `datasets` saved, in their order; None where it is another folder.
 
-    Raises DataError where it holds several splits, or rows that were only selected.
+    Raises:
+        DataError: where it holds several splits, or rows that were only selected.
     """
     if (folder / _SPLITS).exists():
         names = read_object(folder / _SPLITS, DataError).get("splits", [])
@@ -77,7 +79,11 @@ def saved_dataset(folder: Path) -> list[Path] | None:
 
 
 def check_spelling(path: Path) -> None:
-    """Raises DataError for a name that is not UTF-8, which neither a record of JSON nor a message can hold."""
+    """Checks a file's name, which a record of JSON and a message must be able to hold.
+
+    Raises:
+        DataError: the name is not UTF-8.
+    """
     stored = os.fsencode(path)
     try:
         stored.decode()
@@ -89,7 +95,11 @@ def check_spelling(path: Path) -> None:
 
 
 def check_named_once(files: Iterable[Path]) -> None:
-    """Raises DataError for a file that is named twice, by the same or by another spelling, or by a link."""
+    """Checks that every file is named once.
+
+    Raises:
+        DataError: a file is named twice, by the same or by another spelling, or by a link.
+    """
     names: dict[tuple[int, int], Path] = {}
     for file in files:
         status = file.stat()

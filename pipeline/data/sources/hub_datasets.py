@@ -35,7 +35,8 @@ class Downloaded(BaseModel):
 def dataset_files(name: str) -> list[Path]:
     """The files of the dataset `name`, which are downloaded first where that has not been done.
 
-    Raises DataError where it does not exist, or cannot be reached.
+    Raises:
+        DataError: where it does not exist, or cannot be reached.
     """
     if (found := downloaded_files(name)) is not None:
         return found
@@ -83,7 +84,8 @@ def _record_of(name: str) -> Path:
 def downloaded_files(name: str) -> list[Path] | None:
     """The files of the dataset `name` where it was downloaded; None where it was not, or one was removed.
 
-    Raises DataError where that is no name of one.
+    Raises:
+        DataError: where that is no name of one.
     """
     _parsed(name)
     record = _record_of(name)

@@ -147,7 +147,11 @@ def _is_json(content: bytes) -> bool:
 
 
 def array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
-    """The records of the array that `stream` holds, which is read whole; offsets are their numbers."""
+    """The records of the array that `stream` holds, which is read whole; offsets are their numbers.
+
+    Raises:
+        DataError: it holds something else, or is damaged.
+    """
     content = beginning(stream, sys.maxsize).removeprefix(BYTE_ORDER_MARK)
     try:
         values = orjson.loads(content)

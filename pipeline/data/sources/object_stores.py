@@ -71,11 +71,19 @@ class RemoteFile:
         return PurePosixPath(unquote(urlsplit(self.url).path))
 
     def stat(self) -> SimpleNamespace:
-        """What is known of the file: its size in bytes as `st_size`. Raises DataError where it cannot be read."""
+        """What is known of the file: its size in bytes as `st_size`.
+
+        Raises:
+            DataError: where it cannot be read.
+        """
         return SimpleNamespace(st_size=int(self._info["size"]))
 
     def open(self, _: str = "rb") -> BinaryIO:
-        """Opens the file. What it reads is fetched in blocks. Raises DataError where it cannot be read."""
+        """Opens the file. What it reads is fetched in blocks.
+
+        Raises:
+            DataError: where it cannot be read.
+        """
         with _faults(self.url):
             raw: Any = _system_of(self.url).open(
                 self.url, "rb", block_size=_BLOCK_BYTES, cache_type="readahead"

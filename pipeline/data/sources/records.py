@@ -170,7 +170,11 @@ def composed(record: Record) -> Record:
 
 
 def value_at(record: Mapping[str, object], key: str) -> object:
-    """The value of `record` under a key, or under a path of keys such as `meta.body`. Raises KeyError for none."""
+    """The value of `record` under a key, or under a path of keys such as `meta.body`.
+
+    Raises:
+        KeyError: there is none.
+    """
     if key in record:
         return record[key]
     found: object = record

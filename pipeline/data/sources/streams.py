@@ -157,7 +157,8 @@ class DecodedStream(Stream):
 def open_stream(path: InputPath, encoding: str | None = None) -> Stream:
     """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
 
-    Raises DataError for an unknown encoding, and where the file is not compressed as its name says.
+    Raises:
+        DataError: for an unknown encoding, and where the file is not compressed as its name says.
     """
     try:
         is_plain = encoding is None or codecs.lookup(encoding).name == "utf-8"

@@ -43,7 +43,8 @@ def compare_documents(
 
     Each shard is given with the file that its documents come from. Parts that are not made yet are compared later.
 
-    Raises DataError where a document of a training part is also held out.
+    Raises:
+        DataError: where a document of a training part is also held out.
     """
     made = [folder for folder in job.apart_from if (folder / MANIFEST).exists()]
     others = {shard: source for folder in made for shard, source in _shards_of(folder)}

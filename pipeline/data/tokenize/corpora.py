@@ -50,9 +50,12 @@ class Job:
 
 
 def keys_of(corpus: Corpus, tokenizer: Path, chat_date: date) -> Keys:
-    """Where documents are in the inputs of a corpus; raises DataError for chats without a chat template.
+    """Where documents are in the inputs of a corpus.
 
     `chat_date` is what the template is told is today.
+
+    Raises:
+        DataError: for chats without a chat template.
     """
     keys = text_keys_of(corpus)
     if (key := corpus.messages_key) is not None:
@@ -196,7 +199,8 @@ def _is_to_be_memorised(corpus: Corpus) -> bool:
 def check_heldout(config: RunConfig) -> dict[str, Corpus]:
     """The corpora that have held-out documents as text, each with the files that hold them as input.
 
-    Raises DataError where there is none, without which a run can be neither gated nor evaluated.
+    Raises:
+        DataError: where there is none, without which a run can be neither gated nor evaluated.
     """
     named = {
         name: heldout_source(config.data, name)
@@ -213,7 +217,11 @@ def check_heldout(config: RunConfig) -> dict[str, Corpus]:
 
 
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
-    """The held-out documents of every corpus that has any as text, by its name. Raises as `check_heldout`."""
+    """The held-out documents of every corpus that has any as text, by its name.
+
+    Raises:
+        DataError: as `check_heldout`.
+    """
 
     def documents(name: str, corpus: Corpus) -> Iterator[Document]:
         by = _held_out_by(heldout_folder(config.data, name))

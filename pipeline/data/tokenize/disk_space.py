@@ -21,7 +21,8 @@ def corpus_bytes(job: Job) -> int:
 
     It reads the beginning of a few files: texts that grow longer further on make it wrong by as much.
 
-    Raises DataError where an input is missing, or cannot be read.
+    Raises:
+        DataError: where an input is missing, or cannot be read.
     """
     sizes = input_files(job.corpus.input)
     if not is_text(job.corpus.input):

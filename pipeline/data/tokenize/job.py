@@ -111,7 +111,10 @@ def preprocess(
 
     `share`: this job's, of the jobs that make the same corpus at the same time. Any of them can finish it alone.
 
-    Raises DataError where the input, the tokenizer or the records cannot be used, or the folder holds another corpus.
+    Raises:
+        DataError: where the input, the tokenizer or the records cannot be used, or the folder holds
+            another corpus.
+        OSError: the disk is full or fails.
     """
     plan = plan_of(job, load_tokenizer(job.tokenizer, end_of_document=job.end_of_document))
 
@@ -202,7 +205,8 @@ def preprocess(
 def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
     """Looks for the input files of `job`, and describes what it makes with its `tokenizer`.
 
-    Raises DataError where one of them cannot be used.
+    Raises:
+        DataError: where one of them cannot be used.
     """
     files, keys = input_files(job.corpus.input), job.keys
     return Plan(
@@ -300,8 +304,9 @@ def _check_unknown(job: Job, records: Iterable[UnitRecord]) -> None:
 def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
     """Tokenizes `unit` and publishes its shards.
 
-    Raises DataError where there is an id outside the tokenizer's vocabulary, the encoders differ, or the file cannot be
-    read.
+    Raises:
+        DataError: where there is an id outside the tokenizer's vocabulary, the encoders differ, or
+            the file cannot be read.
     """
     tokenizer, state = cached_tokenizer(job.tokenizer, job.end_of_document), job.output / STATE
     fraction = job.corpus.heldout_fraction

@@ -155,6 +155,7 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
     Raises:
         OutputError: one of the folders holds something else.
         DataError: the folder holds or was begun for another corpus.
+        FileNotFoundError: somebody removed a file during the work.
     """
     _forget_without_documents(output, plan)
     if (manifest := finished(output, plan)) is not None:
@@ -251,7 +252,9 @@ def _has_documents(output: Path) -> bool:
 def finished(output: Path, plan: Plan) -> Manifest | None:
     """The manifest of the corpus in `output`, if it is complete.
 
-    Raises DataError where it is another corpus than that of `plan`, was begun as another one, or is damaged.
+    Raises:
+        DataError: where it is another corpus than that of `plan`, was begun as another one, or is
+            damaged.
     """
     found = begun(output)
     if found is not None:
@@ -324,7 +327,9 @@ def check_finished(folder: Path, *, sampled: int | None = SAMPLED_BYTES) -> None
 def publish(manifest: Manifest, folder: Path) -> None:
     """Writes the manifest of a part, which completes it.
 
-    Raises DataError where a shard is missing or of another size, as after somebody tidied up during the work.
+    Raises:
+        DataError: where a shard is missing or of another size, as after somebody tidied up during
+            the work.
     """
 
     def check(shard: ShardRecord) -> None:
@@ -431,7 +436,7 @@ class _Records(Generic[_Record]):
         """The record of `unit`, if it is sound and its files are as they were written.
 
         Sizes are always compared, and hashes where no other job has compared them since this one began.
-        """
+        """  # noqa: DOC501  # the DataError is caught below
         path = self.path_of(unit.name)
         try:
             changed = path.stat().st_mtime_ns

@@ -91,7 +91,8 @@ def input_files(inputs: Sequence[str]) -> dict[InputPath, int]:
     their patterns (`s3://bucket/*.parquet`), and datasets on the hub (`hf://org/name`), which are downloaded first
     where they are not here.
 
-    Raises DataError where a file is missing, empty, named twice, or of an unknown format.
+    Raises:
+        DataError: where a file is missing, empty, named twice, or of an unknown format.
     """
     files = named_files(inputs)
     sizes = dict(zip(files, in_threads(lambda file: file.stat().st_size, files), strict=True))
@@ -101,7 +102,11 @@ def input_files(inputs: Sequence[str]) -> dict[InputPath, int]:
 
 
 def named_files(inputs: Sequence[str]) -> list[InputPath]:
-    """The files that `inputs` name, without reading their documents. Raises as `input_files`."""
+    """The files that `inputs` name, without reading their documents.
+
+    Raises:
+        DataError: where a file is missing, a folder, named twice, or not on this machine.
+    """
     found: list[Path] = []
     downloaded: list[Path] = []
     remote: list[RemoteFile] = []
@@ -162,7 +167,9 @@ def default_unit_bytes(total: int) -> int:
 def split_file(path: InputPath, file_index: int, keys: Keys, unit_bytes: int) -> list[Unit]:
     """The units of one file, in order. A compressed file is read once for its length.
 
-    Raises DataError where a table or an index is damaged, or `keys` ask for what such a file does not have.
+    Raises:
+        DataError: where a table or an index is damaged, or `keys` ask for what such a file does not
+            have.
     """
     kind = _kind(path)
     if keys.document != "line" and kind != "text":
@@ -220,8 +227,11 @@ def _layout(path: InputPath, kind: Kind, keys: Keys) -> Kind:
 def beginning_of(path: InputPath, keys: Keys, most_bytes: int) -> tuple[Unit, float]:
     """The beginning of a file of text, and about how many bytes of text the whole file has.
 
-    That is about `most_bytes` of lines; tables and arrays have no parts, so the unit is all of them. No compressed file
-    is read to its end. Raises as `split_file`.
+    That is about `most_bytes` of lines; tables and arrays have no parts, so the unit is all of
+    them. No compressed file is read to its end.
+
+    Raises:
+        DataError: as `split_file`.
     """
     kind = _kind(path)
     if kind in ("parquet", "arrow"):
@@ -255,7 +265,11 @@ def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
 
 
 def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
-    """The records of a unit of text."""
+    """The records of a unit of text.
+
+    Raises:
+        DataError: the unit holds tokens.
+    """
     path = input_path(unit.path)
     if unit.kind == "tokens":
         raise DataError(
@@ -283,7 +297,8 @@ def good_documents(
 ) -> Iterator[Document]:
     """Streams the usable documents of the inputs; with `max_bytes`, about equally much of the beginning of each file.
 
-    Raises DataError where there is none, or an input cannot be read.
+    Raises:
+        DataError: where there is none, or an input cannot be read.
     """
     files = input_files(inputs)
     most = math.inf if max_bytes is None else max_bytes // len(files)
@@ -301,7 +316,8 @@ def good_documents(
             if taken >= most:
                 break
     if is_empty:
-        raise _no_document(inputs, keys, first_bad)
+        fault = _no_document(inputs, keys, first_bad)
+        raise fault
 
 
 def texts(
@@ -328,7 +344,8 @@ def sampled_documents(
 ) -> tuple[list[Document], float]:
     """Usable documents from random places all over the inputs, and how many times as much the inputs hold.
 
-    Raises DataError where there is none, or an input cannot be read.
+    Raises:
+        DataError: where there is none, or an input cannot be read.
     """
     files = input_files(inputs)
     draw = random.Random(seed)
@@ -367,7 +384,8 @@ def sampled_documents(
             taken = place.size
         read += min(taken, place.size)
     if not documents:
-        raise _no_document(inputs, keys, first_bad)
+        fault = _no_document(inputs, keys, first_bad)
+        raise fault
     scale = sum(files.values()) / sum(files[file] for file in opened)
     return documents, scale * max(1.0, sum(unit.size for unit in units) / max(1, read))
 

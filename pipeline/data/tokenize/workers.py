@@ -31,7 +31,8 @@ class Workers:
     def run(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """Yields `function(task)` for every task, in the order in which they finish.
 
-        Raises DataError where a worker died; the message names the tasks that may have been its own.
+        Raises:
+            DataError: where a worker died; the message names the tasks that may have been its own.
         """
         if self._pool is None:
             yield from map(function, tasks)

@@ -137,7 +137,7 @@ class GigatokenEncoder:
         self._characters = 0
 
     def encode(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Encoded:
-        """The ids of `texts`; `utf8`: the same texts in UTF-8, which saves the library that step."""
+        """The ids of `texts`; `utf8`: the same texts in UTF-8, which saves encoding them again."""
         characters = sum(map(len, texts))
         # A new encoder begins with an empty cache.
         if self._characters + characters > self.characters_between_renewals:
@@ -351,7 +351,11 @@ def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file of the tokenizer at `path`. Raises DataError where there is none."""
+    """The file of the tokenizer at `path`.
+
+    Raises:
+        DataError: where there is none.
+    """
     files = [path]
     if path.is_dir():
         files = [path / name for name in _FILES]
@@ -369,7 +373,8 @@ def has_tokenizer_file(folder: Path) -> bool:
 def json_file(path: Path) -> Path:
     """The tokenizer.json of the tokenizer at `path`.
 
-    Raises DataError where there is none, and says what to do.
+    Raises:
+        DataError: where there is none; the message says what to do.
     """
     file = tokenizer_file(path)
     if file.suffix == SUFFIX:
@@ -445,6 +450,9 @@ def _document_end(
     """The ids that end a document.
 
     They are what the user wants, the tokenizer's own, the folder's, or a well-known token.
+
+    Raises:
+        DataError: there is none, or the tokenizer does not have the one that is named.
     """
     if wanted is not None:
         found = id_of(wanted)
@@ -483,6 +491,9 @@ def _end_in(file: Path, vocab_size: int) -> int | None:
     """The `eos_token_id` in a file beside the tokenizer, of several the first.
 
     None if it has none.
+
+    Raises:
+        DataError: it is beyond the vocabulary.
     """
     found = json_beside(file, file.name).get("eos_token_id")
     if isinstance(found, list) and found:

@@ -57,7 +57,8 @@ class Speller(Protocol):
     def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
         """Encodes `texts`; `utf8`: the same texts in UTF-8, where the caller has them.
 
-        Raises DataError where an id is beyond the vocabulary.
+        Raises:
+            DataError: where an id is beyond the vocabulary.
         """
 
 
@@ -130,7 +131,11 @@ class TokenizerJsonSpeller:
         return "text" if self._as_text else "control"
 
     def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
-        """Encodes `texts`. Raises DataError where an id is beyond the vocabulary."""
+        """Encodes `texts`.
+
+        Raises:
+            DataError: where an id is beyond the vocabulary.
+        """
         if isinstance(self._encoder, GigatokenEncoder):
             encoded = self._encoder.encode(texts, utf8)
         else:
@@ -168,7 +173,7 @@ class TokenizerJsonSpeller:
             )
 
     def _is_control(self, encoded: Encoded) -> npt.NDArray[np.bool_]:
-        """Which of the ids are special tokens, other than the unknown one: bool [sum of lengths]."""
+        """Which ids are special tokens, other than the unknown one: bool [sum of lengths]."""
         if len(self._control_ranges) > _MANY_RANGES:
             return np.isin(encoded.ids, self._control, kind="table")
         found = np.zeros(len(encoded.ids), dtype=np.bool_)

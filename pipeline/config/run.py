@@ -306,6 +306,7 @@ class RunConfig(Section):
         layer = self.gate.layer
         # Only adapt changes the base's stream: preserve and route keep it exact in every layer.
         l_fp = self.method.l_fp if self.method.variant == "adapt" else None
+        # A gate that reads a changed stream would depend on the expansion that it opens and closes.
         if layer is not None and l_fp is not None and layer > l_fp:
             raise ValueError(
                 f"gate.layer: {layer} is above method.l_fp {l_fp}, "
@@ -332,6 +333,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
             )
+        # Forgetting is measured on held-out replay alone: without any, a limit would silently never
+        # apply.
         has_limit = limits.max_increase is not None or limits.max_kl_from_base is not None
         if has_limit and not self._has_heldout_replay():
             raise ValueError("forgetting: needs a corpus of role replay with a held-out part")

@@ -41,6 +41,8 @@ def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
     folder = config.vocabulary.folder
     again = "make it again with scale-cpt vocabulary"
     record = read_vocabulary(folder)
+    # By fingerprint and not by path: a tokenizer that was made again, with other merges, gives the
+    # same ids other meanings.
     if load_tokenizer(folder).fingerprint != record.tokenizer:
         raise DataError(f"{folder}: its tokenizer is not the one that {RECORD} describes; {again}")
     if record.base_rows != spec.vocab_size or (

@@ -45,6 +45,8 @@ class Layout:
 
     def dp_groups(self) -> list[list[int]]:
         """The ranks that hold the same shard."""
+        # Tensor-parallel ranks talk several times a layer, data-parallel ones once a step or less:
+        # so the latter are the ones that are far apart.
         return [list(range(first, self.world_size, self.tp_size)) for first in range(self.tp_size)]
 
     def replica_groups(self, replicas: int) -> list[list[int]]:

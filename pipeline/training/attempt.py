@@ -139,6 +139,8 @@ def attempt(
                     for observer in trainer.observers:
                         observer.on_end(finished=trainer.finished)
 
+            # Pushed after the watchdog: an exit stack ends the last first, so the observers end
+            # while the watchdog still watches.
             ending.push(end_observers)
             broadcast_from_rank0(partial(_record_start, trainer))
             try:

@@ -364,7 +364,8 @@ def run_units(
         state: the folder of the records, which are of type `schema`.
         work: does a unit, and returns its record.
         share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
-        what, measured_in: what is done, and the unit of the sizes, for the progress bar.
+        what: what is done, for the progress bar.
+        measured_in: the unit of the sizes, for the progress bar.
     """
     records = _Records(state, schema, file_hash(state / _PLAN), _time_of(state))
     sizes = {unit.name: unit.size for unit in units}

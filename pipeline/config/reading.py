@@ -40,7 +40,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         # Attribute docstrings become the settings' descriptions, from which docs/configuration.md
         # is written. `coerce_numbers_to_str`: a name such as `2026` is a number in YAML.
-        extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
     )
 
 

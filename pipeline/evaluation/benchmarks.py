@@ -233,6 +233,7 @@ def benchmark_model(
     )
     context = frequency_context(model.config)
     if context is not None:
+        # lm-eval has no public place for it: all its scores of texts pass through this method.
         score = scored._loglikelihood_tokens
         scored._loglikelihood_tokens = partial(_score_by_length, score, context)
         scored.generate_until = partial(_write_one_by_one, scored.generate_until)

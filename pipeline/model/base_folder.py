@@ -133,9 +133,13 @@ class BaseFolder:
             experts = self._of_each(
                 source.names()[taken], lambda view: read_shard(view, of_one, tp_rank, tp_size)
             )
+            # transformers stores an expert a tensor; ours are one tensor, for a product over all of
+            # them.
             stored = torch.stack(experts)
             first_row = 0
         elif source.part is not None or source.in_three:
+            # A part of a fused tensor is not contiguous: it is read whole and cut. Such tensors are
+            # one layer's.
             (whole,) = self._of_each(source.names(), lambda view: view[:])
             if source.part is not None:
                 whole = source.part.of(whole)
@@ -163,6 +167,7 @@ class BaseFolder:
         stored = hf_tensor("output.base", self.spec).name
         if not self.spec.tie_word_embeddings or stored not in self.file_of:
             return
+        # By parts: both matrices may be gigabytes.
         for first in range(0, self.spec.vocab_size, _ROWS):
             rows = (first, min(first + _ROWS, self.spec.vocab_size))
             output = self.read("output.base", rows=rows)
@@ -232,6 +237,8 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
     for name in named:
         for tensor in _tensors_in(folder / name):
             listed = names.get(tensor)
+            # transformers reads every tensor of a file that the index names, whether the index
+            # lists it or not.
             if listed is None:
                 raise BaseModelError(
                     f"{index}: lacks the tensor {tensor}, which {name} holds; copy the folder again"
@@ -302,6 +309,8 @@ def in_three(values: Tensor) -> Tensor:
     """values: [size] -> three rows in bf16, as fp32, whose sum they are to the last bit in fp32."""
     rows: list[Tensor] = []
     rest = values.float()
+    # Three times 8 bits of mantissa cover the 24 of fp32; each rest is exact, because it is what
+    # rounding left.
     for _ in range(3):
         row = rest.bfloat16().float()
         rows.append(row)

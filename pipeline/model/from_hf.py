@@ -153,6 +153,7 @@ def _spec_of(config: Config) -> DecoderSpec:
     _check_numbers(spec)
     if spec.residual is not None:
         mantissa, _ = math.frexp(spec.residual.scale)
+        # Only a power of two changes exponents alone, so that reading undoes it exactly.
         is_power_of_two = mantissa == 0.5
         if not is_power_of_two or not 0 < spec.residual.normed_size <= config.hidden_size:
             raise BaseModelError(
@@ -220,6 +221,8 @@ def _layers(
 def _declared(config: Config, name: str, default: Any = None) -> Any:
     """An entry of `config`, or `default` where its class does not declare it: then it means
     nothing."""
+    # A config.json may have any entries, and transformers keeps unknown ones as attributes of the
+    # object, where they change nothing.
     if not hasattr(type(config), name):
         return default
     return getattr(config, name)
@@ -241,6 +244,8 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
     if kind not in _ROPE_TYPES:
         raise BaseModelError(f"rope_type {kind!r:.80} is not among {', '.join(_ROPE_TYPES)}")
     module = sys.modules[MODEL_MAPPING[type(config)].__module__]
+    # transformers' own numbers, not ours after its documentation: a new rope_type, or a changed
+    # formula, cannot differ silently.
     make = next(made for name, made in vars(module).items() if name.endswith("RotaryEmbedding"))
     with torch.device("cpu"):
         rotary = make(config)
@@ -250,6 +255,8 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
     if kind != "longrope":
         return RotarySpec(frequencies, factor)
     context = parameters["original_max_position_embeddings"]
+    # transformers chooses between the two sets of frequencies by the length of the text: asking for
+    # one token more than the context gives the other set.
     longer, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=context + 1, layer_type=layer_type)
     return RotarySpec(frequencies, factor, context, tuple(longer.tolist()))
 
@@ -300,6 +307,8 @@ def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
         made["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
     config: PretrainedConfig = CONFIG_MAPPING[made["model_type"]].from_dict(made)
     if has_own_size:
+        # Its constructor checks that heads divide hidden_size; set afterwards, nothing is checked
+        # again.
         config.hidden_size = values["hidden_size"]
     return config
 
@@ -387,6 +396,7 @@ def check_weights(
     for name, parameter in model.named_parameters():
         if not is_base(source(name)):
             continue
+        # From headers alone: a fault is found before any weight is read.
         found = base.shape(source(name))
         expected = full_shape_of(parameter)
         if found != expected:

@@ -84,6 +84,8 @@ def padded_widths(
     servers derive the size of a head from it. Query heads stay the same multiple of key/value
     heads.
     """
+    # An ordinary model has one ratio of query to key/value heads; the plan keeps the base's, so
+    # that it divides.
     group = widths.num_attention_heads // widths.num_key_value_heads
     least = widths.num_key_value_heads
     if derives_head_dim:

@@ -53,6 +53,7 @@ _UINT16_VOCABULARY = 65_500
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type that stores ids below `vocab_size`: uint16 if they fit, else int32."""
+    # Half the disk and half the reading; Megatron's loader takes the type from the index.
     if vocab_size < _UINT16_VOCABULARY:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
@@ -192,9 +193,14 @@ def writing_shard(
         lengths = sequences.ravel()
         # In 64 bits: the sum of 32-bit lengths is beyond 2**31 in a shard of a few GB.
         ends = np.cumsum(lengths, dtype=np.int64)
+        # One more than there are documents, as Megatron's document_indices has it: the last one
+        # ends the last document.
         firsts = np.arange(writer.documents + 1, dtype=np.int64) * sequences.shape[1]
         index = opened_file(".idx")
+        # Lengths before pointers before documents: the order in which Megatron's _IndexReader reads
+        # them.
         index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(lengths), len(firsts)))
+        # In bytes, not tokens: Megatron's sequence_pointers.
         pointers = (ends - lengths) * dtype.itemsize
         for array in (lengths, pointers, firsts):
             index.write(array.data)

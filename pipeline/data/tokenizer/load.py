@@ -238,8 +238,12 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         content = orjson.dumps(undropped)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
+        # A tokenizer.json may truncate to the model's context, or pad: either would change a corpus
+        # silently.
         library.no_truncation()
         library.no_padding()
+        # Not the number of tokens, of which some ids may be missing: rows of the embedding are
+        # indexed by id.
         vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         fingerprint = fingerprint_of(described)
         start, own_end = _frame(file, library, vocab_size)
@@ -433,6 +437,8 @@ def fingerprint_of(described: dict[str, Any]) -> str:
     if "merges" in model:
         pairs: list[Any] = []
         for merge in model["merges"]:
+            # A space cannot be in a token of a merge that is a string: byte-level BPE spells it Ġ,
+            # others ▁.
             pairs.append(merge.split(" ") if isinstance(merge, str) else merge)
         model["merges"] = pairs
     canonical["model"] = model
@@ -473,6 +479,7 @@ def _document_end(
                 "--end-of-document"
             )
         return (found,)
+    # In this order, because transformers' `generate` stops at the former's.
     for name in ("generation_config.json", "config.json"):
         found = _end_in(file.with_name(name), vocab_size)
         if found is not None:

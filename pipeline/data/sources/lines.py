@@ -63,6 +63,7 @@ def _first_line_start(stream: Stream, start: int, stop: int, end: bytes) -> int:
     """Where the first line that begins in [start, stop) begins; `stop` if none does."""
     if start == 0:
         return 0
+    # A line that begins exactly at `start` is ours: the byte before it is then a line end.
     position = start - 1  # the line that contains this byte belongs to the range before
     while position < stop and (
         block := stream.read_at(position, min(BLOCK_BYTES, stop - position))

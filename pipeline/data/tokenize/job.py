@@ -151,6 +151,8 @@ def preprocess(
             total += (
                 record.train.documents + record.heldout.documents + sum(record.rejected.values())
             )
+            # Early, so that a wrong text key fails after minutes and not after the whole corpus;
+            # not at once, when one bad record is a large share.
             if total >= _RECORDS_BEFORE_CHECK:
                 check_rejected()
                 _check_unknown(job, records.values())
@@ -238,6 +240,7 @@ def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     elif file.size <= _HASHED_BYTES:
         digest = file_hash(path)
     else:
+        # Reading a very large file only for its hash would take as long as tokenizing it.
         digest = f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
     return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
 

@@ -172,6 +172,7 @@ def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Mani
             with _at_work(output):
                 if (manifest := finished(output, plan)) is None:
                     manifest = make(output / STATE)
+                    # Last: without a manifest a corpus is unfinished, whatever else there is.
                     publish(manifest, output)
         except (FileNotFoundError, DataError) as fault:
             # Another job that shares the work may have finished, and removed the state.
@@ -235,6 +236,8 @@ def _forget_without_documents(output: Path, plan: Plan) -> None:
         ):  # an encoder that erred: the user is to know
             return
         with (state / _PLAN).open("rb") as lock:
+            # Exclusive, so that it fails while any job holds its share of the lock. The kernel
+            # releases the locks of a killed job.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _has_documents(output):
                 _logger.info("%s: holds no document of what was begun; it is begun anew", output)
@@ -397,6 +400,8 @@ def run_units(
 def _in_turn(units: Sequence[_Unit], share: Share) -> list[_Unit]:
     """This job's own units, then the others' from the end, which those jobs reach last."""
     k, n = share
+    # No queue that jobs would have to agree on: without one, they meet only at the end, where both
+    # may do the same unit, to the same bytes.
     return [*units[k::n], *reversed([unit for at, unit in enumerate(units) if at % n != k])]
 
 
@@ -445,6 +450,8 @@ class _Records(Generic[_Record]):
             if (record.unit, record.plan) != (unit.name, self.plan):
                 raise DataError(f"{path}: is of another unit, or of another {_PLAN}; {_AGAIN}")
             for file, content in record.written(self.state, unit.name):
+                # A record that is younger than this job was written, or compared, by another one
+                # meanwhile: hashing its files again would double the reading.
                 check_file(file, content, _AGAIN, whole=changed <= self.began)
         except FileNotFoundError:
             return _Kept(unit.name, None)
@@ -454,6 +461,7 @@ class _Records(Generic[_Record]):
             with contextlib.suppress(
                 OSError
             ):  # another user's file, or gone since: others compare it, too
+                # The record's time says to other jobs that its files were compared.
                 os.utime(path)
         return _Kept(unit.name, record)
 

@@ -70,6 +70,8 @@ def local_workers(
         yield Workers(None)
         return
     _start_silent_tracker()
+    # Not fork: a child of a process with threads (torch, tokenizers, the progress bar) may inherit
+    # a lock that nobody releases. Not spawn: each worker would import everything anew.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work) as pool:
@@ -126,6 +128,8 @@ def worker_number() -> int:
 
 def _begin_work() -> None:
     """Makes a worker end with its parent, and leaves Ctrl-C to the parent."""
+    # Ctrl-C reaches the whole group of processes: the parent alone ends the work, and prints one
+    # line.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

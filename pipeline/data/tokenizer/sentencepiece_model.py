@@ -224,6 +224,7 @@ def _bpe(description: Any) -> models.BPE:
         if piece.type == _PIECE_TYPES.NORMAL:
             scores[piece.piece] = piece.score
     merges: list[tuple[str, str]] = []
+    # SentencePiece stores no merges: it joins whatever pair makes the token of the highest score.
     for token in sorted(scores, key=lambda token: (-scores[token], vocabulary[token])):
         of_token: list[tuple[str, str]] = []
         for middle in range(1, len(token)):

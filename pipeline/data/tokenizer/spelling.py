@@ -152,6 +152,8 @@ class TokenizerJsonSpeller:
             ends = np.cumsum(encoded.lengths)
             # The text of each special token, by the position at which texts end.
             texts_of = np.searchsorted(ends, np.flatnonzero(is_special), side="right")
+            # Only these texts are encoded again, by the slower reference: the fast encoder has no
+            # such setting.
             again.update(map(int, texts_of))
         if unknown_name is not None:
             for number, text in enumerate(texts):
@@ -217,6 +219,8 @@ class TokenizerJsonSpeller:
     @contextmanager
     def _special_tokens_as_text(self) -> Iterator[None]:
         # A switch of the whole tokenizer, which other callers share: for the block alone.
+        # A setting of `tokenizers` that is not in the file: it cuts the spelling of a special token
+        # like any other text.
         self._library.encode_special_tokens = True
         try:
             yield

@@ -30,6 +30,8 @@ def merged_unsupported_reason(
         return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
+    # The one mean square of the merged norm must be the base's: added channels are stored so small
+    # that they do not count in it.
     if plan.norm != "base":
         return (
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "

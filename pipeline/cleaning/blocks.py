@@ -78,7 +78,7 @@ class Records(PipelineStep):
                     yield Document(record.text, f"{unit.name}-{number}")
 
 
-class Shard(JsonlReader):
+class CleanedShard(JsonlReader):
     """Reads the shard that the same task of an earlier stage wrote.
 
     It wrote none where it had nothing to write.

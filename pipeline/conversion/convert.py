@@ -226,6 +226,7 @@ def _write_expansion(
     origin = {
         **record,
         # The origin that `upscale` would write.
+        "base": str(model.base.path),
         "base_hashes": model.base.hashes,
         "base_architecture": architecture_of(model.base.spec),
         "method": model.settings.of_initial_expansion,

@@ -302,7 +302,7 @@ class Cuts:
     cut_as_before: int = 0
 
 
-class Comparison:
+class CutComparison:
     """Compares how a tokenizer cuts texts before and after, and checks the guarantee on each."""
 
     def __init__(self, extension: Extension, extended: Path) -> None:

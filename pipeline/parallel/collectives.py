@@ -72,7 +72,10 @@ def counted_once(tensor: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """The sums of `tensors`, of any shapes, over the ranks, in one all-reduce."""
+    """The sums of `tensors`, of any shapes, over the ranks, in one all-reduce.
+
+    All ranks of the tensor-parallel group must call it.
+    """
     # One message of both streams: at these sizes a collective's latency counts, not its bytes. Each
     # element is summed over the ranks by itself, so its sum does not depend on its neighbours.
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -87,7 +90,8 @@ def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
 def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
     """Each rank's positions of `tensors` joined, in one all-gather.
 
-    tensors: [B, S / tp_size, ...] each -> [B, S, ...].
+    tensors: [B, S / tp_size, ...] each -> [B, S, ...]. All ranks of the tensor-parallel group must
+    call it.
     """
     # NCCL gathers contiguous memory along the first dimension only, and the positions are the
     # second: hence the flat buffers, and `movedim` below.
@@ -106,7 +110,8 @@ def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tenso
 def scatter_sums_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
     """This rank's positions of the sums of `tensors` over the ranks, in one reduce-scatter.
 
-    tensors: [B, S, ...] each -> [B, S / tp_size, ...].
+    tensors: [B, S, ...] each -> [B, S / tp_size, ...]. All ranks of the tensor-parallel group must
+    call it.
     """
     # [tp_size, B, S / tp_size, ...]: what each rank is to get lies together.
     of_ranks = [tensor.unflatten(1, (tp.size, -1)).movedim(1, 0) for tensor in tensors]

@@ -26,7 +26,7 @@ def preserved_tokens(z_p: Tensor, z_a: Tensor, threshold: float, tp: TensorParal
 
     z_p, z_a: [N, V / tp_size], this rank's columns of the base logits of both paths, in fp32 and
     without padding. The cosine takes three sums a token: one all-reduce over the tensor-parallel
-    group where the vocabulary is split.
+    group, all of whose ranks must call it, where the vocabulary is split.
     """
     # `(z_p * z_a).sum(-1)` would need a temporary as large as the logits.
     # In fp32, as z_p and z_a are: sums over 100,000 columns in 16 bits would decide at random near

@@ -342,7 +342,16 @@ def hash_base(inputs: RunInputs) -> None:
 
 
 def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> Decoder:
-    """The model before its first step; each rank reads only what it will hold."""
+    """The model before its first step; each rank reads only what it will hold.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: on the lowest rank that cannot read what it needs. The other ranks raise
+            SystemExit.
+        UserError: on the lowest rank that cannot read what it needs. The other ranks raise
+            SystemExit.
+    """
     started = time.perf_counter()
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))

@@ -246,7 +246,12 @@ class Permutation:
         self._round_keys = [mix(*key, number) for number in range(_ROUNDS)]
 
     def __getitem__(self, index: int) -> int:
-        """The image of `index`. Raises IndexError where it is not in range(size)."""
+        """The image of `index`.
+
+        Raises:
+            IndexError: it is not in range(size).
+            IndexError: it is not in range(size).
+        """
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside range({self.size})")
         # Cycle walking: fewer than four passes on average, as a pass permutes less than 4 · size

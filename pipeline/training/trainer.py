@@ -349,8 +349,6 @@ def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -
     Raises:
         UserError: on the lowest rank that cannot read what it needs. The other ranks raise
             SystemExit.
-        UserError: on the lowest rank that cannot read what it needs. The other ranks raise
-            SystemExit.
     """
     started = time.perf_counter()
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)

@@ -217,8 +217,9 @@ class Shard:
 
     Ids are read when asked for, and what the index says is trusted.
 
-    Raises DataError where a file is missing, is not of this format, or has another size than the
-    index says.
+    Raises:
+        DataError: a file is missing, is not of this format, or has another size than the index
+            says.
     """
 
     def __init__(self, prefix: Path) -> None:

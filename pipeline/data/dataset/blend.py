@@ -250,7 +250,6 @@ class Permutation:
 
         Raises:
             IndexError: it is not in range(size).
-            IndexError: it is not in range(size).
         """
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside range({self.size})")

@@ -98,8 +98,10 @@ class TokenizerJsonSpeller:
 
     It uses `encoder`, and the reference where a text spells a special token.
 
-    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can. Raises
-    DataError where it is to be ordinary text and the tokenizer cannot.
+    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can.
+
+    Raises:
+        DataError: it is to be ordinary text, and the tokenizer cannot.
     """
 
     def __init__(

@@ -102,6 +102,7 @@ class ExpansionFolder:
                 raise CheckpointError(
                     f"{file}: {name} has shape {stored.get_shape()}, expected {shape}; {_AGAIN}"
                 )
+            # safetensors reads the slice alone: a rank never holds more than its shard.
             return read_shard(stored, partition, tp_rank, tp_size, rows)
 
     def check_origin(
@@ -186,6 +187,7 @@ def write_expansion(
             file = f"expansion-{number:05d}.safetensors"
             save_file(batch, folder / file)
             file_of |= dict.fromkeys(batch, file)
+            # Just written, and so still in the page cache.
             hashes[file] = file_hash(folder / file)
         manifest = {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes}
         write_json(folder / MANIFEST, with_checksum(manifest))

@@ -50,7 +50,12 @@ class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True
+        # Attribute docstrings become the settings' descriptions, from which docs/configuration.md
+        # is written. `coerce_numbers_to_str`: a name such as `2026` is a number in YAML.
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
     )
 
 

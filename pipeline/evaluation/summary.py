@@ -76,6 +76,8 @@ def summarise(
             scores[when] = score_folder(
                 folder,
                 heldout_corpora(config),
+                # The length of training for both models, whatever their own contexts: a longer
+                # window alone lowers perplexity.
                 context=config.data.sequence_length,
                 max_bytes=max_bytes,
                 prefix=prefix,
@@ -165,6 +167,7 @@ def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[st
     return {
         "base": str(config.base),
         "base_config": file_hash(config.base / "config.json"),
+        # The records name what the export was made of, so that its weights need not be hashed.
         "export": file_hash(hf_folder / VERIFICATION),
         "export_record": file_hash(hf_folder / EXPORT.record),
         "context": config.data.sequence_length,

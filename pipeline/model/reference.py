@@ -32,6 +32,8 @@ def run_beside_base(
     for layer in layers.layers:
         if layer.collaborative:
             if base_x is None:
+                # Up to here the stream is the base's own, to the bit: it need not be computed
+                # twice.
                 base_x = streams[0][:sequences].detach()
             with torch.no_grad():
                 base_x, _ = base_layers.run(layer, (base_x, None), masked=True)

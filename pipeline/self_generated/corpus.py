@@ -141,7 +141,11 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
 def check_sampling(
     sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec
 ) -> None:
-    """Raises ConfigError where `max_tokens` is too few for the prompts or too many for the base."""
+    """Checks `max_tokens`, the longest document.
+
+    Raises:
+        ConfigError: it is too few for the prompts, or too many for the base.
+    """
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least = frame + (sampling.prompt_tokens or 0) + 1
     most = spec.max_position_embeddings
@@ -158,6 +162,7 @@ def plan_of(job: SamplingJob) -> CorpusPlan:
     Raises:
         UserError: the base, its tokenizer or the prompts cannot be used, or do not fit the
             settings.
+        ConfigError: settings of chats, where the prompts are no chats.
     """
     base = open_base(job.base)
     tokenizer = load_tokenizer(job.base)

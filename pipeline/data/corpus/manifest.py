@@ -170,7 +170,8 @@ class Manifest(Description, Counts):
 def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the corpus in `folder`.
 
-    Raises DataError where it is missing or damaged.
+    Raises:
+        DataError: where it is missing or damaged.
     """
     path = folder / MANIFEST
     try:

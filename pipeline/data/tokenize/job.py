@@ -343,6 +343,7 @@ def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     elif file.size <= _HASHED_BYTES:
         digest = file_hash(path)
     else:
+        # Reading a very large file only for its hash would take as long as tokenizing it.
         digest = f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
     return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
 

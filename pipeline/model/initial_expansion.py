@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from pipeline.config.method import Initialisers
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear, stacked
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
-from pipeline.scale.initialisers import base_to_expansion, expansion_to_expansion, leading_columns
+from pipeline.scale.initialisers import (
+    base_to_expansion,
+    expansion_to_expansion,
+    leading_columns,
+    seeded,
+)
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
@@ -74,6 +80,9 @@ def _of_module(
             isinstance(module, WidenedHeadNorm) and gain.shape == shape
         )  # the channels of a head correspond
         yield f"{path}.expansion.weight", (gain if of_heads else gain.mean().expand(shape)).clone()
+    elif isinstance(module, LowRankAdapter):
+        name = f"{path}.a"
+        yield name, initial_a(shapes[name], seed=seed, name=name)
     elif isinstance(module, WidenedEmbedding) and module.expansion:
         name = f"{path}.expansion.weight"
         _, columns = shapes[name]
@@ -83,6 +92,12 @@ def _of_module(
                 read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name
             ),
         )
+
+
+def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
+    """A of a low-rank difference B A, [rank, in]: uniform in ±1/√in, as in PEFT. B starts at zero."""
+    whole = torch.empty(shape)
+    return whole.uniform_(-1, 1, generator=seeded(seed, name)) * shape[1] ** -0.5
 
 
 def _base_map(path: str, module: nn.Module, shapes: Shapes, read_base: ReadBase) -> Tensor:

@@ -235,7 +235,7 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         )
     # No folder of initial values is needed: only the structure is used, the values are in the
     # checkpoint.
-    method = method_for(settings, Path(), manifest.run.seed)
+    method = method_for(settings, Path(), manifest.run.seed, manifest.run.own_tokens)
     with torch.device("meta"):
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
         stored = method.build(replace(base.spec, new_tokens=manifest.run.new_rows), SINGLE, "none")

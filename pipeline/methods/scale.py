@@ -31,18 +31,38 @@ _logger = get_logger(__name__)
 class Scale(TrainingMethod):
     """Preserve, Adapt or Route, with the initial expansion read from `expansion_folder`."""
 
-    def __init__(self, settings: ScaleMethod, expansion_folder: Path, seed: int) -> None:
+    def __init__(
+        self,
+        settings: ScaleMethod,
+        expansion_folder: Path,
+        seed: int,
+        own_tokens: tuple[int, ...] | None = None,
+    ) -> None:
         self.settings = settings
         self.expansion_folder = expansion_folder
         self.seed = seed
+        self._own_tokens = own_tokens
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
-        plan = plan_expansion(self.settings, spec.widths, spec.num_layers)
+        check_own_weights(self.settings, spec)
+        plan = plan_expansion(
+            self.settings, spec.widths, spec.num_layers, self.own_tokens(spec.vocab_size)
+        )
         check_tensor_parallel(plan, tp.size)
         model = Decoder(spec, plan, tp=tp)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not is_base(name))
         return model
+
+    def own_tokens(self, vocab_size: int) -> tuple[int, ...] | None:
+        """The ids that have rows of their own; all, as an upper bound, until they were counted."""
+        if self.settings.own_rows is None:
+            return None
+        if self._own_tokens is None and (self.expansion_folder / MANIFEST).exists():
+            self._own_tokens = self.expansion.manifest.own_tokens
+        if self._own_tokens is not None:
+            return self._own_tokens
+        return tuple(range(vocab_size))
 
     @cached_property
     def expansion(self) -> ExpansionFolder:
@@ -125,9 +145,33 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     return expansion
 
 
-def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) -> None:
-    """Computes the initial expansion of `base` and writes it to the folder `output`."""
-    plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers)
+def check_own_weights(settings: ScaleMethod, spec: DecoderSpec) -> None:
+    """Raises ConfigError where open tokens cannot have weights of their own beside this base."""
+    if settings.low_rank is not None and spec.mixture is not None:
+        raise ConfigError(
+            "method.low_rank: a mixture of experts has its experts in one tensor, which takes no "
+            "low-rank difference; remove it"
+        )
+    if settings.own_rows is not None and spec.new_tokens:
+        raise ConfigError(
+            "method.own_rows: the run has an extended vocabulary, whose new tokens have rows "
+            "already; remove own_rows or vocabulary"
+        )
+
+
+def upscale(
+    settings: ScaleMethod,
+    base: BaseFolder,
+    output: Path,
+    seed: int,
+    own_tokens: tuple[int, ...] | None = None,
+) -> None:
+    """Computes the initial expansion of `base` and writes it to the folder `output`.
+
+    `own_tokens` are the ids that get rows of their own, where the method has such rows.
+    """
+    check_own_weights(settings, base.spec)
+    plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
     with torch.device("meta"):
         model = Decoder(base.spec, plan, tp=SINGLE)
     check_weights(model, base)
@@ -140,5 +184,7 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
         "expansion": asdict(plan.expansion),
         "seed": seed,
     }
+    if own_tokens is not None:
+        origin["own_tokens"] = list(own_tokens)
     blocks = initial_expansion(model, names, base.read, settings.initialisers, seed)
     write_expansion(output, counted(blocks, "upscaling", len(names), " blocks"), origin)

@@ -55,7 +55,7 @@ class ParameterGroup:
 def kind_of(name: str) -> str:
     """The kind of block, one of `KINDS`, of the parameter `name`."""
     parts = name.split(".")
-    if "new_tokens" in parts:
+    if "new_rows" in parts:
         return "new_tokens"
     if parts[0] == "own_input" or parts[-1] == "own_rows":
         return "own_rows"

@@ -1,4 +1,7 @@
-"""Installs the package `pipeline` of the distribution scale-cpt; constraints.txt pins what CI tests with."""
+"""Installs the package `pipeline` of the distribution scale-cpt.
+
+constraints.txt pins the versions that CI tests with.
+"""
 
 import re
 import shutil
@@ -10,8 +13,8 @@ from setuptools.command.build_py import build_py
 VERSION = re.search(
     r'__version__ = "(.*)"', Path("pipeline/__init__.py").read_text(encoding="utf-8")
 )[1]
-# Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel, for `pipeline.files.shipped`: all
-# but the texts that only studies and tests read.
+# Files that lie beside the package in a checkout, and in pipeline/shipped in a wheel. The function
+# `pipeline.files.shipped` finds them. Texts that only studies and tests read are left out.
 SHIPPED = ["configs", "ds_configs", "slurm"]
 SHIPPED_DATA = ["README.md", "models/**/*", "en/stories*", "ko/reviews*"]
 
@@ -44,7 +47,8 @@ MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
 setup(
     name="scale-cpt",
     version=VERSION,
-    description="Teach a language model a new language or domain by widening it, without making it forget (SCALE)",
+    description="Teach a language model a new language or domain by widening it, "
+    "without making it forget (SCALE)",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

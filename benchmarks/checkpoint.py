@@ -1,14 +1,16 @@
-"""The size of a checkpoint and the time to save it: ours and DeepSpeed's default, of the same engine in the same run.
+"""The size of a checkpoint and the time to save it: this project's and DeepSpeed's default.
 
     python -m benchmarks.checkpoint --json benchmarks/out/checkpoint.json
 
-Two data-parallel ranks train one step in bf16 on a base in the proportions of a published Llama, every width divided by
-the same number, and widened by the share that 256 channels have of the original. Then they save in turns: DeepSpeed's
-`save_checkpoint` with its defaults, ours, and ours asynchronously. Ours syncs to disk and hashes every file; the other
+Both save the same engine in the same run. Two data-parallel ranks train one step in bf16 on a base
+in the proportions of a published Llama, every width divided by the same number, and widened by the
+share that 256 channels have of the original. Then they save in turns: DeepSpeed's `save_checkpoint`
+with its defaults, ours, and ours asynchronously. Ours syncs to disk and hashes every file; the other
 does neither, so the time until its files are on disk is measured too.
 
-A checkpoint that resumes exactly holds 12 bytes a trained parameter, whoever writes it. The default adds 2 bytes for
-every parameter: it is 4 times as large only if less than 6 % are trained, as with a large base.
+A checkpoint that resumes exactly holds 12 bytes a trained parameter, whoever writes it. The default
+adds 2 bytes for every parameter: it is 4 times as large only if less than 6 % are trained, as with
+a large base.
 """
 
 from __future__ import annotations
@@ -49,12 +51,14 @@ if TYPE_CHECKING:  # DeepSpeed chooses its accelerator when it is imported: on t
 RANKS = 2
 SEQUENCE = 32
 ROWS = "rows.json"
-DEFAULT, OURS, ASYNCHRONOUS = "DeepSpeed's default", "ours", "ours, asynchronous"
+DEFAULT = "DeepSpeed's default"
+OURS = "ours"
+ASYNCHRONOUS = "ours, asynchronous"
 WAYS = (DEFAULT, OURS, ASYNCHRONOUS)
 NEEDED_BYTES = 12
-"""Per trained parameter: its fp32 weight and two moments."""
+"""Bytes of a trained parameter's fp32 weight and two moments."""
 COPY_BYTES = 2
-"""Per parameter of any kind that the default saves: the copy in 16 bits."""
+"""Bytes of the 16-bit copy of every parameter that the default saves."""
 DIVISORS = {"llama-3.2-1b": 4, "llama-3.1-70b": 16}
 ADDED_CHANNELS = 256
 
@@ -62,17 +66,19 @@ ADDED_CHANNELS = 256
 def narrow_base(name: str, divisor: int) -> dict[str, Any]:
     """The config.json of a base with the layers, the heads and all proportions of the named one."""
     described = json.loads((BASES / f"{name}.json").read_text(encoding="utf-8"))
-    widths = ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
-    return {**described, **{width: described[width] // divisor for width in widths}}
+    for width in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"):
+        described[width] //= divisor
+    return dict(described)
 
 
 def run_on(folder: Path, divisor: int, zero_stage: int) -> RunConfig:
     """A run of one sequence a rank, whose data are never read, on the narrow base in `folder`.
 
-    Adapt, as in the paper: 256 channels, one key/value head with its query heads, and the same share of the FFN as of
-    the channels; W12 in the attention above the lowest fifth of the layers.
+    Adapt, as in the paper: 256 channels, one key/value head with its query heads, and the same
+    share of the FFN as of the channels; W12 in the attention above the lowest fifth of the layers.
     """
-    spec, channels = read_spec(folder), ADDED_CHANNELS // divisor
+    spec = read_spec(folder)
+    channels = ADDED_CHANNELS // divisor
     expansion = {
         "hidden_size": channels,
         "intermediate_size": channels * spec.widths.intermediate_size // spec.widths.hidden_size,
@@ -103,28 +109,30 @@ def measure(divisor: int, zero_stage: int, rounds: int, folder: Path) -> None:
             if step > 1:  # the first is a warm-up
                 seconds[way].append(taken)
     trained = engine.trainable_parameters
-    rows = [
-        {
-            "base_parameters": engine.total_parameters - trained,
-            "trainable_parameters": trained,
-            "zero_stage": zero_stage,
-            "way": way,
-            "bytes": size[way],
-            "size_to_needed": size[way] / (NEEDED_BYTES * trained),
-            "default_to_size": size[DEFAULT] / size[way],
-            "blocked_s": statistics.median(taken.blocked for taken in seconds[way]),
-            "blocked_s_min": min(taken.blocked for taken in seconds[way]),
-            "on_disk_s": statistics.median(taken.on_disk for taken in seconds[way]),
-        }
-        for way in WAYS
-    ]
+    rows: list[Row] = []
+    for way in WAYS:
+        blocked = [taken.blocked for taken in seconds[way]]
+        rows.append(
+            {
+                "base_parameters": engine.total_parameters - trained,
+                "trainable_parameters": trained,
+                "zero_stage": zero_stage,
+                "way": way,
+                "bytes": size[way],
+                "size_to_needed": size[way] / (NEEDED_BYTES * trained),
+                "default_to_size": size[DEFAULT] / size[way],
+                "blocked_s": statistics.median(blocked),
+                "blocked_s_min": min(blocked),
+                "on_disk_s": statistics.median(taken.on_disk for taken in seconds[way]),
+            }
+        )
     if dist.get_rank() == 0:
         write_json(folder / ROWS, rows)
     dist.destroy_process_group()
 
 
 class Seconds(NamedTuple):
-    """Of one save: until training continues, and until everything is on disk."""
+    """The time of one save until training continues, and until everything is on disk."""
 
     blocked: float
     on_disk: float
@@ -140,16 +148,12 @@ class Saver:
         base.set_known_hashes({})
         run = describe_run(config, base, engine.model, "none")
         layout = describe_layout(Layout(RANKS), zero_stage, torch.bfloat16)
-        self.folder, self.engine = config.folder, engine
-        self.checkpoints = {
-            way: CheckpointManager(
-                self.folder / way,
-                run,
-                layout,
-                Settings(keep_last=1, asynchronous=way == ASYNCHRONOUS),
-            )
-            for way in (OURS, ASYNCHRONOUS)
-        }
+        self.folder = config.folder
+        self.engine = engine
+        self.checkpoints: dict[str, CheckpointManager] = {}
+        for way in (OURS, ASYNCHRONOUS):
+            settings = Settings(keep_last=1, asynchronous=way == ASYNCHRONOUS)
+            self.checkpoints[way] = CheckpointManager(self.folder / way, run, layout, settings)
 
     def save(self, way: str, step: int) -> tuple[Seconds, Path]:
         """The time of the slowest rank, and the checkpoint's folder."""
@@ -181,18 +185,18 @@ def trained_engine(config: RunConfig) -> Engine:
     """An engine with random weights after one step, so that the optimizer has its state."""
     from pipeline.training.engine import Engine, build_model
 
-    spec, layout = read_spec(config.base), Layout(RANKS)
-    settings, groups = load_deepspeed_config(config.deepspeed, layout), ProcessGroups(layout)
+    spec = read_spec(config.base)
+    layout = Layout(RANKS)
+    settings = load_deepspeed_config(config.deepspeed, layout)
+    groups = ProcessGroups(layout)
     torch.manual_seed(0)
     model = build_model(config, BaseFolder(config.base, spec), settings, groups)
     for parameter in model.parameters():
         held_values(parameter).detach().normal_(std=0.02)
     engine = Engine(model, config, settings, groups)
     tokens = torch.randint(spec.vocab_size, (1, SEQUENCE))
-    positions, documents = (
-        torch.arange(SEQUENCE).unsqueeze(0),
-        Documents.of(torch.zeros_like(tokens)),
-    )
+    positions = torch.arange(SEQUENCE).unsqueeze(0)
+    documents = Documents.of(torch.zeros_like(tokens))
     engine.backward(engine.loss(MicroBatch(tokens, tokens, positions, documents))[0])
     engine.step(1e-3)
     return engine
@@ -224,10 +228,8 @@ def main() -> None:
                 raise SystemExit(
                     f"error: {base}, ZeRO-{stage}: a rank failed; its traceback is above"
                 )
-            rows += [
-                {"base": base} | row
-                for row in json.loads(Path(folder, ROWS).read_text(encoding="utf-8"))
-            ]
+            for row in json.loads(Path(folder, ROWS).read_text(encoding="utf-8")):
+                rows.append({"base": base, **row})
     print_rows(rows)
     write_rows(options, rows)
 

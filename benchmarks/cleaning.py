@@ -2,10 +2,11 @@
 
     python -m benchmarks.cleaning --mib 100 1000 --json benchmarks/out/cleaning.json
 
-Both clean the same synthetic Korean pages in one process: lines of the shipped texts, a tenth of the pages copies.
-datatrove alone is its own reader, executor and blocks, with the same words, thresholds and hashes, for the steps that
-it has: encoding, language, repetition, quality, lines, mail addresses, near-copies. What this project does beside them
-(CP949, boilerplate, Korean personal data, a manifest) is in its time. Compare processor times.
+Both clean the same synthetic Korean pages in one process: lines of the shipped texts, a tenth of
+the pages copies. datatrove alone is its own reader, executor and blocks, with the same words,
+thresholds and hashes, for the steps that it has: encoding, language, repetition, quality, lines,
+mail addresses, near-copies. What this project does beside them (CP949, boilerplate, Korean personal
+data, a manifest) is in its time. Compare processor times.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def ours(source: Path, output: Path) -> None:
 
 
 def datatrove_alone(source: Path, output: Path) -> None:
-    """What its documentation shows: filters and signatures, then copies, which are left out of what was filtered."""
+    """What its documentation shows: filters and signatures, then copies, which are left out of what
+    was filtered."""
     rules = yaml.safe_load((ROOT / "pipeline" / "cleaning" / "ko.yaml").read_text())
     words, tasks = Words(), len([*source.glob("*.jsonl")])
     plain = TextNormConfig(norm_unicode_diacritics=False)
@@ -159,7 +161,8 @@ def _compared(mib: float, rounds: int, scratch: Path | None) -> Iterator[Row]:
 
 
 def _write_crawl(folder: Path, size: int) -> int:
-    """Files of about `size` bytes in all, each as large as one of our units of work; returns their size."""
+    """Files of about `size` bytes in all, each as large as one of our units of work; returns their
+    size."""
     folder.mkdir()
     lines = [
         line

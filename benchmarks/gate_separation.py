@@ -1,10 +1,12 @@
-"""What gates make of texts that look alike: fitted on pairs of texts, measured on unused documents and on other kinds.
+"""What gates make of texts that look alike: fitted on pairs of texts, measured on unused documents
+and on other kinds.
 
     python -m benchmarks.gate_separation                        # after make frontier QUICK=1
     python -m benchmarks.gate_separation --base BASE --pair new.jsonl old.jsonl --own-text 16000
 
-It needs a base and no training. A gate of each pair is fitted at every layer of `--layers`, on each kind of features,
-and with `--own-text` also against what the base writes. docs/gate.md has the figures.
+It needs a base and no training. A gate of each pair is fitted at every layer of `--layers`, on each
+kind of features, and with `--own-text` also against what the base writes. docs/gate.md has the
+figures.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ PAIRS = [
     ("en/stories", OLD),
     ("en/factbook", OLD),
 ]
-"""New and old text, as files of the folder of texts, without their endings; those that are missing are left out."""
+"""New and old text, as files of the folder of texts, without their endings; those that are missing
+are left out."""
 OWN_TEXT = "own text"
 SHARES = ("new_open", "old_open", "new_open_at_even_odds", "old_open_at_even_odds")
 """Of open tokens, at the gate's threshold and at even odds."""
@@ -113,7 +116,8 @@ class Separation:
     def rows(
         self, pair: Sequence[str], kinds: Mapping[str, Kind], layers: Sequence[int]
     ) -> Iterator[Row]:
-        """What a gate does to unused text of the pair (new, old): its AUC, and the shares of open tokens.
+        """What a gate does to unused text of the pair (new, old): its AUC, and the shares of open
+        tokens.
 
         Of gates against the base's own text, those with the default features.
         """
@@ -186,7 +190,8 @@ class Separation:
 def windows_of(
     texts: Iterable[str], tokenizer: Tokenizer, length: int, tokens: int, *, is_new: bool
 ) -> Windows:
-    """A window for each text, cut to `length` tokens, until `tokens` of them count, if there are so many.
+    """A window for each text, cut to `length` tokens, until `tokens` of them count, if there are so
+    many.
 
     What precedes a document does not count.
     """
@@ -215,7 +220,8 @@ def windows_of(
 
 
 def kind_of(file: Path, seed: int) -> Kind:
-    """The documents of a file, in random order, in three parts; the last is its held-out file, if it has one."""
+    """The documents of a file, in random order, in three parts; the last is its held-out file, if
+    it has one."""
 
     def documents(file: Path) -> list[str]:
         texts = [

@@ -1,15 +1,16 @@
 """Tokens a second of greedy generation on the CPU: a base, and its exports with and without a gate.
 
-    make bench-generation
-    python -m benchmarks.generation_speed --hidden-size 1024 --layers 8 --json benchmarks/out/generation.json
+    make bench-generation python -m benchmarks.generation_speed --hidden-size 1024 --layers 8 --json
+    benchmarks/out/generation.json
 
-The models are a Llama with random weights, and what its expansion by an eighth (the paper's proportions) and by a half
-becomes: a wider Llama, as merged exports are, and the scale format's two streams, without a gate, with one that never
-opens and with one that opens at once; and four expansions by an eighth beside each other, none or one of which opens.
-They take turns in one process, and the fastest turn of each counts, so that load on the machine changes little. The
-scale format's models have the base's own matrices, in one memory: the same product takes up to a fifth longer where the
-weights lie on other pages. A turn generates --new-tokens tokens after --prompt-tokens, for each of --batch texts. In a
-batch, the gate also opens for one of them alone.
+The models are a Llama with random weights, and what its expansion by an eighth (the paper's
+proportions) and by a half becomes: a wider Llama, as merged exports are, and the scale format's two
+streams, without a gate, with one that never opens and with one that opens at once; and four
+expansions by an eighth beside each other, none or one of which opens. They take turns in one
+process, and the fastest turn of each counts, so that load on the machine changes little. The scale
+format's models have the base's own matrices, in one memory: the same product takes up to a fifth
+longer where the weights lie on other pages. A turn generates --new-tokens tokens after
+--prompt-tokens, for each of --batch texts. In a batch, the gate also opens for one of them alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ SHARES = (8, 2)
 """An expansion is one such part of each width."""
 THRESHOLDS = {"gate shut": 1e30, "one open": 8.0, "gate open": -1e30}
 OPENING = 63
-"""The token for which all gates' scores are far above the second of these thresholds, in one text of a batch."""
+"""The token for which all gates' scores are far above the second of these thresholds, in one text
+of a batch."""
 SEVERAL = 4
 """How many expansions by the first of these shares are beside each other."""
 HEAD_DIM, CONTEXT = 64, 2048
@@ -59,7 +61,8 @@ def models(
     *,
     features: str = "token",
 ) -> dict[str, PreTrainedModel]:
-    """The base and its exports by name, with random weights. Half as many key/value heads as heads."""
+    """The base and its exports by name, with random weights. Half as many key/value heads as
+    heads."""
     sizes: dict[str, Any] = {
         "num_hidden_layers": layers,
         "vocab_size": vocab_size,

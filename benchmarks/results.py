@@ -1,4 +1,4 @@
-"""What the benchmarks share: the option --json, turns, and rows of figures as a table and as JSON."""
+"""What the benchmarks share: the option --json, turns, and rows as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.model.spec import DecoderSpec
 
 Row = dict[str, Any]
-"""What was measured of one contender, the units in the names; what could not be measured is missing."""
+"""What was measured of one contender, with units in the names; figures without a value are missing."""
 ROOT = Path(__file__).resolve().parents[1]
 BASES = ROOT / "configs" / "bases"
 STORIES = ROOT / "examples" / "data" / "models" / "stories260K"
@@ -32,7 +32,10 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def in_turns(ways: Mapping[str, Callable[[], _Found]], turns: int) -> dict[str, list[_Found]]:
-    """What each way returned at each of its turns: load on the machine affects all of them alike."""
+    """What each way returned at each of its turns.
+
+    They take turns, so that load on the machine affects all of them alike.
+    """
     found: dict[str, list[_Found]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, way in ways.items():
@@ -43,7 +46,9 @@ def in_turns(ways: Mapping[str, Callable[[], _Found]], turns: int) -> dict[str, 
 def print_rows(rows: Sequence[Row], names: Sequence[str] = ()) -> None:
     """Prints a table with these columns, or with those of the first row."""
     names = names or list(*rows[:1])
-    lines = [[_cell(row.get(name, "-")) for name in names] for row in rows]
+    lines = []
+    for row in rows:
+        lines.append([_cell(row.get(name, "-")) for name in names])
     print(table([name.replace("_", " ") for name in names], lines), flush=True)
 
 
@@ -54,7 +59,7 @@ def _cell(value: object) -> str:
 
 
 def write_rows(options: argparse.Namespace, rows: Sequence[Row], **about: object) -> None:
-    """Writes the rows, with the options that they were measured with, to the file of --json, if that is given."""
+    """Writes the rows to the file of --json, if it is given, with the options that made them."""
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         settings = {name: str(value) for name, value in vars(options).items()}
@@ -64,9 +69,8 @@ def write_rows(options: argparse.Namespace, rows: Sequence[Row], **about: object
 def eighth_of(spec: DecoderSpec) -> dict[str, int]:
     """An expansion in the paper's proportions; heads grow by whole groups."""
     widths = spec.widths
-    heads = max(
-        widths.num_attention_heads // 8, widths.num_attention_heads // widths.num_key_value_heads
-    )
+    heads_per_group = widths.num_attention_heads // widths.num_key_value_heads
+    heads = max(widths.num_attention_heads // 8, heads_per_group)
     return {
         "hidden_size": widths.hidden_size // 8,
         "intermediate_size": widths.intermediate_size // 8,
@@ -77,14 +81,19 @@ def eighth_of(spec: DecoderSpec) -> dict[str, int]:
 def adapt_run(
     folder: Path, base: Path, zero: int, sequences: int, tp_size: int = 1, **changes: Any
 ) -> RunConfig:
-    """A run of Adapt on `text.txt` in `folder`, one sequence a micro-batch; `changes` are of its method."""
+    """A run of Adapt on `text.txt` in `folder`, with one sequence in a micro-batch.
+
+    `changes` are of its method.
+    """
     from pipeline.model.from_hf import read_spec  # imports torch, which not every benchmark needs
 
     spec = read_spec(base)
     corpora = {"text": {"input": [str(folder / "text.txt")], "heldout_fraction": 0.1}}
     length = min(4096, spec.max_position_embeddings)
     values = {
-        **{"name": "benchmark", "folder": str(folder), "base": str(base)},
+        "name": "benchmark",
+        "folder": str(folder),
+        "base": str(base),
         "method": {
             "name": "scale",
             "variant": "adapt",

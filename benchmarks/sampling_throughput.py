@@ -1,12 +1,13 @@
 """Tokens a second of self-generated text, beside `generate` of transformers, by batch size.
 
-    make bench-sampling
-    python -m benchmarks.sampling_throughput --base path/to/chat/model --chats chats.jsonl --batch-sizes 8 32
+    make bench-sampling python -m benchmarks.sampling_throughput --base path/to/chat/model --chats
+    chats.jsonl --batch-sizes 8 32
 
-All draw from the base's own distribution. `generate` gets the same batches, and each waits for its longest document;
-`sample` calls it in rounds, between which documents that are over leave (pipeline/self_generated/generation.py). Measured is
-one process with one thread; `scale-cpt sample` has more. The ways take turns, and the least processor time of each
-counts, so that load on the machine changes little. Tokens are those up to a document's end, without its opening.
+All draw from the base's own distribution. `generate` gets the same batches, and each waits for its
+longest document; `sample` calls it in rounds, between which documents that are over leave
+(pipeline/self_generated/generation.py). Measured is one process with one thread; `scale-cpt sample`
+has more. The ways take turns, and the least processor time of each counts, so that load on the
+machine changes little. Tokens are those up to a document's end, without its prompt.
 """
 
 from __future__ import annotations
@@ -37,17 +38,23 @@ Ids = npt.NDArray[Any]
 
 
 def opened(base: Path, tokenizer: Tokenizer, documents: int, chats: Path | None) -> list[Ids]:
-    """The prompts of so many documents: the start token, or chats of the file in turn, and every tenth time that."""
+    """The prompts of so many documents.
+
+    They are the start token; or the chats of a file in turn, and every tenth time the start token.
+    """
     start = np.array((tokenizer.document_start or tokenizer.document_end)[-1:])
     if chats is None:
         return [start] * documents
+    template = chat_template(base)
+    found = []
     with chats.open(encoding="utf-8") as lines:
-        read = [json.loads(line)["messages"][:-1] for line in islice(lines, documents)]
-    texts = [chat_template(base).opened(messages) for messages in read]
-    found = [np.array(tokenizer.reference.encode([text]).ids.tolist()) for text in texts]
-    return [
-        start if number % 10 == 0 else found[number % len(found)] for number in range(documents)
-    ]
+        for line in islice(lines, documents):
+            text = template.opened(json.loads(line)["messages"][:-1])
+            found.append(np.array(tokenizer.reference.encode([text]).ids.tolist()))
+    prompts = []
+    for number in range(documents):
+        prompts.append(start if number % 10 == 0 else found[number % len(found)])
+    return prompts
 
 
 @torch.inference_mode()
@@ -64,20 +71,23 @@ def generated(
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
         width = max(map(len, batch))
-        given = torch.tensor(
-            [[ends[0]] * (width - len(opening)) + opening.tolist() for opening in batch]
-        )
-        mask = torch.tensor(
-            [[0] * (width - len(opening)) + [1] * len(opening) for opening in batch]
-        )
+        rows = []
+        masks = []
+        for prompt in batch:
+            padding = width - len(prompt)
+            rows.append([ends[0]] * padding + prompt.tolist())
+            masks.append([0] * padding + [1] * len(prompt))
+        given = torch.tensor(rows)
+        mask = torch.tensor(masks)
         written = model.generate(given, attention_mask=mask, generation_config=settings)[:, width:]
+        # Up to the first end, which counts: 0 before it, 1 at it, more after it.
         ended = torch.isin(written, torch.tensor(ends)).cumsum(dim=1)
         tokens += int((ended.cumsum(dim=1) <= 1).sum())
     return tokens
 
 
 def sampled(writer: BaseWriter, size: int, prompts: list[Ids], max_tokens: int, seed: int) -> int:
-    """The same by `scale-cpt sample`."""
+    """The tokens that `scale-cpt sample` writes after the prompts, `size` at a time."""
     written = writer.write(
         prompts, temperature=1.0, max_tokens=max_tokens, batch_size=size, seed=seed
     )
@@ -92,8 +102,9 @@ def measure(
     turns: int,
     chats: Path | None,
 ) -> list[Row]:
-    """A row for each way: tokens a second in its fastest turn, and how many times those of one at a time."""
-    tokenizer, model = load_tokenizer(base), load_hf_model(base)
+    """A row for each way: tokens a second in its fastest turn, and over those of one at a time."""
+    tokenizer = load_tokenizer(base)
+    model = load_hf_model(base)
     model.generation_config = GenerationConfig()
     writer = BaseWriter(base, tokenizer)
     prompts = opened(base, tokenizer, documents, chats)
@@ -107,10 +118,11 @@ def measure(
             start = time.process_time()
             tokens = way(max_tokens, seed=turn)
             best[name] = max(best[name], tokens / (time.process_time() - start))
-    return [
-        {"way": name, "tokens_per_second": rate, "times_one_at_a_time": rate / best[ALONE]}
-        for name, rate in best.items()
-    ]
+    rows: list[Row] = []
+    for name, rate in best.items():
+        ratio = rate / best[ALONE]
+        rows.append({"way": name, "tokens_per_second": rate, "times_one_at_a_time": ratio})
+    return rows
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """The formulas that training and exported models both compute.
 
-Training imports this file. A folder in the format `scale` carries a copy of it beside its `modeling_scale.py`, so that
-both compute the same. Therefore it needs torch alone, has only functions and constants, and imports nothing of this
-project. `hf/remote_code/scale_math.py` is a symbolic link to it: the code of an export imports it as
-`from .scale_math import ...`, in this package as well as in an exported folder. Building a wheel and writing an export
-both follow the link and store a copy.
+Training imports this file. A folder in the format `scale` carries a copy of it beside its
+`modeling_scale.py`, so that both compute the same. Therefore it needs torch alone, has only
+functions and constants, and imports nothing of this project. `hf/remote_code/scale_math.py` is a
+symbolic link to it: the code of an export imports it as `from .scale_math import ...`, in this
+package as well as in an exported folder. Building a wheel and writing an export both follow the
+link and store a copy.
 
 Shapes: B batch, S sequence, N tokens, D hidden, U expansion, H heads, K head dim, V vocabulary.
 "SCALE" is "SCALE: Upscaled Continual Learning of Large Language Models",
@@ -20,7 +21,9 @@ from torch import Tensor
 NEVER = -1e30
 """A logit whose probability is 0. It is finite, because some losses subtract logits."""
 LEAST_EXPERT_SUM = 1e-20
-"""Added to the sum of the chosen experts' scores, as the families with sigmoid scores do: all of them may be 0."""
+"""Added to the sum of the chosen experts' scores, as the families with sigmoid scores do: all of
+them may be 0.
+"""
 LEAST_SQUARE = 1e-12
 """Added to the mean square of the stream that a gate reads."""
 GATE_DECAY = 0.8
@@ -63,8 +66,8 @@ def rms_normalised(x: Tensor, mean_square: Tensor, eps: float) -> Tensor:
 def with_gain(normal: Tensor, weight: Tensor, dtype: torch.dtype, gain_offset: bool) -> Tensor:
     """The result of an RMSNorm in `dtype`: normal [..., D] in fp32, weight [D].
 
-    With `gain_offset` the gain is 1 + weight, by which transformers multiplies in fp32. A gain without offset multiplies
-    after rounding.
+    With `gain_offset` the gain is 1 + weight, by which transformers multiplies in fp32. A gain
+    without offset multiplies after rounding.
     """
     if gain_offset:
         return (normal * (1 + weight.float())).to(dtype)
@@ -96,9 +99,11 @@ def frequencies_by_length(
 def rotary_table(
     frequencies: Tensor, positions: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at `positions` [..., S], times `factor`, both [..., S, R] in `dtype`.
+    """cos and sin of the angles at `positions` [..., S], times `factor`, both [..., S, R] in
+    `dtype`.
 
-    frequencies: the angle per position of each pair of channels, [R / 2], or those of each token [..., R / 2].
+    frequencies: the angle per position of each pair of channels, [R / 2], or those of each token
+    [..., R / 2].
     """
     angles = positions.float().unsqueeze(-1) * frequencies
     angles = torch.cat([angles, angles], dim=-1)
@@ -106,7 +111,8 @@ def rotary_table(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys [..., K] with their first R channels rotated; cos and sin broadcast to [..., R].
+    """Queries or keys [..., K] with their first R channels rotated; cos and sin broadcast to [...,
+    R].
 
     Channel i is paired with channel i + R / 2, as in transformers.
     """
@@ -131,15 +137,15 @@ def choose_experts(
     Args:
         x: [N, D], the base stream.
         weight: [E, D], the router's.
-        bias: [3, E], whose rows' sum counts for the choice alone, beside scores that are sigmoids. None: the scores are
-            a softmax.
+        bias: [3, E], whose rows' sum counts for the choice alone, beside scores that are sigmoids.
+            None: the scores are a softmax.
         top_k: how many experts a token takes.
         normalised: whether the scores of those that it takes are divided by their sum.
         scale: by which they are multiplied then.
 
     Returns:
-        The weights of the experts that each token takes and their numbers, [N, k], and all scores, [N, E]; weights and
-        scores in fp32.
+        The weights of the experts that each token takes and their numbers, [N, k], and all scores,
+        [N, E]; weights and scores in fp32.
     """
     if bias is None:
         scores = F.linear(x, weight).float().softmax(-1)
@@ -154,9 +160,11 @@ def choose_experts(
 
 
 def rows_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The order in which the N·k rows of `chosen` [N, k] are sorted by expert, and where those of each expert end.
+    """The order in which the N·k rows of `chosen` [N, k] are sorted by expert, and where those of
+    each expert end.
 
-    The sort is stable: the rows of one expert are in the order of the text. Row r is of token r // k.
+    The sort is stable: the rows of one expert are in the order of the text. Row r is of token r //
+    k.
     """
     taken, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=chosen.device)
@@ -173,8 +181,8 @@ def keeps_preserved_path(
     """The router of SCALE-Route (Eq. 5): for which tokens cos(z_p, z_a) > threshold.
 
     Args:
-        product: the sum of z_p · z_a over the base's vocabulary, for each token; z_p are the logits of the preserved
-            path, z_a those of the adapted one.
+        product: the sum of z_p · z_a over the base's vocabulary, for each token; z_p are the logits
+            of the preserved path, z_a those of the adapted one.
         square_p: the sum of squares of z_p.
         square_a: the sum of squares of z_a.
         threshold: the setting `router_threshold`.
@@ -188,8 +196,8 @@ def keeps_preserved_path(
 def separate_products(x: Tensor, weight: Tensor, rows: list[int]) -> Tensor:
     """x weightᵀ, [..., V], computed in a product of its own for each part of `weight` [V, D].
 
-    `rows` are the sizes of the parts. The columns of a part are the same to the bit whatever other columns there are:
-    the rounding of a matrix product may depend on its size.
+    `rows` are the sizes of the parts. The columns of a part are the same to the bit whatever other
+    columns there are: the rounding of a matrix product may depend on its size.
     """
     return torch.cat([F.linear(x, part) for part in weight.split(rows)], dim=-1)
 
@@ -202,7 +210,9 @@ def soft_capped(z: Tensor, cap: float | None) -> Tensor:
 
 
 def without_new_tokens(z: Tensor, closed: Tensor, base_columns: int) -> Tensor:
-    """Logits z [..., V] in which no token from `base_columns` on may follow a closed one; closed: bool [..., 1]."""
+    """Logits z [..., V] in which no token from `base_columns` on may follow a closed one; closed:
+    bool [..., 1].
+    """
     is_new = torch.arange(z.shape[-1], device=z.device) >= base_columns
     return z.masked_fill(closed & is_new, NEVER)
 
@@ -224,14 +234,16 @@ def running_mean(
 ) -> Tensor:
     """The decaying mean of each token's value and of those before it in its document: [B, S, D].
 
-    A token d tokens back weighs decay ** d, and nothing beyond WINDOW. The sum is built of pairs, pairs of pairs and so
-    on. So every token's mean is the same sum in the same order, however the text is cut into calls that see the whole
-    window, and a text takes a few passes over the tensor and not one for every token.
+    A token d tokens back weighs decay ** d, and nothing beyond WINDOW. The sum is built of pairs,
+    pairs of pairs and so on. So every token's mean is the same sum in the same order, however the
+    text is cut into calls that see the whole window, and a text takes a few passes over the tensor
+    and not one for every token.
 
     Args:
         values: [B, S, D] in fp32.
         documents: [B, S], equal numbers for the tokens of one document; None: each row is one.
-        counts: [B, S, 1], 0 for padding, which the mean leaves out, and 1 for text; None: all is text.
+        counts: [B, S, 1], 0 for padding, which the mean leaves out, and 1 for text; None: all is
+            text.
         decay: by how much a token counts less with each token that follows it.
     """
     if counts is None:
@@ -254,9 +266,11 @@ def running_mean(
 
 
 def gate_scores(features: Tensor, mean: Tensor, std: Tensor, weight: Tensor, bias: float) -> Tensor:
-    """The log odds that each token is new to the base: features [..., F] -> [...]; the parameters are [F] in fp32.
+    """The log odds that each token is new to the base: features [..., F] -> [...]; the parameters
+    are [F] in fp32.
 
-    It is no matrix product: the rounding of one may depend on the number of tokens, and TF32 would shorten it.
+    It is no matrix product: the rounding of one may depend on the number of tokens, and TF32 would
+    shorten it.
     """
     return ((features - mean) / std * weight).sum(-1) + bias
 
@@ -264,10 +278,11 @@ def gate_scores(features: Tensor, mean: Tensor, std: Tensor, weight: Tensor, bia
 def choose_path(
     closed: Tensor, preserved: tuple[Tensor, Tensor | None], adapted: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """The normalised last states of each token's path. closed: [B, S, 1]; x: [B, S, D], x_up: [B, S, U].
+    """The normalised last states of each token's path. closed: [B, S, 1]; x: [B, S, D], x_up: [B,
+    S, U].
 
-    A closed token keeps the preserved x, and an x_up of zeros, which adds exactly nothing to its logits. Where the base
-    ran alone, x_up is None.
+    A closed token keeps the preserved x, and an x_up of zeros, which adds exactly nothing to its
+    logits. Where the base ran alone, x_up is None.
     """
     x = torch.where(closed, preserved[0], adapted[0])
     x_up = adapted[1]

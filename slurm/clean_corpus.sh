@@ -5,18 +5,23 @@
 #SBATCH --output=slurm-%x-%j.out
 #SBATCH --open-mode=append
 #
-# Cleans the corpora of a run that have a section `clean`, one after the other, each as job arrays of datatrove's.
+# Cleans the corpora of a run that have a section `clean`, one after the other, each as job arrays
+# of datatrove's.
 #
-#   sbatch slurm/clean_corpus.sh configs/….yaml         on the partition of this job; so does CONFIG=…
+#   sbatch slurm/clean_corpus.sh configs/….yaml         on this job's partition; so does CONFIG=…
 #   bash slurm/clean_corpus.sh configs/….yaml           the cores of this machine
 #   … slurm/clean_corpus.sh configs/….yaml --time 04:00:00       further flags go to scale-cpt clean
 #
-# The arrays end before this script is run again, as a job of its own: it does what they left, writes the manifest, and
-# submits the next corpus. If it fails, submit it again: tasks that are done are kept.
+# The arrays end before this script is run again, as a job of its own: it does what they left,
+# writes the manifest, and submits the next corpus. If it fails, submit it again: tasks that are
+# done are kept.
 set -euo pipefail
 
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
-[[ -f slurm/common.sh ]] || { echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2; exit 2; }
+if [[ ! -f slurm/common.sh ]]; then
+    echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2
+    exit 2
+fi
 source slurm/common.sh
 load_site
 choose_config "$@"
@@ -30,7 +35,8 @@ else
     echo "$submitted"
     if [[ "$submitted" == *"submitted: job "* ]]; then
         after=afterany:${submitted##*submitted: job }
-        say "continued by job $(submit_afresh --dependency="$after" slurm/clean_corpus.sh "$CONFIG" "${changes[@]}" "${arguments[@]}")"
+        again=(slurm/clean_corpus.sh "$CONFIG" "${changes[@]}" "${arguments[@]}")
+        say "continued by job $(submit_afresh --dependency="$after" "${again[@]}")"
     fi
 fi
 say "done"

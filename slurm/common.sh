@@ -1,16 +1,20 @@
 # shellcheck shell=bash
-# Functions of all scripts in this folder, which source it from the project's root. It runs nothing by itself.
+# Functions of all scripts in this folder, which source it from the project's root. It runs nothing
+# by itself.
 #
 #   load_site                   settings of the site, modules, virtual environment
-#   choose_config ARGUMENT…     CONFIG, the run's YAML or folder, which may be the first argument; sets `changes` to every --set
-#                               KEY=VALUE, as options of a stage, and `arguments` to the others
+#   choose_config ARGUMENT…     CONFIG, the run's YAML or folder, which may be the first argument;
+#                               sets `changes` to every --set KEY=VALUE, as options of a stage, and
+#                               `arguments` to the others
 #   afresh COMMAND…             runs a command without the variables of the job that calls it
 #   submit_afresh ARGUMENT…     sbatch in that way; prints the new job's id
 #   say, complain WORD…         print a line, to stdout with the time, or to stderr
-#   announce WHAT               prints the job's first line, and a second if Slurm will not requeue it
-#   wait_past_signals PID       waits for a background command and returns its exit code, whatever traps run meanwhile
+#   announce WHAT               prints the job's first line, and whether Slurm will not requeue it
+#   wait_past_signals PID       waits for a background command and returns its exit code, whatever
+#                               traps run meanwhile
 #
-# and run_stage (slurm/stages.sh), here, on_every_rank, count_ranks and planned_cluster (slurm/ranks.sh).
+# and run_stage (slurm/stages.sh), here, on_every_rank, count_ranks and planned_cluster
+# (slurm/ranks.sh).
 
 # Exit codes, as pipeline/errors.py has them.
 readonly USER_ERROR=1
@@ -34,8 +38,9 @@ die() {
     exit 1
 }
 
-# Prints a line to the file descriptor $1. Ctrl-C also ends a `tee` that reads it: then the line goes to stderr, and if
-# nobody reads that either, nowhere. Output that is lost must not end the script before its stage.
+# Prints a line to the file descriptor $1. Ctrl-C also ends a `tee` that reads it: then the line
+# goes to stderr, and if nobody reads that either, nowhere. Output that is lost must not end the
+# script before its stage.
 tell() {
     [[ ! -t 2 ]] || printf '\r\e[K' >&2 # in place of a progress bar
     # shellcheck disable=SC2261  # in this order: the line itself may go to stderr
@@ -77,17 +82,22 @@ load_site() {
     read -ra container <<<"${CONTAINER:-}"
     if ((${#container[@]})); then
         export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this checkout's code, not the image's
-        command -v "${container[0]}" >/dev/null || die "CONTAINER: no ${container[0]} on PATH; load its module in $site"
+        command -v "${container[0]}" >/dev/null ||
+            die "CONTAINER: no ${container[0]} on PATH; load its module in $site"
     else
-        command -v python >/dev/null || die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
+        command -v python >/dev/null ||
+            die "no python on PATH: run \"make install\" first, or set VENV or MODULES in $site"
     fi
 }
 
-# A job inherits its submitter's environment, in which srun would take the submitting job's SLURM_MEM_PER_CPU,
-# SLURM_GPUS_PER_TASK and the like for its options.
+# A job inherits its submitter's environment, in which srun would take the submitting job's
+# SLURM_MEM_PER_CPU, SLURM_GPUS_PER_TASK and the like for its options.
 afresh() (
     for name in "${!SLURM_@}"; do
-        case "$name" in SLURM_CONF* | SLURM_JWT | SLURM_PATIENCE_S | SLURM_FAULT) ;; *) unset "$name" ;; esac
+        case "$name" in
+            SLURM_CONF* | SLURM_JWT | SLURM_PATIENCE_S | SLURM_FAULT) ;;
+            *) unset "$name" ;;
+        esac
     done
     "$@"
 )
@@ -115,12 +125,16 @@ choose_config() {
         shift
     done
     export CONFIG=${CONFIG:-configs/cpt_korean_llama3.2_1b.yaml}
-    [[ -e "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file or run folder in $PWD; the runs that come with the project are in configs/"
+    [[ -e "$CONFIG" ]] || die "CONFIG=$CONFIG: no such file or run folder in $PWD;" \
+        "the runs that come with the project are in configs/"
 }
 
 announce() {
     say "$1 in $PWD${SLURM_JOB_ID:+, job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}}"
-    if on_slurm && [[ "$(scontrol show job "$THIS_JOB" --oneliner 2>/dev/null)" == *" Requeue=0 "* ]]; then
-        say "Slurm will not queue this job again (Requeue=0): after a stop or a fault, submit it again"
+    local record=""
+    ! on_slurm || record=$(scontrol show job "$THIS_JOB" --oneliner 2>/dev/null || true)
+    if [[ "$record" == *" Requeue=0 "* ]]; then
+        say "Slurm will not queue this job again (Requeue=0):" \
+            "after a stop or a fault, submit it again"
     fi
 }

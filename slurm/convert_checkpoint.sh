@@ -7,19 +7,24 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@10
 #
-# Converts a checkpoint to a Hugging Face folder and verifies it, on one node. The flags are those of scale-cpt convert.
+# Converts a checkpoint to a Hugging Face folder and verifies it, on one node. The flags are those
+# of scale-cpt convert.
 #
-#   sbatch slurm/convert_checkpoint.sh runs/demo                              the newest checkpoint of a run; so does CONFIG=…
+#   sbatch slurm/convert_checkpoint.sh runs/demo       a run's newest checkpoint; so does CONFIG=…
 #   sbatch slurm/convert_checkpoint.sh runs/demo --format scale --output exported
-#   sbatch slurm/convert_checkpoint.sh --checkpoint runs/demo/checkpoints/step_00000200 --base models/mine --output exported
-#   bash slurm/convert_checkpoint.sh runs/demo                                on this machine
+#   sbatch slurm/convert_checkpoint.sh --checkpoint runs/demo/checkpoints/step_00000200 \
+#       --base models/mine --output exported           a checkpoint without its run
+#   bash slurm/convert_checkpoint.sh runs/demo         on this machine
 #
-# A folder appears only when it is complete and verified. Ten seconds before the time limit the job requeues itself, and
-# begins again: give it a longer --time where it never ends.
+# A folder appears only when it is complete and verified. Ten seconds before the time limit the job
+# requeues itself, and begins again: give it a longer --time where it never ends.
 set -euo pipefail
 
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
-[[ -f slurm/common.sh ]] || { echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2; exit 2; }
+if [[ ! -f slurm/common.sh ]]; then
+    echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2
+    exit 2
+fi
 source slurm/common.sh
 load_site
 

@@ -7,39 +7,48 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 #
-# The whole run, from text to a tested Hugging Face folder, in eight stages. Stages that are done are skipped, so the same
-# command again continues where it stopped. So are stages that a run does not ask for: clean, for corpora with that
-# section, sample, in which the base writes self-generated text, and gate.
+# The whole run, from text to a tested Hugging Face folder, in eight stages. Stages that are done
+# are skipped, so the same command again continues where it stopped. So are stages that a run does
+# not ask for: clean, for corpora with that section, sample, in which the base writes self-generated
+# text, and gate.
 #
-#   sbatch slurm/cpt_korean.sh                                on Slurm's nodes, one rank per task or GPU
-#   bash slurm/cpt_korean.sh                                  the same on one machine
-#   sbatch --nodes=4 slurm/cpt_korean.sh configs/demo.yaml    another run, as with CONFIG=configs/demo.yaml
-#   sbatch slurm/cpt_korean.sh configs/demo.yaml --set schedule.steps=20        with other settings than the file's
-#   STAGES="convert evaluate" bash slurm/cpt_korean.sh        these stages only, as with their names after the run's
-#   bash slurm/cpt_korean.sh --dry-run                        print the plan and what would stop the run; --gpus
-#                                                             and other options of `python -m pipeline train` may follow
+#   sbatch slurm/cpt_korean.sh                              on Slurm's nodes, a rank per task or GPU
+#   bash slurm/cpt_korean.sh                                all on one machine
+#   sbatch --nodes=4 slurm/cpt_korean.sh configs/demo.yaml  another run; so does CONFIG=…
+#   sbatch slurm/cpt_korean.sh configs/demo.yaml --set schedule.steps=20       another setting
+#   sbatch slurm/cpt_korean.sh configs/demo.yaml convert evaluate              these stages only
+#   STAGES="convert evaluate" bash slurm/cpt_korean.sh      these stages only
+#   bash slurm/cpt_korean.sh --dry-run                      print the plan, and what would stop the
+#                                   run; --gpus and other options of scale-cpt train may follow
 #
 # Five minutes before the time limit Slurm sends USR1: training saves, and the job requeues itself.
 # Settings of the site (account, partition, modules, containers): slurm/site.env.
 set -euo pipefail
 
 script=$(cd "$(dirname "$0")" >/dev/null && pwd)/${0##*/} # before the folder changes
-# sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called in, not that of $0.
+# sbatch runs a copy of this file from its spool folder: the project is the folder sbatch was called
+# in, not that of $0.
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
-source slurm/common.sh || { echo "error: call sbatch in the project's root, or set PROJECT" >&2; exit 2; }
+source slurm/common.sh || {
+    echo "error: call sbatch in the project's root, or set PROJECT" >&2
+    exit 2
+}
 load_site
 
 choose_config "$@"
 
 if [[ "${arguments[0]:-}" == --dry-run ]]; then
     read -ra cluster <<<"$(planned_cluster "$script")"
-    here python -m pipeline train --dry-run "${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}"
+    planned=("${cluster[@]}" "$CONFIG" "${changes[@]}" "${arguments[@]:1}")
+    here python -m pipeline train --dry-run "${planned[@]}"
 fi
 
 ((${#arguments[@]} == 0)) || STAGES=${arguments[*]}
-STAGES=${STAGES:-clean tokenize sample upscale train gate convert evaluate}
+all_stages="clean tokenize sample upscale train gate convert evaluate"
+STAGES=${STAGES:-$all_stages}
 
-# Lets the first stage check that the batch can be divided among the ranks, before hours of tokenization.
+# Lets the first stage check that the batch can be divided among the ranks, before hours of
+# tokenization.
 [[ " $STAGES " != *" train "* ]] || EXPECTED_WORLD_SIZE=$(count_ranks)
 export EXPECTED_WORLD_SIZE
 announce "run $CONFIG"
@@ -53,7 +62,7 @@ for stage in $STAGES; do
         gate) run_stage gate here python -m pipeline gate "$CONFIG" "${changes[@]}" ;;
         convert) run_stage convert here python -m pipeline convert "$CONFIG" "${changes[@]}" ;;
         evaluate) run_stage evaluate here python -m pipeline evaluate "$CONFIG" "${changes[@]}" ;;
-        *) die "STAGES: there is no stage \"$stage\"; choose from clean tokenize sample upscale train gate convert evaluate" ;;
+        *) die "STAGES: there is no stage \"$stage\"; choose from $all_stages" ;;
     esac
 done
 say "done"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs scale-cpt into a container image, as root on Debian. Dockerfile and slurm/scale-cpt.def run it.
+# Installs scale-cpt into a container image, as root on Debian. Dockerfile and slurm/scale-cpt.def
+# run it.
 #
 #   bash slurm/install_in_image.sh cuda|cpu
 set -euo pipefail
@@ -16,7 +17,8 @@ esac
 
 # A compiler for torch.compile and DeepSpeed's own code, MPI for tokenization with --mpi.
 apt-get update
-DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends build-essential openmpi-bin
+export DEBIAN_FRONTEND=noninteractive
+apt-get install --yes --no-install-recommends build-essential openmpi-bin
 rm -rf /var/lib/apt/lists/*
 
 pip install --no-cache-dir --constraint constraints.txt "${torch_index[@]}" torch

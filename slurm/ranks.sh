@@ -3,16 +3,18 @@
 #
 #   here COMMAND…               a serial stage: one process, on this node
 #   over_mpi COMMAND…           a stage that finds its ranks through MPI
-#   on_every_rank COMMAND…      one process per rank: over the allocation with srun, else on this machine
+#   on_every_rank COMMAND…      a process per rank: over the allocation by srun, or on this machine
 #   count_ranks                 prints how many ranks on_every_rank starts
-#   planned_cluster SCRIPT      prints the allocation, or what sbatch would request, as options of a dry run
+#   planned_cluster SCRIPT      prints the allocation, or what sbatch would request, as options of
+#                               a dry run
 #
-# The first three replace the background shell of run_stage, so that a signal to the stage reaches the command itself.
+# The first three replace the background shell of run_stage, so that a signal to the stage reaches
+# the command itself.
 
 here() { exec "${container[@]}" "$@"; }
 
-# The launcher is the host's. srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set MPI_LAUNCHER=mpirun
-# where it was not.
+# The launcher is the host's. srun needs a Slurm that was built with PMIx ("srun --mpi=list"); set
+# MPI_LAUNCHER=mpirun where it was not.
 over_mpi() {
     local launcher
     read -ra launcher <<<"${MPI_LAUNCHER:-srun --mpi=pmix}"
@@ -34,14 +36,17 @@ over_the_allocation() {
     local ranks_per_node=$(((ranks + nodes - 1) / nodes))
     find_rendezvous
     share_the_cores "${SLURM_CPUS_ON_NODE:-1}" "$ranks_per_node"
-    say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST), rendezvous at $MASTER_ADDR:$MASTER_PORT"
+    say "$ranks ranks over $nodes nodes ($SLURM_JOB_NODELIST)," \
+        "rendezvous at $MASTER_ADDR:$MASTER_PORT"
     read -ra options <<<"${SRUN_OPTIONS:-}"
     export SLURM_EXIT_ERROR=$SLURM_FAULT # distinguishes faults of srun from the user's
-    # Not --kill-on-bad-exit: it would kill the ranks that still save when the first has ended with RESUME_LATER.
-    # --wait: a tracker may take a minute to end its run. --gpu-bind=none: every rank sees its node's GPUs, also under
-    # --gpus-per-task; NCCL's direct copies fail between ranks that cannot see each other's. LOCAL_RANK chooses one.
-    exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit --cpu-bind=none \
-        --gpu-bind=none --export=ALL --wait="${EXIT_GRACE_S:-120}" "${options[@]}" bash slurm/launch.sh "$@"
+    # Not --kill-on-bad-exit: it would kill the ranks that still save when the first has ended with
+    # RESUME_LATER. --wait: a tracker may take a minute to end its run. --gpu-bind=none: every rank
+    # sees its node's GPUs, also under --gpus-per-task; NCCL's direct copies fail between ranks that
+    # cannot see each other's. LOCAL_RANK chooses one.
+    exec srun --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$ranks_per_node" --overcommit \
+        --cpu-bind=none --gpu-bind=none --export=ALL --wait="${EXIT_GRACE_S:-120}" \
+        "${options[@]}" bash slurm/launch.sh "$@"
 }
 
 on_this_machine() {
@@ -64,8 +69,8 @@ count_ranks() {
     echo $((ranks > 0 ? ranks : 2))
 }
 
-# Without an allocation: what the script's #SBATCH lines and sbatch's environment request; with NPROC, or where there is
-# no Slurm, nothing, which means this machine.
+# Without an allocation: what the script's #SBATCH lines and sbatch's environment request; with
+# NPROC, or where there is no Slurm, nothing, which means this machine.
 planned_cluster() {
     local nodes ranks gpus=${SBATCH_GPUS_PER_NODE:-1}
     if on_slurm; then
@@ -76,12 +81,14 @@ planned_cluster() {
         nodes=$(sed -nE 's/^#SBATCH +(--nodes[= ]|-N *)([0-9]+).*/\2/p' "$1")
         nodes=${nodes:-1} # what sbatch allocates to a script that does not say
         ranks=$((nodes * ${gpus##*:})) # h100:8
-        say "a plan of what sbatch would request: $ranks GPUs on $nodes nodes; NPROC=2 plans 2 processes here" >&2
+        say "a plan of what sbatch would request: $ranks GPUs on $nodes nodes;" \
+            "NPROC=2 plans 2 processes here" >&2
     fi
     echo "--gpus $ranks --gpus-per-node $(((ranks + nodes - 1) / nodes))"
 }
 
-# The first node's address as Slurm knows it; a port computed from the job's number, below the kernel's ephemeral ports.
+# The first node's address as Slurm knows it; a port computed from the job's number, below the
+# kernel's ephemeral ports.
 find_rendezvous() {
     local nodes first
     nodes=$(ask_slurm show node "$SLURM_JOB_NODELIST" --oneliner) || exit "$SLURM_FAULT"

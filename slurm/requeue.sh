@@ -6,9 +6,13 @@
 #   may_go_on STAGE EXIT_CODE    whether the stage gets another attempt; prints why
 #   requeue_job                  requeues the job
 
-# In an array's last task SLURM_JOB_ID is the id of the whole array: scontrol would requeue every task.
-readonly THIS_JOB=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-${SLURM_JOB_ID:-}}
-readonly REFUSED="disabled|Invalid|denied|Only batch" # answers of scontrol after which asking again is useless
+# In an array's last task SLURM_JOB_ID is the id of the whole array: scontrol would requeue every
+# task.
+THIS_JOB=${SLURM_JOB_ID:-}
+[[ -z "${SLURM_ARRAY_TASK_ID:-}" ]] || THIS_JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+readonly THIS_JOB
+# Answers of scontrol after which asking again is useless.
+readonly REFUSED="disabled|Invalid|denied|Only batch"
 
 # Repeats the request for SLURM_PATIENCE_S while slurmctld is busy or failing over.
 ask_slurm() {
@@ -18,24 +22,29 @@ ask_slurm() {
             complain "error: scontrol $*: $answer"
             return 1
         fi
-        [[ -n "$asked_again" ]] || complain "scontrol $*: $answer; asking again for ${SLURM_PATIENCE_S:-300} s"
+        [[ -n "$asked_again" ]] ||
+            complain "scontrol $*: $answer; asking again for ${SLURM_PATIENCE_S:-300} s"
         asked_again=true
         sleep 2
     done
     [[ -z "$answer" ]] || echo "$answer"
 }
 
-# Not true of cancelled, preempted and timed-out jobs: Slurm changes their state before it sends a signal.
+# Not true of cancelled, preempted and timed-out jobs: Slurm changes their state before it sends a
+# signal.
 job_is_running() { [[ "$(ask_slurm show job "$THIS_JOB" --oneliner)" == *" JobState=RUNNING "* ]]; }
 
-# scale-cpt may-retry decides. If it fails itself (an unmounted file system), a fault that is not the user's is tried again
-# while the job, or this call of the script, has restarted less often than it may without progress.
+# scale-cpt may-retry decides. If it fails itself (an unmounted file system), a fault that is not
+# the user's is tried again while the job, or this call of the script, has restarted less often than
+# it may without progress.
 may_go_on() {
-    local stage=$1 code=$2 most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3} verdict=0
-    [[ "$code" != "$CONFIG_ERROR" ]] || return 1 # which scale-cpt may-retry would meet, and print, again
+    local stage=$1 code=$2 verdict=0
+    local most=${MAX_RESTARTS:-100} idle=${MAX_RESTARTS_WITHOUT_PROGRESS:-3}
+    # scale-cpt may-retry would meet a fault of the configuration again, and print it again.
+    [[ "$code" != "$CONFIG_ERROR" ]] || return 1
     # shellcheck disable=SC2154  # choose_config and launch.sh set `changes`
-    "${container[@]}" python -m pipeline may-retry "$CONFIG" "${changes[@]}" --stage "$stage" --exit-code "$code" \
-        --without-progress "$idle" --most "$most" || verdict=$?
+    "${container[@]}" python -m pipeline may-retry "$CONFIG" "${changes[@]}" --stage "$stage" \
+        --exit-code "$code" --without-progress "$idle" --most "$most" || verdict=$?
     case "$verdict" in
         0) return 0 ;;
         2 | 3) return 1 ;; # the configuration is at fault; no

@@ -1,8 +1,10 @@
 # shellcheck shell=bash
-# Runs a stage, passes signals on to it, and retries it after a fault. slurm/common.sh sources this file.
+# Runs a stage, passes signals on to it, and retries it after a fault. slurm/common.sh sources this
+# file.
 #
-#   run_stage NAME COMMAND…     runs a stage: at a signal it saves and stops; after a fault that is not the user's
-#                               it is tried again; the script ends if the stage fails for good or is interrupted
+#   run_stage NAME COMMAND…     runs a stage: at a signal it saves and stops; after a fault that is
+#                               not the user's it is tried again; the script ends if the stage fails
+#                               for good or is interrupted
 
 stop_signal="" # set by the traps; once set, no further stage starts
 stage_pid=""
@@ -20,7 +22,7 @@ run_stage() {
     trap 'woken=true; forward TERM' TERM
     trap 'woken=true; forward INT' INT
     trap 'woken=true; forward HUP' HUP # the terminal is gone
-    trap 'woken=true' PIPE             # a reader of the output is gone, as in "| tee log" after Ctrl-C
+    trap 'woken=true' PIPE             # nobody reads the output, as in "| tee log" after Ctrl-C
     trap 'exit 131' QUIT
     trap end_stage EXIT
     # Without Slurm a stage has its own process group, so that all its processes can be killed.
@@ -30,8 +32,10 @@ run_stage() {
         attempt "$@"
         code=$stage_code
         [[ "$code$stop_signal" != 0 ]] || break
-        # After a signal, success and death by a signal both mean "saved". Another exit code is a fault.
-        if ((code == RESUME_LATER)) || { [[ -n "$stop_signal" ]] && ((code == 0 || code > 128)); }; then
+        # After a signal, success and death by a signal both mean "saved". Another exit code is a
+        # fault.
+        if ((code == RESUME_LATER)) ||
+            { [[ -n "$stop_signal" ]] && ((code == 0 || code > 128)); }; then
             [[ "$stop_signal" != INT ]] || ((code <= 128)) || code=$INTERRUPTED
             ((code == INTERRUPTED)) || code=$RESUME_LATER
             say "stopped at $name"
@@ -44,9 +48,11 @@ run_stage() {
     set +m
 }
 
-# Runs the stage once, and sets stage_code. Do not call it in a condition (if, ||), where bash ignores errors.
+# Runs the stage once, and sets stage_code. Do not call it in a condition (if, ||), where bash
+# ignores errors.
 attempt() {
-    export ATTEMPT=${series:=${SLURM_JOB_ID:-$HOSTNAME-$$-$(date +%s)}}.${SLURM_RESTART_COUNT:-$restarts_here}
+    : "${series:=${SLURM_JOB_ID:-$HOSTNAME-$$-$(date +%s)}}"
+    export ATTEMPT=$series.${SLURM_RESTART_COUNT:-$restarts_here}
     through_srun=""
     [[ "$1" != on_every_rank ]] || ! on_slurm || through_srun=true
     stage_code=$RESUME_LATER
@@ -71,7 +77,8 @@ forward() {
         sent=USR1 # at TERM srun kills every rank; training takes both signals as "save and stop"
     fi
     stop_signal=$1
-    # A shell that was just forked still has its parent's traps and would lose the signal. Another Ctrl-C ends the sleep.
+    # A shell that was just forked still has its parent's traps and would lose the signal. Another
+    # Ctrl-C ends the sleep.
     ((SECONDS - stage_began > 1)) || sleep 1 || true
     kill -s "$sent" "$stage_pid" 2>/dev/null || true
     say "caught SIG$1: asked the stage to save and stop"
@@ -85,7 +92,8 @@ clear_leftovers() {
         return
     fi
     for _ in {1..60}; do
-        steps=$(squeue --noheader --steps --jobs="$THIS_JOB" --format=%i 2>/dev/null | grep -v '[a-z]' || true)
+        steps=$(squeue --noheader --steps --jobs="$THIS_JOB" --format=%i 2>/dev/null |
+            grep -v '[a-z]' || true)
         [[ -n "$steps" ]] || return 0
         for step in $steps; do
             scancel --signal=KILL "$step" 2>/dev/null || true
@@ -94,8 +102,8 @@ clear_leftovers() {
     done
 }
 
-# After a save, or a fault that is not the user's, the job requeues itself. Without Slurm the stage is restarted at once,
-# after a fault only. Fails if the script has to end now.
+# After a save, or a fault that is not the user's, the job requeues itself. Without Slurm the stage
+# is restarted at once, after a fault only. Fails if the script has to end now.
 try_again() {
     local name=$1 code=$2 why
     if end_is_wanted "$code"; then

@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# The run as a chain of jobs, each with the nodes it needs: cleaning → tokenization → training → conversion → evaluation.
-# Cleaning is one for corpora with a section `clean` only, on one node; slurm/clean_corpus.sh spreads it over many.
-# Self-generated text is written at the beginning of the training job, and a gate is fitted at its end, on the GPUs of its
-# first node.
-# A job starts when the one before has succeeded. If one fails, those after it are cancelled.
-# The options of this script are sbatch's, for the training job:
+# The run as a chain of jobs, each with the nodes it needs: cleaning → tokenization → training →
+# conversion → evaluation. Cleaning is one for corpora with a section `clean` only, on one node;
+# slurm/clean_corpus.sh spreads it over many. Self-generated text is written at the beginning of the
+# training job, and a gate is fitted at its end, on the GPUs of its first node.
 #
-#   bash slurm/submit_pipeline.sh configs/demo.yaml --nodes=4 --ntasks-per-node=8          or CONFIG=configs/demo.yaml bash …
+# A job starts when the one before has succeeded. If one fails, those after it are cancelled. The
+# options of this script are sbatch's, for the training job:
 #
-# SERIAL_SBATCH_OPTIONS are the options of the other jobs. Tokenization is an array of eight tasks of one node each, which
-# share the work and may start at different times. Training waits for all eight.
+#   bash slurm/submit_pipeline.sh configs/demo.yaml --nodes=4 --ntasks-per-node=8
+#   CONFIG=configs/demo.yaml bash slurm/submit_pipeline.sh
 #
-# Without Slurm the stages run one after the other on this machine. Stages that are done are skipped.
+# SERIAL_SBATCH_OPTIONS are the options of the other jobs. Tokenization is an array of eight tasks
+# of one node each, which share the work and may start at different times. Training waits for all
+# eight.
+#
+# Without Slurm the stages run one after the other on this machine. Stages that are done are
+# skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source slurm/common.sh
@@ -22,20 +26,29 @@ command -v sbatch >/dev/null || exec bash slurm/cpt_korean.sh "$CONFIG" "${chang
 
 read -ra serial <<<"${SERIAL_SBATCH_OPTIONS:-}"
 
-# submit NAME OPTION… SCRIPT ARGUMENT…: submits a job that starts after `job`, and sets `job` to its id.
+# submit NAME OPTION… SCRIPT ARGUMENT…: submits a job that starts after `job`, and sets `job` to its
+# id.
 job=""
 submit() {
     local name=$1 after=$job
     shift
-    job=$(submit_afresh --job-name="$name" ${after:+--dependency="afterok:$after" --kill-on-invalid-dep=yes} "$@")
+    local dependency=()
+    [[ -z "$after" ]] || dependency=(--dependency="afterok:$after" --kill-on-invalid-dep=yes)
+    job=$(submit_afresh --job-name="$name" "${dependency[@]}" "$@")
     job=${job%%;*} # a federation appends its cluster's name
     echo "$name: job $job${after:+, after job $after}"
 }
 
-if (here python -m pipeline config show "$CONFIG" "${changes[@]}" 2>/dev/null || true) | grep -q '^      clean:$'; then
-    submit cleaning --nodes=1 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" clean
+run=("$CONFIG" "${changes[@]}")
+one_node=(--nodes=1 "${serial[@]}")
+# Conversion and evaluation do not save: they need no time before the limit.
+one_node_to_the_end=(--nodes=1 --signal=B:USR1@10 "${serial[@]}")
+
+settings=$(here python -m pipeline config show "${run[@]}" 2>/dev/null || true)
+if grep -q '^      clean:$' <<<"$settings"; then
+    submit cleaning "${one_node[@]}" slurm/cpt_korean.sh "${run[@]}" clean
 fi
-submit tokenization "${serial[@]}" slurm/tokenize_korean.sh "$CONFIG" "${changes[@]}"
-submit training "${arguments[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" sample upscale train gate
-submit conversion --nodes=1 --signal=B:USR1@10 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" convert
-submit evaluation --nodes=1 --signal=B:USR1@10 "${serial[@]}" slurm/cpt_korean.sh "$CONFIG" "${changes[@]}" evaluate
+submit tokenization "${serial[@]}" slurm/tokenize_korean.sh "${run[@]}"
+submit training "${arguments[@]}" slurm/cpt_korean.sh "${run[@]}" sample upscale train gate
+submit conversion "${one_node_to_the_end[@]}" slurm/cpt_korean.sh "${run[@]}" convert
+submit evaluation "${one_node_to_the_end[@]}" slurm/cpt_korean.sh "${run[@]}" evaluate

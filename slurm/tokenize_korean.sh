@@ -8,20 +8,25 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@60
 #
-# Tokenizes every corpus that a run's configuration names, over a job array, over MPI ranks, or on one machine.
+# Tokenizes every corpus that a run's configuration names, over a job array, over MPI ranks, or on
+# one machine.
 #
-#   sbatch slurm/tokenize_korean.sh configs/….yaml                            eight array tasks; so does CONFIG=…
-#   sbatch --array=0-63 --cpus-per-task=32 slurm/tokenize_korean.sh           64 nodes, 32 processes each
-#   MPI=1 sbatch --array=0 --nodes=4 --ntasks=128 slurm/tokenize_korean.sh    one job of 128 MPI ranks
-#   bash slurm/tokenize_korean.sh                                             the cores of this machine
-#   … slurm/tokenize_korean.sh --max-bad-fraction 0.05                        further flags go to scale-cpt tokenize
+#   sbatch slurm/tokenize_korean.sh configs/….yaml                  8 array tasks; so does CONFIG=…
+#   sbatch --array=0-63 --cpus-per-task=32 slurm/tokenize_korean.sh    64 nodes
+#   MPI=1 sbatch --array=0 --nodes=4 --ntasks=128 slurm/tokenize_korean.sh    128 MPI ranks
+#   bash slurm/tokenize_korean.sh                                   the cores of this machine
+#   … slurm/tokenize_korean.sh --max-bad-fraction 0.05              flags of scale-cpt tokenize
 #
-# After a kill or a lost node submit it again, with another array or none: finished units are kept, and the result is the
-# same, byte for byte. The array tasks need not run at the same time: each processes what is not done.
+# After a kill or a lost node submit it again, with another array or none: finished units are kept,
+# and the result is the same, byte for byte. The array tasks need not run at the same time: each
+# processes what is not done.
 set -euo pipefail
 
 cd "${PROJECT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}"
-[[ -f slurm/common.sh ]] || { echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2; exit 2; }
+if [[ ! -f slurm/common.sh ]]; then
+    echo "error: call sbatch in the project's root, or set PROJECT (found $PWD)" >&2
+    exit 2
+fi
 source slurm/common.sh
 load_site
 choose_config "$@"
@@ -31,9 +36,11 @@ if [[ -n "${MPI:-}" ]]; then
     command=(over_mpi "${command[@]}" --mpi)
 elif [[ -n "${SLURM_ARRAY_TASK_ID:-}" ]]; then
     first=${SLURM_ARRAY_TASK_MIN:-0}
-    # In an array such as 2,5 the remainder keeps the number below the count; two tasks may then begin at the same place.
+    # In an array such as 2,5 the remainder keeps the number below the count; two tasks may then
+    # begin at the same place.
     number=$(((SLURM_ARRAY_TASK_ID - first) / ${SLURM_ARRAY_TASK_STEP:-1} % SLURM_ARRAY_TASK_COUNT))
-    command=(here "${command[@]}" --workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-1}}" --share "$number/$SLURM_ARRAY_TASK_COUNT")
+    command=(here "${command[@]}" --workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-1}}"
+        --share "$number/$SLURM_ARRAY_TASK_COUNT")
 else
     on_slurm || say "no Slurm here: tokenizing on this machine"
     command=(here "${command[@]}" --workers "${WORKERS:-${SLURM_CPUS_PER_TASK:-$(nproc)}}")

@@ -1,4 +1,4 @@
-"""Runs `scale-cpt`, `python -m studies`, or the main function of a program, in this process."""
+"""Runs `scale-cpt`, `python -m studies`, or the main function of a command, in this process."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def _run(
         )
     finally:
         logger.handlers[:], logger.level, logger.propagate = before
-    raise AssertionError("a program always exits")
+    raise AssertionError("a command always exits")
 
 
-def call(program: ModuleType, *arguments: object) -> int:
-    """The exit code of the program's `main`; its errors are raised."""
+def call(command: ModuleType, *arguments: object) -> int:
+    """The exit code of a command's `main`; its errors are raised."""
     parser = argparse.ArgumentParser()
-    program.add_options(parser)
-    return program.main(parser.parse_args(list(map(str, arguments)))) or 0
+    command.add_options(parser)
+    return command.main(parser.parse_args(list(map(str, arguments)))) or 0

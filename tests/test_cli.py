@@ -1,4 +1,4 @@
-"""`scale-cpt`: its commands are the modules of pipeline.commands; the scripts of tools/ run the same."""
+"""`scale-cpt`: its commands are modules of pipeline.commands, which the scripts of tools/ run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def run_script(*words: object, **environment: str) -> subprocess.CompletedProces
 def test_the_list_of_commands_imports_none_of_them():
     code = (
         "import sys; from pipeline.commands import build_parser; build_parser([]).format_help();"
-        "print([name for name in sys.modules if name.startswith('pipeline.commands.')], 'torch' in sys.modules)"
+        "print([name for name in sys.modules if name.startswith('pipeline.commands.')],"
+        " 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "[] False\n"
@@ -43,7 +44,10 @@ def test_the_list_of_commands_imports_none_of_them():
 
 def test_the_help_of_the_stages_loads_no_torch():
     stages = [*COMMANDS][: [*COMMANDS].index("inspect-data")]
-    code = f"import sys; from pipeline.commands import build_parser; build_parser({stages}); print('torch' in sys.modules)"
+    code = (
+        f"import sys; from pipeline.commands import build_parser; build_parser({stages});"
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n"
 
@@ -67,7 +71,7 @@ def test_every_command_has_a_help_of_its_own(capsys):
 
 @pytest.mark.parametrize("command", FILE_NAMES)
 def test_a_command_runs_as_a_file_too(command):
-    """Also tokenize.py and inspect.py, whose folder would hide Python's own modules of these names."""
+    """Also tokenize.py and inspect.py, which would hide Python's own modules of these names."""
     done = run_script(PROJECT / "tools" / FILE_NAMES[command], "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: scale-cpt {command} ")
@@ -80,7 +84,7 @@ def test_a_script_keeps_the_search_path_that_python_left_as_it_is():
 
 
 def test_a_script_starts_workers(tmp_path):
-    """Spawned processes run the script's file again; Python's own tokenize is what they must find."""
+    """Spawned processes run the script's file again, and must find Python's own tokenize."""
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "Once upon a time"}\n' * 50)
     arguments = ["--input", text, "--tokenizer", STORIES, "--output", tmp_path / "corpus"]

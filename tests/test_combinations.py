@@ -1,4 +1,5 @@
-"""The tables of docs/combinations.md are true: what they refuse is refused so, all else is not, and a test shows it."""
+"""The tables of docs/combinations.md are true: what they refuse is refused so, all else is not, and
+a test shows it."""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ def test_a_test_shows_every_pair_that_works():
 
 
 def model_of(row: str) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """The section `method`, changes of the base's architecture, and the base, of a row of the table of exports."""
+    """The section `method`, changes of the base's architecture, and the base, of a row of the table
+    of exports."""
     method, _, rest = row.partition(", ")
     settings = METHODS[method] | ({"norm": "base"} if "norm: base" in rest else {})
     changes: dict[str, Any] = {"new_tokens": 5} if "vocabulary" in rest else {}

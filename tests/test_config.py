@@ -1,4 +1,5 @@
-"""Mistakes in a configuration's YAML that a lenient reader would pass over; files that extend others; --set."""
+"""Mistakes in a configuration's YAML that a lenient reader would pass over; files that extend
+others; --set."""
 
 from __future__ import annotations
 

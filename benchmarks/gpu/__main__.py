@@ -1,12 +1,14 @@
-"""Proves the project on a machine with one NVIDIA GPU: what it computes, saves and needs, and how fast it is.
+"""Proves the project on a machine with one NVIDIA GPU: what it computes, saves and needs, and how
+fast it is.
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --only quick
     python -m benchmarks.gpu --only parity attention
     python -m benchmarks.gpu --cpu
 
-Each part runs in a process of its own, which ends at its time limit. Results are printed, and written after
-every part as JSON. --cpu rehearses all parts with tiny shapes. Exits with 1 if a check failed.
+Each part runs in a process of its own, which ends at its time limit. Results are printed, and
+written after every part as JSON. --cpu tries all parts with tiny shapes. Exits with 1 if a
+check failed.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.setting import Row, Setting
+from benchmarks.gpu.setting import CheckRow, Setting
 from benchmarks.results import ROOT
 from pipeline import command_line
 from pipeline.errors import ConfigError
@@ -49,7 +51,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "watchdog": ("ranks", "check_watchdog"),
     "demo": ("runs", "check_demo"),
 }
-"""The module and function of each part, and what the function gets beside the setting; docs/gpu.md describes them."""
+"""The module and function of each part, and what the function gets beside the setting; docs/gpu.md
+describes them."""
 QUICK = ("parity", "exports", "memory", "fp8")
 """The parts of `--only quick`: a verdict in three minutes."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft", "liger-kernel", "flash-attn")
@@ -57,36 +60,32 @@ _OUTCOMES = {True: "passed", False: "FAILED", None: "-"}
 _GRACE_S = 10.0
 
 
-def rows_of(part: str, setting: Setting) -> Iterator[Row]:
+def rows_of(part: str, setting: Setting) -> Iterator[CheckRow]:
     """Runs a part in this process; what the others need is not imported."""
     module, function, *arguments = PARTS[part]
-    rows: Iterator[Row] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(
-        setting, *arguments
-    )
+    rows: Iterator[CheckRow] = getattr(
+        importlib.import_module(f"benchmarks.gpu.{module}"), function
+    )(setting, *arguments)
     return rows
 
 
-def run_part(part: str, setting: Setting, seconds: float) -> list[Row]:
+def run_part(part: str, setting: Setting, seconds: float) -> list[CheckRow]:
     """The rows of a part, in a process of its own; one more if it fails or has to be ended."""
-    device, folder = setting.device_type, setting.folder
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--part",
-        part,
-        "--part-seconds",
-        str(seconds),
-    ]
-    command += ["--output", str(folder), *(["--cpu"] if device == "cpu" else [])]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    device = setting.device_type
+    folder = setting.folder
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part]
+    command += ["--part-seconds", str(seconds), "--output", str(folder)]
+    if device == "cpu":
+        command.append("--cpu")
+    path = str(ROOT)
+    if os.environ.get("PYTHONPATH"):
+        path += os.pathsep + os.environ["PYTHONPATH"]
     environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": device}
     if device == "cpu":
-        # Threads would only wait for one another, and DeepSpeed would import the compiler in every process.
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "0" if part.startswith("step-") else "1",
-        }
+        # Threads would only wait for one another.
+        environment["OMP_NUM_THREADS"] = "1"
+        # DeepSpeed would import the compiler in every process.
+        environment["TORCHDYNAMO_DISABLE"] = "0" if part.startswith("step-") else "1"
     log = folder / f"{part}.log"
     _rows_file(setting, part).unlink(missing_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -100,25 +99,21 @@ def run_part(part: str, setting: Setting, seconds: float) -> list[Row]:
     finally:
         _end(process)
     rows = []
-    with contextlib.suppress(FileNotFoundError):
-        rows = [
-            Row(**json.loads(line))
-            for line in _rows_file(setting, part).read_text(encoding="utf-8").splitlines()
-        ]
+    if _rows_file(setting, part).exists():
+        for line in _rows_file(setting, part).read_text(encoding="utf-8").splitlines():
+            rows.append(CheckRow(**json.loads(line)))
     if code == -1:
-        rows.append(Row("ends in time", False, f"ended after {seconds:.0f} s; see {log}"))
+        rows.append(CheckRow("ends in time", False, f"ended after {seconds:.0f} s; see {log}"))
     elif code:
-        last = [
-            line
-            for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
-            if line.strip()
-        ][-1:]
-        rows.append(Row("ends well", False, f"exit code {code}: {''.join(last)[:400]}; see {log}"))
+        last = log.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+        found = f"exit code {code}: {last[:400]}; see {log}"
+        rows.append(CheckRow("ends well", False, found))
     return rows
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends all processes of a part's session: the stages of the demo have process groups of their own."""
+    """Ends all processes of a part's session: the stages of the demo have process groups of their
+    own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for member in _session(process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -155,53 +150,76 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=names, metavar="PART", help=f"of: {', '.join(names)}"
     )
-    parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU with tiny shapes")
+    parser.add_argument(
+        "--cpu", action="store_true", help="try all parts on the CPU with tiny shapes"
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("runs/gpu"), help="a folder; default runs/gpu"
     )
     parser.add_argument(
-        "--part-seconds", type=float, help="a part's time limit; default 180, in a rehearsal 600"
+        "--part-seconds", type=float, help="a part's time limit; default 180, with --cpu 600"
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # in this process
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
-        raise ConfigError(
-            "no GPU: torch finds no CUDA device; --cpu rehearses the check on the CPU"
-        )
+        raise ConfigError("no GPU: torch finds no CUDA device; --cpu tries the check on the CPU")
     limit = arguments.part_seconds or (600.0 if arguments.cpu else 180.0)
     setting = Setting("cpu" if arguments.cpu else "cuda", arguments.output.resolve(), limit)
     setting.folder.mkdir(parents=True, exist_ok=True)
     if arguments.part:
-        for row in rows_of(arguments.part, setting):
-            with _rows_file(setting, arguments.part).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row._asdict()) + "\n")
+        write_part(arguments.part, setting)
         return 0
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that the part's processes end too
-    name = "cpu" if arguments.cpu else torch.cuda.get_device_name()
-    about = {"device": name, "machine": platform.platform(), "python": platform.python_version()}
+    # An exception, so that the part's processes end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parts = arguments.only or list(PARTS)
+    if parts == ["quick"]:
+        parts = list(QUICK)
+    failed = run_parts(parts, setting)
+    return 1 if failed else 0
+
+
+def write_part(part: str, setting: Setting) -> None:
+    """Runs a part in this process, and appends each row to its file as it is found."""
+    for row in rows_of(part, setting):
+        with _rows_file(setting, part).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row._asdict()) + "\n")
+
+
+def run_parts(parts: Sequence[str], setting: Setting) -> int:
+    """Runs parts in processes of their own, and writes results.json after each.
+
+    Returns the number of failed checks.
+    """
+    output = setting.folder / "results.json"
+    about = about_machine(setting)
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for part in parts:
+        started = time.monotonic()
+        for row in run_part(part, setting, setting.seconds):
+            print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
+            rows.append({"part": part, **row._asdict()})
+        seconds[part] = round(time.monotonic() - started, 1)
+        values = {"about": about, "on_gpu": setting.on_gpu, "rows": rows, "seconds": seconds}
+        write_json(output, values)
+    passed = sum(row["passed"] is True for row in rows)
+    failed = sum(row["passed"] is False for row in rows)
+    done = "run" if setting.on_gpu else "tried"
+    print(f"{len(parts)} parts {done}: {passed} checks passed, {failed} failed; wrote {output}")
+    return failed
+
+
+def about_machine(setting: Setting) -> dict[str, str]:
+    """The device, the machine, and the versions of the packages that matter."""
+    about = {
+        "device": torch.cuda.get_device_name() if setting.on_gpu else "cpu",
+        "machine": platform.platform(),
+        "python": platform.python_version(),
+    }
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             about[package] = importlib.metadata.version(package)
-    rows: list[dict[str, Any]] = []
-    seconds: dict[str, float] = {}
-    chosen = arguments.only or list(PARTS)
-    for part in QUICK if chosen == ["quick"] else chosen:
-        started = time.monotonic()
-        found = run_part(part, setting, limit)
-        for row in found:
-            print(f"{part:<14}{_OUTCOMES[row.passed]:<8}{row.check}: {row.found}", flush=True)
-        rows += [{"part": part, **row._asdict()} for row in found]
-        seconds[part] = round(time.monotonic() - started, 1)
-        values = {"about": about, "self_generated": arguments.cpu, "rows": rows, "seconds": seconds}
-        write_json(setting.folder / "results.json", values)
-    passed, failed = (sum(row["passed"] is outcome for row in rows) for outcome in (True, False))
-    done = f"{len(seconds)} parts {'rehearsed' if arguments.cpu else 'run'}"
-    print(
-        f"{done}: {passed} checks passed, {failed} failed; wrote {setting.folder / 'results.json'}"
-    )
-    return 1 if failed else 0
+    return about
 
 
 if __name__ == "__main__":

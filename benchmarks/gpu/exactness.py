@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.setting import Row, Setting, small_methods, started
+from benchmarks.gpu.setting import CheckRow, Setting, small_methods, started
 from benchmarks.gpu_step import Peak, our_model, set_randomly
 from benchmarks.results import BASES, STORIES
 from pipeline.config.method import FullFineTuning, Lora
@@ -34,8 +34,9 @@ from pipeline.parallel.sharding import default_dtype
 
 
 @torch.no_grad()
-def check_parity(setting: Setting) -> Iterator[Row]:
-    """The base as transformers runs it; at step 0 no method differs from the base; then its stream stays exact."""
+def check_parity(setting: Setting) -> Iterator[CheckRow]:
+    """The base as transformers runs it; at step 0 no method differs from the base; then its stream
+    stays exact."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(512, (2, 96), generator=torch.Generator().manual_seed(0)).to(
@@ -57,7 +58,7 @@ def check_parity(setting: Setting) -> Iterator[Row]:
         base_logits = plain.logits(tokens)
         difference = float((base_logits - theirs).abs().max())
         what = f"{name}: logits of the base, against transformers in fp32"
-        yield Row(
+        yield CheckRow(
             what,
             difference < tolerance if precision == "bf16" else None,
             f"off by {difference:.2g}",
@@ -67,7 +68,7 @@ def check_parity(setting: Setting) -> Iterator[Row]:
                 continue  # one variant shows what the form of the base changes
             model = started(method, setting, dtype, base_precision=precision)
             difference = float((model.logits(tokens) - base_logits).abs().max())
-            yield Row(
+            yield CheckRow(
                 f"{name}, {variant}: logits at step 0 less the base's",
                 difference == 0,
                 str(difference),
@@ -86,7 +87,7 @@ def check_parity(setting: Setting) -> Iterator[Row]:
 
 def _preservation(
     name: str, model: Decoder, base: Decoder, tokens: Tensor, documents: Documents | None = None
-) -> Row:
+) -> CheckRow:
     """Whether a trained model keeps the base's stream and logits, bit for bit."""
     batch = (tokens, None, documents)
     expected = base.hidden_states(*batch).x, base.logits(*batch)
@@ -97,12 +98,12 @@ def _preservation(
         float((own - wanted).abs().max()) for own, wanted in zip(kept, expected, strict=True)
     )
     found = f"{'bit-equal' if exact else f'off by {largest:.2g}'} (what was added moves the logits by {moved:.2g})"
-    return Row(
+    return CheckRow(
         f"{name}: the base's stream and logits in a trained model", exact and moved > 0, found
     )
 
 
-def _preservation_at_size(setting: Setting) -> Iterator[Row]:
+def _preservation_at_size(setting: Setting) -> Iterator[CheckRow]:
     """The same at the sizes of a real base, where other matrix kernels run."""
     spec_name = "llama-3.2-1b" if setting.on_gpu else "llama-1m"
     spec = read_spec(BASES / f"{spec_name}.json")
@@ -126,11 +127,12 @@ def _preservation_at_size(setting: Setting) -> Iterator[Row]:
     yield _product_in_fp8(setting)
 
 
-def _product_in_fp8(setting: Setting) -> Row:
-    """The product that Hopper computes in fp8, against that of the decoded matrix and of activations rounded alike."""
+def _product_in_fp8(setting: Setting) -> CheckRow:
+    """The product that Hopper computes in fp8, against that of the decoded matrix and of
+    activations rounded alike."""
     what = "a product in fp8, against that of what is stored, in fp32"
     if not computes_in_fp8(setting.device_type):
-        return Row(what, None, "this torch computes none on this device: matrices are decoded")
+        return CheckRow(what, None, "this torch computes none on this device: matrices are decoded")
     quantization = Quantization("fp8", 512, 1024)
     stored = torch.empty(quantization.size, dtype=torch.uint8, device=setting.device)
     quantization.write(stored, torch.randn(512, 1024, device=setting.device))
@@ -140,7 +142,7 @@ def _product_in_fp8(setting: Setting) -> Row:
         (product_in_fp8(x, stored, quantization, None).float().cpu() - expected).norm()
         / expected.norm()
     )
-    return Row(what, error < 1e-2, f"off by {error:.1e}")
+    return CheckRow(what, error < 1e-2, f"off by {error:.1e}")
 
 
 # --- Attention -------------------------------------------------------------------------------------------------------
@@ -167,8 +169,9 @@ def literal_attention(
     return torch.stack(heads, dim=2)
 
 
-def check_attention(setting: Setting) -> Iterator[Row]:
-    """Every kernel that the device may take, forward and gradient, against a literal one in fp64."""
+def check_attention(setting: Setting) -> Iterator[CheckRow]:
+    """Every kernel that the device may take, forward and gradient, against a literal one in
+    fp64."""
     length = 300 if setting.on_gpu else 48
     layouts = {
         "one document": (length,),
@@ -223,7 +226,7 @@ def check_attention(setting: Setting) -> Iterator[Row]:
                     what = f"{name}, {str(dtype).removeprefix('torch.')}, {query_heads}/{key_heads} heads of {head_dim}"
                     what += "" if window is None else f", window {window}"
                     what += "" if softcap is None else ", soft-capped"
-                    yield Row(
+                    yield CheckRow(
                         f"{what}, {layout}: results and gradients",
                         error < tolerance,
                         f"{error:.1e}",
@@ -235,8 +238,9 @@ def _with_gradients(result: Tensor, weights: Tensor, inputs: list[Tensor]) -> li
     return [result.detach(), *torch.autograd.grad((result * weights).sum(), inputs)]
 
 
-def _memory_of_rows(setting: Setting) -> Iterator[Row]:
-    """Rows of one document make no scores of all pairs of tokens, whatever the type and the size of the heads."""
+def _memory_of_rows(setting: Setting) -> Iterator[CheckRow]:
+    """Rows of one document make no scores of all pairs of tokens, whatever the type and the size of
+    the heads."""
     length = 8192 if setting.on_gpu else 64
     for dtype, head_dim in ((torch.bfloat16, 128), (torch.float32, 128), (torch.bfloat16, 320)):
         shapes = [(1, length, heads, head_dim) for heads in (4, 1, 1)]
@@ -250,4 +254,4 @@ def _memory_of_rows(setting: Setting) -> Iterator[Row]:
         found = (
             "seen on a GPU only" if taken is None else f"{taken:.3f} GiB; scores: {scores:.3f} GiB"
         )
-        yield Row(what, None if taken is None else taken < scores, found)
+        yield CheckRow(what, None if taken is None else taken < scores, found)

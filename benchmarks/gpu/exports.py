@@ -1,4 +1,5 @@
-"""An exported model as servers run it: in a CUDA graph, with weights offloaded to the host, and in vLLM."""
+"""An exported model as servers run it: in a CUDA graph, with weights offloaded to the host, and in
+vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.setting import Row, Setting
+from benchmarks.gpu.setting import CheckRow, Setting
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 
@@ -37,8 +38,9 @@ print("found", json.dumps(list(answer.outputs[0].token_ids)))
 
 
 @torch.no_grad()
-def check_exports(setting: Setting) -> Iterator[Row]:
-    """A tied, routed model with a scaled embedding and frequencies that depend on the text's length."""
+def check_exports(setting: Setting) -> Iterator[CheckRow]:
+    """A tied, routed model with a scaled embedding and frequencies that depend on the text's
+    length."""
     config = ScaleConfig(
         rotary=[_ROTARY],
         layer_rotary=[0, 0],
@@ -61,24 +63,27 @@ def check_exports(setting: Setting) -> Iterator[Row]:
         if captured is None
         else f"off by {float((captured - expected).abs().max()):.1e}"
     )
-    yield Row(what, None if captured is None else torch.equal(captured, expected), found)
+    yield CheckRow(what, None if captured is None else torch.equal(captured, expected), found)
     what = "the same with its weights on the host, a tied output among them"
     if find_spec("accelerate") is None:
-        yield Row(what, None, "skipped: accelerate not installed")
+        yield CheckRow(what, None, "skipped: accelerate not installed")
     else:
         from accelerate import cpu_offload
 
         cpu_offload(model, execution_device=setting.device)
         off = float((model(tokens, use_cache=False).logits - expected).abs().max())
-        yield Row(what, off == 0, f"off by {off:.1e}")
+        yield CheckRow(what, off == 0, f"off by {off:.1e}")
     yield _check_vllm(setting)
 
 
-def _check_vllm(setting: Setting) -> Row:
-    """vLLM's engine, as `vllm serve` runs it, and transformers continue a text with a gated model in bf16."""
+def _check_vllm(setting: Setting) -> CheckRow:
+    """vLLM's engine, as `vllm serve` runs it, and transformers continue a text with a gated model
+    in bf16."""
     what = "vLLM continues a text as transformers does"
     if find_spec("vllm") is None or not setting.on_gpu:
-        return Row(what, None, "vLLM is not installed" if setting.on_gpu else "seen on a GPU only")
+        return CheckRow(
+            what, None, "vLLM is not installed" if setting.on_gpu else "seen on a GPU only"
+        )
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3}
     added = {"expansion_num_attention_heads": 2, "expansion_num_key_value_heads": 1}
     rotary = {
@@ -120,4 +125,4 @@ def _check_vllm(setting: Setting) -> Row:
         if line.startswith("found ")
     ]
     said = f"found {found[0]}" if found else done.stderr.strip().rpartition("\n")[2][:200]
-    return Row(what, found == [expected[0, 24:].tolist()], said)
+    return CheckRow(what, found == [expected[0, 24:].tolist()], said)

@@ -1,4 +1,5 @@
-"""What a frozen product costs in bf16 and in fp8: with a scale for each row, and with one scale a matrix."""
+"""What a frozen product costs in bf16 and in fp8: with a scale for each row, and with one scale a
+matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.setting import Row, Setting
+from benchmarks.gpu.setting import CheckRow, Setting
 from pipeline.parallel.quantized import FP8, Quantization, computes_in_fp8, product_in_fp8
 
 _TOKENS = 8192
@@ -25,10 +26,11 @@ _LARGEST = torch.finfo(FP8).max
 _LARGEST_GRADIENT = torch.finfo(torch.float8_e5m2).max
 
 
-def check_fp8_products(setting: Setting) -> Iterator[Row]:
-    """Each product's time over that of the same in bf16; the casts of activations and gradients are counted."""
+def check_fp8_products(setting: Setting) -> Iterator[CheckRow]:
+    """Each product's time over that of the same in bf16; the casts of activations and gradients are
+    counted."""
     if not setting.on_gpu or not computes_in_fp8(setting.device_type):
-        yield Row("products in fp8 beside bf16", None, "seen on a GPU with fp8 only")
+        yield CheckRow("products in fp8 beside bf16", None, "seen on a GPU with fp8 only")
         return
     for name, (rows, columns) in _SHAPES.items():
         x = torch.randn(_TOKENS, columns, device=setting.device, dtype=torch.bfloat16)
@@ -42,7 +44,7 @@ def check_fp8_products(setting: Setting) -> Iterator[Row]:
             ratios = ", ".join(
                 f"{way} {plain / own:.2f}" for way, own in seconds.items() if way != "bf16"
             )
-            yield Row(
+            yield CheckRow(
                 f"{name}, {direction}: speed over bf16",
                 None,
                 f"bf16 {teraflops:.0f} TFLOP/s; {ratios}",

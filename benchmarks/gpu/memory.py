@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.runs import compared, write_config
-from benchmarks.gpu.setting import Row, Setting
+from benchmarks.gpu.setting import CheckRow, Setting
 from benchmarks.gpu_step import Peak, our_method, set_randomly
 from benchmarks.results import BASES
 from pipeline.config.run import load_config
@@ -24,8 +24,9 @@ from pipeline.sizing.micro_batch import measure_micro_batch
 _GIB = 2**30
 
 
-def check_memory(setting: Setting) -> Iterator[Row]:
-    """What a micro-batch of each method takes in bf16, beyond the weights and without gradients that ZeRO keeps."""
+def check_memory(setting: Setting) -> Iterator[CheckRow]:
+    """What a micro-batch of each method takes in bf16, beyond the weights and without gradients
+    that ZeRO keeps."""
     spec = read_spec(BASES / ("llama-3.2-1b.json" if setting.on_gpu else "llama-1m.json"))
     length = 8192 if setting.on_gpu else 64
     cases = [(method, "none", "bf16") for method in ("fft", "lora", "preserve", "adapt", "route")]
@@ -79,12 +80,13 @@ def check_memory(setting: Setting) -> Iterator[Row]:
         allowed = 1 if method == "fft" else 0
         found = "seen on a GPU only" if waits is None else f"{waits} waits, {allowed} allowed"
         passed = None if waits is None else waits <= allowed
-        yield Row(f"the host does not wait for the GPU in it: {name}", passed, found)
+        yield CheckRow(f"the host does not wait for the GPU in it: {name}", passed, found)
         del model, parameter
 
 
 def _waits(model: Decoder, batch: tuple[Any, ...], setting: Setting) -> int | None:
-    """How often the host waits for the GPU while it hands out a micro-batch, by torch's own count."""
+    """How often the host waits for the GPU while it hands out a micro-batch, by torch's own
+    count."""
     if not setting.on_gpu:
         return None
     with warnings.catch_warnings(record=True) as seen:

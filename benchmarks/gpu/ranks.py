@@ -1,4 +1,5 @@
-"""Two processes: a tensor-parallel model against one in one process, and what the watchdog does about a lost one."""
+"""Two processes: a tensor-parallel model against one in one process, and what the watchdog does
+about a lost one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.setting import Row, Setting, started
+from benchmarks.gpu.setting import CheckRow, Setting, started
 from pipeline import log
 from pipeline.config.method import FullFineTuning
 from pipeline.config.run import WatchdogSettings as Limits
@@ -48,8 +49,9 @@ def _two(setting: Setting, target: Callable[..., None], *arguments: Any) -> list
 # --- Tensor parallelism ----------------------------------------------------------------------------------------------
 
 
-def check_two_ranks(setting: Setting) -> Row:
-    """Tensor parallelism over two processes, against one process: the loss and the norm of the gradient."""
+def check_two_ranks(setting: Setting) -> CheckRow:
+    """Tensor parallelism over two processes, against one process: the loss and the norm of the
+    gradient."""
     with reserved_port() as port:
         ends = [get_context().Pipe(duplex=False) for _ in range(2)]
         ranks = _two(setting, _one_of_two, port, setting, [sender for _, sender in ends])
@@ -62,7 +64,7 @@ def check_two_ranks(setting: Setting) -> Row:
     error = max(
         abs(own / wanted - 1) for pair in found for own, wanted in zip(pair, expected, strict=True)
     )
-    return Row(
+    return CheckRow(
         "two ranks on one device, through gloo: loss and gradient norm of tp 2",
         error < 1e-4,
         f"off by {error:.1e}",
@@ -76,7 +78,8 @@ def _one_of_two(rank: int, port: int, setting: Setting, results: list[Connection
 
 
 def _loss_and_norm(setting: Setting, tp: TensorParallel) -> tuple[float, float]:
-    """Of a batch in fp32. The base's norms are whole on every rank: their gradients are left out."""
+    """Of a batch in fp32. The base's norms are whole on every rank: their gradients are left
+    out."""
     model = started(FullFineTuning(name="fft"), setting, torch.float32, tp)
     tokens = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0)).to(
         setting.device
@@ -97,8 +100,9 @@ def _loss_and_norm(setting: Setting, tp: TensorParallel) -> tuple[float, float]:
 # --- The watchdog ----------------------------------------------------------------------------------------------------
 
 
-def check_watchdog(setting: Setting) -> Iterator[Row]:
-    """A rank that is killed, and one that is stopped: the other ends within seconds, with a line that names it.
+def check_watchdog(setting: Setting) -> Iterator[CheckRow]:
+    """A rank that is killed, and one that is stopped: the other ends within seconds, with a line
+    that names it.
 
     Two ranks of NCCL need two GPUs; on one they share it through gloo.
     """
@@ -125,7 +129,9 @@ def check_watchdog(setting: Setting) -> Iterator[Row]:
                 and first.exitcode == LOST_RANK
             )
             found = f"ended after {seconds:.1f} s with {first.exitcode}: {error}"
-            yield Row(f"{backend}, a rank is {what}: the other names it and ends", named, found)
+            yield CheckRow(
+                f"{backend}, a rank is {what}: the other names it and ends", named, found
+            )
 
 
 def _start_watched(

@@ -1,4 +1,5 @@
-"""Real runs of the project's programs: each ZeRO stage, resumed; a real size; the demo; the benchmark of steps."""
+"""Real runs of the project's programs: each ZeRO stage, resumed; a real size; the demo; the
+benchmark of steps."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.gpu.ranks import check_two_ranks
-from benchmarks.gpu.setting import Row, Setting, small_methods
+from benchmarks.gpu.setting import CheckRow, Setting, small_methods
 from benchmarks.gpu_step import ON_A_GPU
 from benchmarks.results import BASES, ROOT, STORIES
 from pipeline.config.method import ScaleMethod
@@ -89,7 +90,8 @@ def run(
 
 
 def write_config(setting: Setting, name: str, **changes: Any) -> Path:  # sections of YAML
-    """Writes the configuration of a small run; `changes` replace whole sections. An earlier such run is removed."""
+    """Writes the configuration of a small run; `changes` replace whole sections. An earlier such
+    run is removed."""
     shutil.rmtree(setting.folder / name, ignore_errors=True)
     heldout = {"ko": [KOREAN.format("heldout.")], "en": [ENGLISH.format("heldout.")]}
     corpora: dict[str, dict[str, Any]] = {
@@ -142,13 +144,14 @@ def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def check_deepspeed(setting: Setting) -> Iterator[Row]:
-    """A new group's first call; two ranks that share the device through gloo; a run under each ZeRO stage, resumed."""
+def check_deepspeed(setting: Setting) -> Iterator[CheckRow]:
+    """A new group's first call; two ranks that share the device through gloo; a run under each ZeRO
+    stage, resumed."""
     yield check_two_ranks(setting)
     if not has_deepspeed():
-        yield Row("training under ZeRO-1, 2 and 3", None, NO_DEEPSPEED)
+        yield CheckRow("training under ZeRO-1, 2 and 3", None, NO_DEEPSPEED)
         return
-    for stage in (1, 2, 3) if setting.on_gpu else (3,):  # a rehearsal tries one
+    for stage in (1, 2, 3) if setting.on_gpu else (3,):  # on a CPU one is tried
         config = write_config(setting, f"zero{stage}", deepspeed=f"ds_configs/zero{stage}.json")
         own = load_config(config)
         prepare(own)
@@ -163,22 +166,23 @@ def check_deepspeed(setting: Setting) -> Iterator[Row]:
         same = again[:3] == before[:3] and (setting.on_gpu or again == before)
         close = len(again) == len(before) == 4 and abs(again[3] / before[3] - 1) < 0.01
         found = f"{again[2:]}, before: {before[2:]}"
-        yield Row(f"ZeRO-{stage}: losses after resuming in the middle", same and close, found)
+        yield CheckRow(f"ZeRO-{stage}: losses after resuming in the middle", same and close, found)
 
 
-def _step0(name: str, folder: Path) -> tuple[Row, dict[str, Any]]:
+def _step0(name: str, folder: Path) -> tuple[CheckRow, dict[str, Any]]:
     """Whether a run began with the base's logits; and its training.json."""
     trained: dict[str, Any] = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     difference = trained["step0_max_abs_logit_difference"]
-    return Row(
+    return CheckRow(
         f"{name}: logits at step 0 less the base's", difference == 0, str(difference)
     ), trained
 
 
-def check_run(setting: Setting) -> Iterator[Row]:
-    """A run with preflight, data loading, validation and an asynchronous checkpoint: speed, memory, and a trace."""
+def check_run(setting: Setting) -> Iterator[CheckRow]:
+    """A run with preflight, data loading, validation and an asynchronous checkpoint: speed, memory,
+    and a trace."""
     if not has_deepspeed():
-        yield Row("a run of 50 steps", None, NO_DEEPSPEED)
+        yield CheckRow("a run of 50 steps", None, NO_DEEPSPEED)
         return
     changes: dict[str, Any] = {}
     steps, length, traced, texts = 4, 64, [3, 3], [KOREAN.format("heldout.")]
@@ -199,9 +203,7 @@ def check_run(setting: Setting) -> Iterator[Row]:
         "run",
         **changes,
         data={
-            "folder": str(
-                setting.folder / f"tokens-{setting.device_type}"
-            ),  # a rehearsal's are others
+            "folder": str(setting.folder / f"tokens-{setting.device_type}"),  # a CPU's are others
             "sequence_length": length,
             "corpora": {"ko": {"input": texts, "heldout_input": [KOREAN.format("heldout.")]}},
         },
@@ -220,19 +222,19 @@ def check_run(setting: Setting) -> Iterator[Row]:
     prepare(config)
     messages = train(config_path, setting).splitlines()
     passed = next((line for line in messages if "preflight: passed" in line), "no such line")
-    yield Row("preflight", "preflight: passed" in passed, passed)
+    yield CheckRow("preflight", "preflight: passed" in passed, passed)
     lines = read_metrics(config.folder / METRICS)
     rates = [
         line["tokens_per_second_per_gpu"] for line in lines if "tokens_per_second_per_gpu" in line
     ]
     rate = statistics.median(rates[len(rates) // 5 :])
-    yield Row(f"{steps} steps under ZeRO-1: tokens/s of the median step", None, f"{rate:,.0f}")
+    yield CheckRow(f"{steps} steps under ZeRO-1: tokens/s of the median step", None, f"{rate:,.0f}")
     if setting.on_gpu and (steps_file := _steps_file(setting, "1b-8192")).exists():
         rows = json.loads(steps_file.read_text(encoding="utf-8"))["rows"]
         bare = next(
             (row.get("tokens_per_second") for row in rows if row["variant"] == "adapt"), None
         )
-        yield Row(
+        yield CheckRow(
             "the same over the bare step of the benchmark",
             None,
             f"{rate / bare:.2f}" if bare else "not known",
@@ -249,38 +251,41 @@ def check_run(setting: Setting) -> Iterator[Row]:
     yield compared("peak memory of the run", estimated, measured if setting.on_gpu else None)
 
 
-def check_trace(run_folder: Path, setting: Setting) -> Iterator[Row]:
+def check_trace(run_folder: Path, setting: Setting) -> Iterator[CheckRow]:
     """The device's idle share over the traced steps of a run, and its optimizer."""
     from pipeline.observers.performance import PROFILE  # it needs deepspeed, as the run did
 
     (path,) = (run_folder / PROFILE).iterdir()
-    events = [
-        event
-        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        if event["ph"] == "X"
-    ]
+    events = []
+    for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+        # "X": an event with a duration. On a GPU a span of the program appears a second time, as
+        # what the device did in it (gpu_user_annotation).
+        if event["ph"] == "X" and event.get("cat") != "gpu_user_annotation":
+            events.append(event)
 
-    def intervals(matches: Callable[[dict[str, Any]], object]) -> list[tuple[float, float]]:
-        # On a GPU a span of the program appears a second time, as what the device did in it.
-        own = [
-            event
-            for event in events
-            if event.get("cat") != "gpu_user_annotation" and matches(event)
-        ]
-        return [(event["ts"], event["ts"] + event["dur"]) for event in own]
-
-    steps = intervals(lambda event: re.fullmatch(r"ProfilerStep#\d+", event["name"]))
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if setting.on_gpu else ("cpu_op",)
+    steps: list[tuple[float, float]] = []
+    busy: list[tuple[float, float]] = []
+    fused = 0
+    for event in events:
+        interval = event["ts"], event["ts"] + event["dur"]
+        if re.fullmatch(r"ProfilerStep#\d+", event["name"]):
+            steps.append(interval)
+        if event.get("cat") in kinds:
+            busy.append(interval)
+        if event["name"] == "aten::_fused_adamw_":
+            fused += 1
+
     window = min(begin for begin, _ in steps), max(end for _, end in steps)
-    idle = idle_share(intervals(lambda event: event.get("cat") in kinds), window)
+    idle = idle_share(busy, window)
     found = f"{idle:.1%} of {(window[1] - window[0]) / 1e3:,.1f} ms"
-    found += "" if setting.on_gpu else ", between operators of the CPU: says nothing about a GPU"
+    if not setting.on_gpu:
+        found += ", between operators of the CPU: says nothing about a GPU"
     passed = idle < _MOST_IDLE if setting.judges_speed else None
-    yield Row(
+    yield CheckRow(
         f"time between kernels in {len(steps)} step(s) of the run (goal: below 5 %)", passed, found
     )
-    fused = sum(event["name"] == "aten::_fused_adamw_" for event in events)
-    yield Row(
+    yield CheckRow(
         "the optimizer of the run is torch's fused AdamW",
         fused > 0,
         f"{fused} calls in {len(steps)} step(s)",
@@ -288,7 +293,8 @@ def check_trace(run_folder: Path, setting: Setting) -> Iterator[Row]:
 
 
 def idle_share(busy: Iterable[tuple[float, float]], window: tuple[float, float]) -> float:
-    """The share of `window` that no interval of `busy` covers; they may overlap, and reach beyond it."""
+    """The share of `window` that no interval of `busy` covers; they may overlap, and reach beyond
+    it."""
     covered, reached = 0.0, window[0]
     for begin, end in sorted(busy):
         end = min(end, window[1])
@@ -297,19 +303,19 @@ def idle_share(busy: Iterable[tuple[float, float]], window: tuple[float, float])
     return 1 - covered / (window[1] - window[0])
 
 
-def compared(what: str, estimated_gib: float, measured_gib: float | None) -> Row:
+def compared(what: str, estimated_gib: float, measured_gib: float | None) -> CheckRow:
     """Whether an estimate of memory holds within a tenth."""
     if measured_gib is None:
-        return Row(what, None, f"estimated {estimated_gib:.3g} GiB; measured on a GPU only")
+        return CheckRow(what, None, f"estimated {estimated_gib:.3g} GiB; measured on a GPU only")
     off = estimated_gib / measured_gib - 1
     found = f"estimated {estimated_gib:.2f} GiB, measured {measured_gib:.2f} GiB: off by {off:+.1%}"
-    return Row(what, abs(off) <= _MEMORY_TOLERANCE, found)
+    return CheckRow(what, abs(off) <= _MEMORY_TOLERANCE, found)
 
 
-def check_demo(setting: Setting) -> Iterator[Row]:
-    """All stages of the demo, from text to an evaluated export; a rehearsal trains a few steps."""
+def check_demo(setting: Setting) -> Iterator[CheckRow]:
+    """All stages of the demo, from text to an evaluated export; on a CPU it trains a few steps."""
     if not has_deepspeed():
-        yield Row("the demo", None, NO_DEEPSPEED)
+        yield CheckRow("the demo", None, NO_DEEPSPEED)
         return
     values = read_yaml(ROOT / "configs" / "demo.yaml")
     folder = setting.folder / "demo"
@@ -333,7 +339,7 @@ def check_demo(setting: Setting) -> Iterator[Row]:
     exports = sorted(
         path.parent.name for path in folder.rglob("config.json") if path.parent != folder
     )
-    yield Row(
+    yield CheckRow(
         "the demo: trained, converted and evaluated",
         bool(exports),
         f"perplexities {scores}, exports {exports}",
@@ -344,7 +350,7 @@ def _steps_file(setting: Setting, shape: str) -> Path:
     return setting.folder / f"gpu_step-{shape}.json"
 
 
-def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
+def check_steps(setting: Setting, shape: str) -> Iterator[CheckRow]:
     """The speed and memory of every variant of the benchmark of training steps."""
     output = _steps_file(setting, shape)
     options = [
@@ -367,7 +373,7 @@ def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
             timeout=setting.seconds - _TO_REPORT_S,
         )
     except subprocess.TimeoutExpired:
-        yield Row(
+        yield CheckRow(
             f"{shape}: the last turn ends in time",
             False,
             "ended; the rows below are what it had found",
@@ -378,4 +384,4 @@ def check_steps(setting: Setting, shape: str) -> Iterator[Row]:
             found = f"{row['tokens_per_second']:,.0f} tokens/s, {row['tflops']:.1f} TFLOP/s, "
             found += f"{row['seconds_per_step']:.4f} s a step"
             found += f", {row['peak_memory_gib']:.1f} GiB" if "peak_memory_gib" in row else ""
-        yield Row(f"{shape}, {row['variant']}", None, found)
+        yield CheckRow(f"{shape}, {row['variant']}", None, found)

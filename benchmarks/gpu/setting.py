@@ -1,4 +1,5 @@
-"""What all parts share: where they run, the rows that they return, and a small model of each variant."""
+"""What all parts share: where they run, the rows that they return, and a small model of each
+variant."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ _H100_CLASS = 800.0
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the parts run: `cuda`, or `cpu` in a rehearsal; the folder that they write to; and a part's time."""
+    """Where the parts run.
+
+    Attributes:
+        device_type: `cuda`; or `cpu`, where parts are only tried, with tiny shapes.
+        folder: that they write to.
+        seconds: a part's time.
+    """
 
     device_type: str
     folder: Path
@@ -39,7 +46,7 @@ class Setting:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is no rehearsal."""
+        """Whether figures count: on a CPU parts are only tried."""
         return self.device_type == "cuda"
 
     @property
@@ -48,7 +55,7 @@ class Setting:
         return self.on_gpu and (dense_tflops(torch.cuda.get_device_name()) or 0.0) >= _H100_CLASS
 
 
-class Row(NamedTuple):
+class CheckRow(NamedTuple):
     """What a check found. `passed` is None where nothing is demanded, or nothing could be tried."""
 
     check: str

@@ -1,1 +1,2 @@
-"""What start-up, files and lists cost at the sizes of a thousand ranks and a trillion tokens (docs/scale.md)."""
+"""What start-up, files and lists cost at the sizes of a thousand ranks and a trillion tokens
+(docs/scale.md)."""

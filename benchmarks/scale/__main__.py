@@ -1,8 +1,10 @@
-"""What grows with ranks, shards, files and steps, tried on one machine: sparse files, light processes, links.
+"""What grows with ranks, shards, files and steps, tried on one machine: sparse files, light
+processes, links.
 
     python -m benchmarks.scale --json benchmarks/out/scale.json --picture docs/scale.svg
 
-Slopes are the exponents by which costs grow. docs/scale.md says what is simulated. TMPDIR takes some GB and 10^6 files.
+Slopes are the exponents by which costs grow. docs/scale.md says what is simulated. TMPDIR takes
+some GB and 10^6 files.
 """
 
 from __future__ import annotations

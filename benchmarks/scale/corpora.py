@@ -1,7 +1,8 @@
-"""A corpus of 10^12 tokens: resuming its tokenization, opening it, reading a sample anywhere in it, checking it.
+"""A corpus of 10^12 tokens: resuming its tokenization, opening it, reading samples, checking it.
 
-All shards are links to one, with true indexes and hashes. Its ids, and the text of one large file, are zeros, of which
-a sparse file holds any number. The records of what is tokenized are copies of those of a real job.
+All shards are links to one, with true indexes and hashes. Its ids, and the text of one large file,
+are zeros, of which a sparse file holds any number. The records of what is tokenized are copies of
+those of a real job.
 """
 
 from __future__ import annotations
@@ -44,9 +45,18 @@ from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.files import file_hash, json_hash, write_record
 
-GOALS: dict[str, float] = {"open_cpu_s": 5, "open_resident_mib": 200, "first_sample_ms": 10}
-GOALS |= {"resume_cpu_s": 60, "state_files_a_file": 2, "plan_cpu_s": 60}
-SEQUENCE, RANKS, JOBS, UNIT_BYTES = 8192, 1024, 64, 2**26
+GOALS: dict[str, float] = {
+    "open_cpu_s": 5,
+    "open_resident_mib": 200,
+    "first_sample_ms": 10,
+    "resume_cpu_s": 60,
+    "state_files_a_file": 2,
+    "plan_cpu_s": 60,
+}
+SEQUENCE = 8192
+RANKS = 1024
+JOBS = 64
+UNIT_BYTES = 2**26
 _TOKENIZER = TokenizerRecord(
     fingerprint="", vocab_size=128_256, document_start=[], document_end=[0], backend=""
 )
@@ -73,7 +83,7 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
 
 
 def read(folder: Path) -> Row:
-    """What a rank does until its first batches, then `inspect-data`, and a rank's share of the preflight."""
+    """What a rank does until its first batches, `inspect-data`, and a rank's share of preflight."""
     row: Row = {"manifest_mib": round((folder / "corpus" / MANIFEST).stat().st_size / 2**20, 4)}
     data = Data.model_validate(
         {"folder": folder, "sequence_length": SEQUENCE, "corpora": {"corpus": {"input": ["-"]}}}
@@ -101,11 +111,14 @@ def job_of(texts: str, output: Path) -> Job:
 
 def make_state(folder: Path, files: int) -> None:
     """The folder that a killed job leaves. All shards are links to one."""
-    (texts := folder / "texts").mkdir(parents=True)
+    texts = folder / "texts"
+    texts.mkdir(parents=True)
     for number in range(files):
-        (last := texts / f"{number:06d}.txt").write_text("Once upon a time there was a cat.\n" * 30)
+        last = texts / f"{number:06d}.txt"
+        last.write_text("Once upon a time there was a cat.\n" * 30)
     job = job_of(str(texts / "*.txt"), folder / "tokens")
-    (state := job.output / STATE).mkdir(parents=True)
+    state = job.output / STATE
+    state.mkdir(parents=True)
     done = split_units(job.keys, UNIT_BYTES, File("", 0, str(last)))
     record = tokenize_unit(job, done.units[0])
     shard = job.output / "one"
@@ -136,40 +149,42 @@ def write_unsynced(path: Path, record: Outcome) -> None:
 
 def resume(folder: Path) -> Row:
     """What one of an array's jobs does until it begins with what is left."""
-    row, listed = Row(), list[object]()
-    sys.addaudithook(
-        lambda event, of: listed.append(of) if event in ("os.listdir", "os.scandir") else None
-    )
+    row: Row = {}
+    listed: list[object] = []
+
+    def count(event: str, of: object) -> None:
+        if event in ("os.listdir", "os.scandir"):
+            listed.append(of)
+
+    sys.addaudithook(count)
+    job = job_of(str(folder / "texts" / "*.txt"), folder / "tokens")
     ending = patch.object(preprocessing, "tokenize_unit", lambda *_: sys.exit())
     with measured(row, "resume_"), ending, contextlib.suppress(SystemExit):
-        preprocess(
-            job_of(str(folder / "texts" / "*.txt"), folder / "tokens"),
-            Workers(None),
-            share=(5, JOBS),
-        )
+        preprocess(job, Workers(None), share=(5, JOBS))
     row["listed_folders"] = len(listed)
-    held, files = (
-        sum(1 for _ in place.iterdir()) for place in (folder / "tokens" / STATE, folder / "texts")
-    )
-    return row | {"state_files_a_file": round(held / files, 2)}
+    held = len(list((folder / "tokens" / STATE).iterdir()))
+    files = len(list((folder / "texts").iterdir()))
+    row["state_files_a_file"] = round(held / files, 2)
+    return row
 
 
 def plan(path: Path, size: int) -> Row:
     """What planning a file of this size takes, of zeros in a sparse file."""
     with path.open("wb") as file:
         file.truncate(size)
-    with measured(row := Row(), "plan_"):
-        record = split_units(
-            job_of(str(path), path).keys, UNIT_BYTES, File("00000.ranges", size, str(path))
-        )
+    row: Row = {}
+    job = job_of(str(path), path)
+    with measured(row, "plan_"):
+        record = split_units(job.keys, UNIT_BYTES, File("00000.ranges", size, str(path)))
     return row | {"units": len(record.units)}
 
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
-    """Tables over the files to tokenize, the size of one, the shards of a corpus, and the documents of each."""
+    """Tables over the files to tokenize, the size of one, and the shards and documents of a corpus."""
 
     def resumed(files: int) -> Row:
-        make_state(folder := scratch / str(files), files)
+        folder = scratch / str(files)
+        make_state(folder, files)
         return in_own_process(resume, folder)
 
     def opened(shards: int, documents: int) -> Row:
@@ -177,20 +192,23 @@ def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
         make_corpus(folder / "corpus", shards, documents, tokens)
         return in_own_process(read, folder)
 
-    counts = (100, 200) if smallest else (25_000, 50_000, 100_000)
+    counts: tuple[int, ...] = (25_000, 50_000, 100_000)
+    sizes: tuple[int, ...] = (2**38, 2**39, 2**40)
+    tokens = 10_000_000
+    documents = 10_000
+    if smallest:
+        counts = (100, 200)
+        sizes = (2**20, 2**21)
+        tokens = 100_000
+        documents = 1_000
+
     title = f"Tokenization: files, 99 % of them done, one of {JOBS} jobs resumed"
     yield report(title, "files", counts, resumed, GOALS)
-    sizes, large = (2**20, 2**21) if smallest else (2**38, 2**39, 2**40), scratch / "large.txt"
-    yield report(
-        "Tokenization: one file, planned",
-        "bytes",
-        sizes,
-        partial(in_own_process, plan, large),
-        GOALS,
-    )
-    tokens, documents = (100_000, 1_000) if smallest else (10_000_000, 10_000)
+    planned = partial(in_own_process, plan, scratch / "large.txt")
+    yield report("Tokenization: one file, planned", "bytes", sizes, planned, GOALS)
     title = f"Corpora: shards of {tokens:,} tokens in {documents:,} documents"
     yield report(title, "shards", counts, lambda shards: opened(shards, documents), GOALS)
-    few, sizes = counts[0] // 10, (documents // 100, documents // 10, documents)
+    few = counts[0] // 10
     title = f"Corpora: {few:,} shards of {tokens:,} tokens"
-    yield report(title, "documents_a_shard", sizes, partial(opened, few), GOALS)
+    by_documents = (documents // 100, documents // 10, documents)
+    yield report(title, "documents_a_shard", by_documents, partial(opened, few), GOALS)

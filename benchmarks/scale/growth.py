@@ -1,4 +1,4 @@
-"""What the benchmarks of scale share: a run, a measurement in a process of its own, a table that ends with slopes."""
+"""What the benchmarks of scale share: measurements in own processes, and tables with slopes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.evaluation.table import cell, table
 
 
 def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:
-    """What `function` returns in a new process, which has imported its module and done nothing else."""
+    """What `function` returns in a new process that has only imported its module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
     with ProcessPoolExecutor(1, context) as pool:
@@ -27,9 +27,14 @@ def in_own_process(function: Callable[..., Row], *arguments: object) -> Row:
 
 @contextmanager
 def measured(row: Row, name: str = "") -> Iterator[None]:
-    """Adds to `row` what the block takes: processor time, memory that stays and at its peak, files opened."""
+    """Adds what the block takes to `row`.
+
+    That is its processor time, memory that stays, peak memory, and files opened.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    files, resident, began = opened.total(), _kib("VmRSS"), time.process_time()
+    files = opened.total()
+    resident = _kib("VmRSS")
+    began = time.process_time()
     yield
     row[f"{name}cpu_s"] = round(time.process_time() - began, 4)
     row[f"{name}resident_mib"] = round((_kib("VmRSS") - resident) / 1024, 1)
@@ -42,13 +47,17 @@ def _kib(entry: str) -> int:
 
 
 opened: Counter[str] = Counter()
-"""How often this process has opened the files of each name, but for modules of Python and what Linux shows as files."""
+"""How often this process has opened the files of each name.
+
+Modules of Python and what Linux shows as files do not count."""
+_MODULES = (".py", ".pyc", ".so", "entry_points.txt")
 
 
 def _count(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and isinstance(arguments[0], (str, Path)):
-        path, modules = Path(arguments[0]), (".py", ".pyc", ".so", "entry_points.txt")
-        if path.parts[1:2] not in (("proc",), ("sys",)) and not path.name.endswith(modules):
+        path = Path(arguments[0])
+        is_system = path.parts[1:2] in (("proc",), ("sys",))
+        if not is_system and not path.name.endswith(_MODULES):
             opened[path.name] += 1
 
 
@@ -56,9 +65,13 @@ sys.addaudithook(_count)
 
 
 def slope(rows: Sequence[Row], name: str) -> float | None:
-    """The exponent by which a cost grows with the size, between the first row and the last: 1 is linear."""
+    """The exponent by which a cost grows with the size, from the first row to the last.
+
+    1 is linear. None where the cost is nothing.
+    """
     size = next(iter(rows[0]))
-    before, after = rows[0][name], rows[-1][name]
+    before = rows[0][name]
+    after = rows[-1][name]
     if min(before, after) <= 0:
         return None
     return round(math.log(after / before) / math.log(rows[-1][size] / rows[0][size]), 2)
@@ -71,26 +84,32 @@ def report(
     row_of: Callable[[int], Row],
     goals: dict[str, float],
 ) -> Row:
-    """Prints what `row_of` measures at each of the `values` of a size, with slopes and goals; returns the table."""
+    """Prints a table of what `row_of` measures at each of the `values` of a size; returns it.
+
+    The table has slopes, and whether the last row meets the goals.
+    """
     rows = [{size: value, **row_of(value)} for value in values]
     slopes = {name: slope(rows, name) for name in rows[0]}
+    header = [size]
+    for row in rows:
+        header.append(f"{row[size]:,}")
     lines = []
-    for name, found in list(rows[-1].items())[1:]:
-        goal = (
-            f"{'met' if found <= goals[name] else 'MISSED'}: {goals[name]:,}"
-            if name in goals
-            else ""
-        )
-        lines.append(
-            [name, *(f"{row[name]:,.4g}" for row in rows), cell(slopes[name], ".2f"), goal]
-        )
-    print(
-        f"\n{title}\n{table([size, *(f'{row[size]:,}' for row in rows), 'slope', 'goal'], lines)}",
-        flush=True,
-    )
-    return {
-        "title": title,
-        "rows": rows,
-        "slopes": slopes,
-        "goals": {k: goals[k] for k in goals if k in rows[0]},
-    }
+    for name, last in rows[-1].items():
+        if name == size:
+            continue
+        line = [name]
+        for row in rows:
+            line.append(f"{row[name]:,.4g}")
+        line.append(cell(slopes[name], ".2f"))
+        line.append(_judged(last, goals.get(name)))
+        lines.append(line)
+    print(f"\n{title}\n{table([*header, 'slope', 'goal'], lines)}", flush=True)
+    applying = {name: goal for name, goal in goals.items() if name in rows[0]}
+    return {"title": title, "rows": rows, "slopes": slopes, "goals": applying}
+
+
+def _judged(found: float, goal: float | None) -> str:
+    """Whether a figure meets its goal."""
+    if goal is None:
+        return ""
+    return f"met: {goal:,}" if found <= goal else f"MISSED: {goal:,}"

@@ -1,8 +1,9 @@
 """The start of a run on many ranks, and a step of one of them: what each reads, holds and sends.
 
-At the start every rank is a thread of one process with torch's threaded process group. It does what a run does before
-DeepSpeed begins: inputs, the checks of files in the preflight, hashes, and the weights of a small base. The step is
-rank 0's: the run's own model, DeepSpeed's engine and optimizer, under torch's fake tensors and fake process group.
+At the start every rank is a thread of one process with torch's threaded process group. It does what
+a run does before DeepSpeed begins: inputs, the checks of files in the preflight, hashes, and the
+weights of a small base. The step is rank 0's: the run's own model, DeepSpeed's engine and
+optimizer, under torch's fake tensors and fake process group.
 """
 
 from __future__ import annotations
@@ -73,12 +74,18 @@ def make_run(folder: Path) -> RunConfig:
 
 
 def start(config: RunConfig, ranks: int) -> Row:
-    """Starts `ranks` ranks. Small files are neither weights nor tokens; they count whenever they are opened."""
+    """Starts `ranks` ranks as threads of this process.
+
+    Small files are neither weights nor tokens; they count whenever they are opened.
+    """
     multi_threaded_pg._install_threaded_pg()
     internals: Any = torch._C._distributed_c10d
     internals._set_thread_isolation_mode(True)
-    row, store, open_weights = Row(), internals.HashStore(), vars(base_folder)["safe_open"]
-    values, together = [object()] * ranks, threading.Barrier(ranks)
+    row: Row = {}
+    store = internals.HashStore()
+    open_weights = vars(base_folder)["safe_open"]
+    values = [object()] * ranks
+    together = threading.Barrier(ranks)
 
     def count_and_open(file: Path, **named: str) -> Any:
         opened[file.name] += 1  # Python does not know that it is opened
@@ -107,25 +114,27 @@ def start(config: RunConfig, ranks: int) -> Row:
         found[:] = values
         together.wait()
 
-    vars(base_folder)["safe_open"], vars(dist)["all_gather_object"] = count_and_open, all_gather
+    vars(base_folder)["safe_open"] = count_and_open
+    vars(dist)["all_gather_object"] = all_gather
     opened.clear()
     with ThreadPoolExecutor(ranks) as pool:
         seconds = np.diff(list(pool.map(rank_main, range(ranks)))).T.tolist()
     for part, (first, *others) in zip(_PARTS, seconds, strict=True):
-        row |= {
-            f"{part}_rank0_cpu_s": round(first, 3),
-            f"{part}_other_cpu_s": round(sum(others) / len(others), 3),
-        }
-    weights, tokens = (
-        opened[SINGLE_FILE],
-        sum(opened[name] for name in opened if name.endswith((".bin", ".idx"))),
-    )
+        row[f"{part}_rank0_cpu_s"] = round(first, 3)
+        row[f"{part}_other_cpu_s"] = round(sum(others) / len(others), 3)
+    weights = opened[SINGLE_FILE]
+    tokens = 0
+    for name, times_opened in opened.items():
+        if name.endswith((".bin", ".idx")):
+            tokens += times_opened
     row["base_opened_a_node"] = round(weights * RANKS_PER_NODE / ranks)
-    return row | {"small_files_a_rank": round((opened.total() - weights - tokens) / ranks, 2)}
+    row["small_files_a_rank"] = round((opened.total() - weights - tokens) / ranks, 2)
+    return row
 
 
 def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers: int) -> Row:
-    """What rank 0 of a base with `layers` holds at most and sends in a step, and how far the estimate is from it."""
+    """What rank 0 of a base with `layers` holds at most and sends in a step, and how far the
+    estimate is from it."""
     described = json.loads((BASES / f"{base}.json").read_text()) | {"num_hidden_layers": layers}
     (path := scratch / "config.json").write_text(json.dumps(described))
     config = adapt_run(scratch, path, zero, gpus // tp_size, tp_size)
@@ -158,7 +167,8 @@ def compare(scratch: Path, base: str, zero: int, tp_size: int, gpus: int, layers
 
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
-    """A table over the number of ranks, and one over the layers of each of two bases, at two stages of ZeRO."""
+    """A table over the number of ranks, and one over the layers of each of two bases, at two stages
+    of ZeRO."""
     counts, ranks = (
         (2, 4) if smallest else (8, 32, 128),
         partial(in_own_process, start, make_run(scratch)),

@@ -1,7 +1,7 @@
 """What a long run of many ranks writes: checkpoints, and the metrics of a million steps.
 
-Checkpoints have files with true headers and sparse values: their index, the restore of a rank at half the ranks,
-conversion, and removal. Metrics: status, report, and resuming.
+Checkpoints have files with true headers and sparse values: their index, the restore of a rank at
+half the ranks, conversion, and removal. Metrics: status, report, and resuming.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def model(base: str) -> Decoder:
 def partition(
     sizes: dict[str, int], zero: int, rank: int, ranks: int
 ) -> Iterator[tuple[str, Span]]:
-    """What `rank` holds of each parameter: ZeRO-3 cuts each over all ranks, ZeRO-2 all of them as one."""
+    """What `rank` holds of each parameter: ZeRO-3 cuts each over all ranks, ZeRO-2 all of them as
+    one."""
     total, before = sum(sizes.values()), 0
     for name, size in sizes.items():
         first = rank * (part := partition_size(size if zero == 3 else total, ranks)) - before
@@ -100,7 +101,8 @@ def make_checkpoint(folder: Path, base: str, zero: int, ranks: int) -> None:
 
 
 def read_checkpoint(folder: Path, base: str, zero: int, ranks: int) -> Row:
-    """What rank 0 does before a resume, what the middle one of `ranks` ranks then reads, and what conversion reads."""
+    """What rank 0 does before a resume, what the middle one of `ranks` ranks then reads, and what
+    conversion reads."""
     structure = model(base)
     sizes = {name: parameter.numel() for name, parameter in named_trained_parameters(structure)}
     with measured(row := Row(), "index_"):
@@ -150,7 +152,10 @@ def make_metrics(folder: Path, steps: int) -> None:
 
 
 def read_metrics(folder: Path, steps: int) -> Row:
-    """What `scale-cpt status` and `python -m studies report` do, and rank 0 on resuming 100 steps back and then at a step."""
+    """What status, report, and rank 0 do: it resumes 100 steps back, and then is at a step.
+
+    Status is `scale-cpt status`, report `python -m studies report`.
+    """
     row: Row = {"metrics_mib": round((folder / METRICS).stat().st_size / 2**20, 1)}
     with measured(row, "status_"):
         read_status(folder)
@@ -164,7 +169,8 @@ def read_metrics(folder: Path, steps: int) -> Row:
 
 
 def measure(scratch: Path, smallest: bool) -> Iterator[Row]:
-    """A table over the ranks of checkpoints, for each of two bases and stages of ZeRO, and one over steps."""
+    """A table over the ranks of checkpoints, for each of two bases and stages of ZeRO, and one over
+    steps."""
 
     def saved(base: str, zero: int, ranks: int) -> Row:
         make_checkpoint(folder := scratch / "step_00000001", base, zero, ranks)

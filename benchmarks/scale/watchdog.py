@@ -1,6 +1,8 @@
-"""The watchdog: what rank 0 spends on the heartbeats of all ranks, and how soon it names one that is gone.
+"""The watchdog: what rank 0 spends on the heartbeats of all ranks, and how soon it names one that
+is gone.
 
-Rank 0 is the real one. The others are connections of one process, which send the heartbeats of real ranks.
+Rank 0 is the real one. The others are connections of one process, which send the heartbeats of real
+ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _REPORT = RankReport(
 
 
 def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
-    """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one is gone."""
+    """Rank 0. It sends its port, what it costs in `seconds` once all have connected, and that one
+    is gone."""
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )  # a usual limit
@@ -62,7 +65,8 @@ def watch(ranks: int, seconds: float, limits: Limits, own: Any) -> None:
 
 
 async def watched(ranks: int, seconds: float, limits: Limits, *, killed: bool) -> tuple[Row, float]:
-    """What rank 0 costs, and in how many seconds it names the last rank, which is killed, or only falls silent."""
+    """What rank 0 costs, and in how many seconds it names the last rank, which is killed, or only
+    falls silent."""
     beat_s = watchdog.heartbeat_interval_s(limits, ranks)
     results, own = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")

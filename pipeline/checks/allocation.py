@@ -170,14 +170,13 @@ def judge_memory(
     """Judges a rank's needs, on its GPU and in host memory, by what each rank has available."""
     faults: list[Fault] = []
     needed = _gib(device_bytes)
-    usable, smallest_node = min(
-        (memory.usable, node) for memory, node in zip(available, nodes, strict=True)
-    )
+    smallest = min(range(len(nodes)), key=lambda rank: available[rank].usable)
+    usable = available[smallest].usable
     if device_bytes > usable:
         faults.append(
             Fault(
                 f"a rank needs {needed} of the {_gib(usable)} GiB that are usable on a GPU of "
-                f"{smallest_node}; scale-cpt estimate recommends a layout that fits"
+                f"{nodes[smallest]}; scale-cpt estimate recommends a layout that fits"
             )
         )
     else:
@@ -188,14 +187,13 @@ def judge_memory(
                     f"expected {needed}: another process holds the rest"
                 )
                 faults.append(Fault(text, nodes[rank], passing=True))
-    host, fullest_node = min(
-        (memory.host, node) for memory, node in zip(available, nodes, strict=True)
-    )
+    fullest = min(range(len(nodes)), key=lambda rank: available[rank].host)
+    host = available[fullest].host
     if host_bytes > host:
         faults.append(
             Fault(
                 f"a rank needs {_gib(host_bytes)} GiB of host memory, found {_gib(host)} for each "
-                f"rank on {fullest_node}; start fewer ranks a node, or ask Slurm for more (--mem)"
+                f"rank on {nodes[fullest]}; start fewer ranks a node, or ask Slurm for more (--mem)"
             )
         )
     measured: list[str] = []
@@ -386,7 +384,8 @@ def check_corpora(allocation: Allocation) -> Finding:
     by_rank = all_gathered(run_on_all_ranks(damaged))
     faults: list[Fault] = []
     for rank, texts in enumerate(by_rank):
-        faults += [Fault(f"{text} (seen on {nodes[rank]})") for text in texts]
+        for text in texts:
+            faults.append(Fault(f"{text} (seen on {nodes[rank]})"))
     result = "are damaged" if faults else "are those that were written"
     sampled = f"{SAMPLED_BYTES // 2**20} MiB of tokens"
     return Finding(f"corpora: sizes, indexes and {sampled} {result}", faults)

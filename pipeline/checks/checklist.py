@@ -158,13 +158,20 @@ def check_allocation(inputs: RunInputs, groups: ProcessGroups, device: torch.dev
 
 def refuse_faults(findings: list[Finding]) -> None:
     """Raises PreflightError with every fault, and the Slurm option that excludes broken nodes."""
-    faults = [fault for finding in findings for fault in finding.faults]
-    if not faults:
+    texts: list[str] = []
+    broken_nodes: set[str] = set()
+    all_passing = True
+    for finding in findings:
+        for fault in finding.faults:
+            texts.append(fault.text)
+            all_passing = all_passing and fault.passing
+            if fault.node is not None:
+                broken_nodes.add(fault.node)
+    if not texts:
         return
-    texts = "; ".join(fault.text for fault in faults)
-    message = f"preflight: {len(faults)} fault(s): {texts}"
-    nodes = sorted({fault.node for fault in faults if fault.node is not None})
-    if nodes:
-        message += f"; to exclude the broken nodes from the job: --exclude={','.join(nodes)}"
-    all_passing = all(fault.passing for fault in faults)
+    message = f"preflight: {len(texts)} fault(s): {'; '.join(texts)}"
+    if broken_nodes:
+        option = f"--exclude={','.join(sorted(broken_nodes))}"
+        message += f"; to exclude the broken nodes from the job: {option}"
+    # Another attempt is worth it only if it may meet none of the faults.
     raise PreflightError(message, TRANSIENT_FAULT if all_passing else None)

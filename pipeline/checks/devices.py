@@ -109,7 +109,9 @@ def judge_products(
     verdict = "not right on every rank" if faults else "right on every rank"
     slowness = [_slowness(products, rank) for rank in range(len(products))]
     by_slowness = sorted(range(len(products)), key=slowness.__getitem__)
-    slowest_of_node = {nodes[rank]: rank for rank in by_slowness}  # The last of each node stays.
+    slowest_of_node: dict[str, int] = {}
+    for rank in by_slowness:
+        slowest_of_node[nodes[rank]] = rank  # The last one stays, which is the slowest.
     for node, rank in slowest_of_node.items():
         if slow_factor is not None and slowness[rank] > slow_factor:
             text = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import RunInputs
+from pipeline.config.data import Corpus
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER
@@ -61,8 +62,10 @@ class RunPlan:
     def __str__(self) -> str:
         """A few dozen lines, with the faults at the end."""
         rows = list(self.rows)
-        rows += [("yet to make", text) for text in self.to_make]
-        rows += [("errors", text) for text in self.faults or ["none found"]]
+        for text in self.to_make:
+            rows.append(("yet to make", text))
+        for text in self.faults or ["none found"]:
+            rows.append(("errors", text))
         width = max(len(name) for name, _ in self.rows)
         lines: list[str] = []
         name_before = ""
@@ -277,7 +280,9 @@ def _corpus_rows(inputs: RunInputs) -> Iterator[Row]:
     heldout = {} if samples is None else samples.heldout
     if heldout:
         most = config.validation.max_sequences
-        counts = [f"{min(len(part), most)} of {name}" for name, part in heldout.items()]
+        counts: list[str] = []
+        for name, part in heldout.items():
+            counts.append(f"{min(len(part), most)} of {name}")
         text += f", sequences: {', '.join(counts)}"
     yield "validation", text
 
@@ -302,9 +307,8 @@ def _times(config: RunConfig, every_steps: int) -> int:
 
 def _stages(config: RunConfig) -> Iterator[str]:
     """The stages that this run needs, in order."""
-    corpora = config.data.corpora.values()
     yield "tokenize"
-    if any(corpus.sample is not None for corpus in corpora):
+    if _any_is_sampled(config.data.corpora.values()):
         yield "sample"
     if isinstance(config.method, ScaleMethod):
         yield "upscale"
@@ -315,13 +319,18 @@ def _stages(config: RunConfig) -> Iterator[str]:
     yield "evaluate"
 
 
+def _any_is_sampled(corpora: Iterable[Corpus]) -> bool:
+    """Whether the base writes the text of one of these corpora."""
+    return any(corpus.sample is not None for corpus in corpora)
+
+
 def _to_make(config: RunConfig) -> Iterator[str]:
     """The inputs that earlier stages have not made yet."""
     data = config.data
     unfinished = [data.corpora[name] for name in unfinished_corpora(data)]
     if any(corpus.sample is None for corpus in unfinished):
         yield f"{data.folder}: the token corpora (scale-cpt tokenize)"
-    if any(corpus.sample is not None for corpus in unfinished):
+    if _any_is_sampled(unfinished):
         yield f"{data.folder}: the text that the base writes (scale-cpt sample)"
     expansion = config.initial_expansion_folder
     if isinstance(config.method, ScaleMethod) and not (expansion / MANIFEST).exists():

@@ -59,8 +59,11 @@ class Samples(NamedTuple):
     @property
     def corpora(self) -> list[TokenCorpus]:
         """The corpora that the samples are read from."""
-        corpora = [packed.source for packed in self.training.corpora.values()]
-        corpora += [part.packed.source for part in self.heldout.values()]
+        corpora: list[TokenCorpus] = []
+        for packed in self.training.corpora.values():
+            corpora.append(packed.source)
+        for part in self.heldout.values():
+            corpora.append(part.packed.source)
         return corpora
 
     @property
@@ -86,7 +89,10 @@ class RunInputs:
         self._base_config = base_config
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "tokenizer"}
+        """What is pickled, and so broadcast: everything that is open but the tokenizer."""
+        state = dict(self.__dict__)
+        state.pop("tokenizer", None)
+        return state
 
     def get_or_none(self, name: str) -> Any:
         """The property of this name, or None where it cannot be opened."""

@@ -86,7 +86,7 @@ def _largest_magnitude(tensors: list[Tensor]) -> float:
 
 def _layers_that_fit(decoder: Decoder, largest_bytes: int) -> int:
     """How many of the first layers fit beside embedding, last norm and output."""
-    layer_bytes = [_fp32_bytes(layer) for layer in decoder.layers]
+    layer_bytes = list(map(_fp32_bytes, decoder.layers))
     other_bytes = _fp32_bytes(decoder) - sum(layer_bytes)
     return min(len(layer_bytes), (largest_bytes - other_bytes) // max(layer_bytes))
 

@@ -119,11 +119,13 @@ def cleaning_jobs(data: Data) -> Iterator[CleaningJob]:
     for name, corpus in data.corpora.items():
         if corpus.heldout_input:
             heldout.append(heldout_source(data, name))
-    before: list[Corpus] = []
+    before: list[str] = []
     for name, corpus in data.corpora.items():
         if corpus.clean is not None:
-            yield CleaningJob(corpus, cleaned_folder(data, name), heldout, list(before))
-            before.append(source_of(data, name))
+            # Their cleaned text, if the caller has cleaned them by now.
+            others = [source_of(data, other) for other in before]
+            yield CleaningJob(corpus, cleaned_folder(data, name), heldout, others)
+            before.append(name)
 
 
 def units_of(corpora: Sequence[Corpus]) -> list[tuple[Unit, Keys]]:
@@ -200,12 +202,14 @@ def stages_of(job: CleaningJob) -> list[Stage]:
     heldout = units_of(job.heldout)
     tasks = min(len(units), _MOST_TASKS)
 
+    finds_copies = "duplicates" not in settings.skip
     first = _steps_of_each(job, steps, rules, units)
+    if finds_copies:
+        first.append(Signatures(str(job.work / "signatures"), _MINHASH, _WORDS))
     filtered = [*_patterns_of(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
     stages = [Stage("filter", tasks, first, filtered)]
     last: list[Block] = [Shard(str(job.work / "filtered"))]
-    if "duplicates" not in settings.skip:
-        first.append(Signatures(str(job.work / "signatures"), _MINHASH, _WORDS))
+    if finds_copies:
         known = [*heldout, *units_of(job.others)]
         stages += _stages_of_copies(job, known)
         copies = str(job.work / "copies")

@@ -1,6 +1,7 @@
 """One base with several expansions: a folder that is made of the exports of runs on that base.
 
-It holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the base.
+It holds the base once, and of each expansion, in `expansions/NAME`, what its export has beside the
+base.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ from pipeline.hf.served_tokenizer import check_export
 from pipeline.hf.write import PlannedTensor, code_files, copy_code, stored_tensors, write_tensors
 
 COMBINATION = FolderKind("a combination", "combination.json", "scale-cpt combination 1")
-EMBEDDING, OUTPUT = "embedding.base.weight", "output.base"
-_WITH_NEW_ROWS = dict(zip((EMBEDDING, OUTPUT), NEW_ROWS, strict=True))
+EMBEDDING = "embedding.base.weight"
+OUTPUT = "output.base"
+# The tensors of an export with an extended vocabulary whose last rows are of new tokens, and the
+# names that these rows have beside the base's.
+_NEW_ROWS = {EMBEDDING: NEW_ROWS[0], OUTPUT: NEW_ROWS[1]}
 # A ScaleConfig without an expansion. Heads are the base's: what is left of all.
 _NO_EXPANSION: dict[str, Any] = {
     "expansion_hidden_size": 0,
@@ -64,7 +68,7 @@ _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Export:
+class ExpansionExport:
     """A gated export of one expansion, with its base, in the format scale."""
 
     folder: Path
@@ -83,73 +87,85 @@ class Export:
         return int(self.config["base_vocab_size"])
 
     @property
-    def new_rows(self) -> int:
-        """How many it has not."""
+    def new_tokens(self) -> int:
+        """How many tokens its vocabulary has beside the base's."""
         return int(self.config["vocab_size"]) - self.base_rows
 
     @property
     def base_tokenizer(self) -> str:
         """The fingerprint of its base's tokenizer, which its own may extend."""
-        if self.new_rows:
+        if self.new_tokens:
             return read_vocabulary(self.folder, EXTENDED).base_tokenizer
         return load_tokenizer(self.folder).fingerprint
 
     @cached_property
     def base(self) -> dict[str, PlannedTensor]:
-        """The base's tensors by name, without rows of new tokens; its output too where that is its embedding."""
-        own = {
-            name: tensor for name, tensor in stored_tensors(self.folder).items() if is_of_base(name)
-        }
-        own = {OUTPUT: replace(own[EMBEDDING], name=OUTPUT)} | own
-        return own | {name: _rows(own[name], slice(self.base_rows)) for name in _WITH_NEW_ROWS}
+        """The base's tensors by name, without rows of new tokens; its output too where that is its
+        embedding.
+        """
+        own: dict[str, PlannedTensor] = {}
+        for name, tensor in stored_tensors(self.folder).items():
+            if is_of_base(name):
+                own[name] = tensor
+        if OUTPUT not in own:
+            own = {OUTPUT: replace(own[EMBEDDING], name=OUTPUT)} | own
+        for name in _NEW_ROWS:
+            own[name] = _rows(own[name], 0, self.base_rows)
+        return own
 
     @cached_property
     def expansion(self) -> list[PlannedTensor]:
         """All other tensors; rows of new tokens have names of their own."""
         stored = stored_tensors(self.folder)
         tensors = [tensor for name, tensor in stored.items() if not is_of_base(name)]
-        if self.new_rows:
-            new = slice(self.base_rows, None)
-            tensors += [
-                replace(_rows(stored[name], new), name=written)
-                for name, written in _WITH_NEW_ROWS.items()
-            ]
+        if self.new_tokens:
+            for name, written in _NEW_ROWS.items():
+                rows = _rows(stored[name], self.base_rows, stored[name].shape[0])
+                tensors.append(replace(rows, name=written))
         return tensors
 
 
-def _rows(tensor: PlannedTensor, rows: slice) -> PlannedTensor:
-    count, *rest = tensor.shape
-    return replace(tensor, shape=(len(range(count)[rows]), *rest), make=lambda: tensor.make()[rows])
+def _rows(tensor: PlannedTensor, first: int, stop: int) -> PlannedTensor:
+    """The rows of a tensor from `first` on and before `stop`."""
+
+    def make() -> torch.Tensor:
+        return tensor.make()[first:stop]
+
+    return replace(tensor, shape=(stop - first, *tensor.shape[1:]), make=make)
 
 
 def base_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a CombinedConfig without expansions, for the base of a model with the ScaleConfig `config`."""
-    left = ("architectures", "auto_map", "model_type", "transformers_version", "expansions")
-    entries = {
-        key: value
-        for key, value in config.items()
-        if not key.startswith("gate_") and key not in left
-    }
+    """The entries of a CombinedConfig without expansions, for the base of a model with the
+    ScaleConfig `config`.
+    """
+    left_out = ("architectures", "auto_map", "model_type", "transformers_version", "expansions")
+    entries: dict[str, Any] = {}
+    for key, value in config.items():
+        if key not in left_out and not key.startswith("gate_"):
+            entries[key] = value
     for heads in ("num_attention_heads", "num_key_value_heads"):
         entries[heads] -= entries[f"expansion_{heads}"]
-    vocab_size = config.get("base_vocab_size") or config["vocab_size"]
-    return (
-        entries | _NO_EXPANSION | {"l_fp": entries["num_hidden_layers"], "vocab_size": vocab_size}
-    )
+    entries |= _NO_EXPANSION
+    entries["l_fp"] = entries["num_hidden_layers"]
+    entries["vocab_size"] = config.get("base_vocab_size") or config["vocab_size"]
+    return entries
 
 
-def open_export(path: Path) -> Export:
+def open_export(path: Path) -> ExpansionExport:
     """The export in a folder, or of the run in it.
 
-    Raises ConversionError: it is no export that can be combined; says why.
+    Raises:
+        ConversionError: it is no export that can be combined; says why.
     """
-    folder = path / HF_FOLDER if (path / RUN_FILE).exists() else path
+    folder = path
+    if (path / RUN_FILE).exists():
+        folder = path / HF_FOLDER
     if not holds(EXPORT, folder):
         raise ConversionError(
             f"{folder}: holds no export; convert the run first: scale-cpt convert"
         )
     config = read_object(folder / "config.json", ConversionError, "convert the run again")
-    fault = None
+    fault: str | None = None
     if config.get("model_type") != ScaleConfig.model_type:
         fault = "it is no export in the format scale; convert the run again with --format scale"
     elif config.get("gate_layer") is None:
@@ -160,22 +176,24 @@ def open_export(path: Path) -> Export:
         fault = "its rotary frequencies change with the text's length"
     if fault is not None:
         raise ConversionError(f"{folder}: cannot be combined: {fault}")
-    return Export(folder, config, read_object(folder / RECORD, ConversionError))
+    return ExpansionExport(folder, config, read_object(folder / RECORD, ConversionError))
 
 
 def combine(folder: Path, runs: Mapping[str, Path]) -> None:
-    """Writes a folder of the base and of the exports of `runs`, by the names that their expansions get there.
+    """Writes a folder of the base and of the exports of `runs`, by the names that their expansions
+    get there.
 
     It appears, in place of an earlier combination, when each of them has been verified.
 
     Raises:
-        ConversionError: an export cannot be combined, or is of another base; a name is none; what was written computes
-            something else than the export.
+        ConversionError: an export cannot be combined, or is of another base; a name is none; what
+            was written computes something else than the export.
         OutputError: `folder` holds something else.
     """
-    if bad := [name for name in runs if not NAME.fullmatch(name)]:
-        raise ConversionError(f"{bad[0]}: expected a name of ASCII letters, digits, - or _")
-    exports = dict[str, Export]()
+    for name in runs:
+        if not NAME.fullmatch(name):
+            raise ConversionError(f"{name}: expected a name of ASCII letters, digits, - or _")
+    exports: dict[str, ExpansionExport] = {}
     for name, path in runs.items():
         _logger.info("%s: reading %s", name, path)
         exports[name] = open_export(path)
@@ -184,11 +202,10 @@ def combine(folder: Path, runs: Mapping[str, Path]) -> None:
         # The output of an extended vocabulary is not its embedding; that of its base may be.
         tied = torch.equal(first.base[EMBEDDING].make(), first.base[OUTPUT].make())
         base = base_entries(first.config) | {"tie_word_embeddings": tied}
-        write_tensors(
-            partial,
-            [one for name, one in first.base.items() if name != OUTPUT or not tied],
-            first.dtype,
-        )
+        tensors = dict(first.base)
+        if tied:
+            del tensors[OUTPUT]
+        write_tensors(partial, list(tensors.values()), first.dtype)
         for name, export in exports.items():
             _logger.info("%s: comparing its base, writing its expansion", name)
             _check_base(first, export)
@@ -209,46 +226,58 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         (folder / EXTENDED).write_bytes(read_inside(source, EXTENDED, ConversionError))
 
 
-def _check_base(first: Export, export: Export) -> None:
-    """Raises ConversionError if both exports' bases differ in a bit. Special tokens may."""
+def _check_base(first: ExpansionExport, export: ExpansionExport) -> None:
+    """Compares the bases of two exports to the bit, but for the numbers of special tokens.
+
+    Raises:
+        ConversionError: they differ.
+    """
     expected = base_entries(first.config)
     for key, value in base_entries(export.config).items():
-        if (
-            expected.get(key) != value
-            and key != "tie_word_embeddings"
-            and not key.endswith("_token_id")
-        ):
-            advice = (
-                "convert the run again with --dtype"
-                if key == "dtype"
-                else "combine expansions of one base"
-            )
-            raise ConversionError(
-                f"{export.folder}: its base has {key} {value}, that of {first.folder} {expected.get(key)}: {advice}"
-            )
+        # An extended vocabulary unties an output, whose values are compared below.
+        may_differ = key == "tie_word_embeddings" or key.endswith("_token_id")
+        if expected.get(key) == value or may_differ:
+            continue
+        advice = "combine expansions of one base"
+        if key == "dtype":
+            advice = "convert the run again with --dtype"
+        raise ConversionError(
+            f"{export.folder}: its base has {key} {value}, that of {first.folder} "
+            f"{expected.get(key)}: {advice}"
+        )
     if export.base_tokenizer != first.base_tokenizer:
         raise ConversionError(
-            f"{export.folder}: its base's tokenizer differs from that of {first.folder}: combine expansions of one base"
+            f"{export.folder}: its base's tokenizer differs from that of {first.folder}: combine "
+            "expansions of one base"
         )
-    for name, tensor in export.base.items() if export is not first else ():
+    if export is first:
+        return
+    for name, tensor in export.base.items():
         if name not in first.base or not torch.equal(first.base[name].make(), tensor.make()):
             raise ConversionError(
-                f"{export.folder}: {name} differs from that of {first.folder}: combine expansions of one base"
+                f"{export.folder}: {name} differs from that of {first.folder}: combine expansions "
+                "of one base"
             )
 
 
-def _write_model(folder: Path, base: Mapping[str, Any], exports: Mapping[str, Export]) -> None:
+def _write_model(
+    folder: Path, base: Mapping[str, Any], exports: Mapping[str, ExpansionExport]
+) -> None:
     """Writes what is shared beside the base's weights: config.json, code, tokenizer, model card."""
     copy_code(folder, code_files(CombinedForCausalLM))
-    # In the order in which the model counts their pieces.
-    first, *extended = (
-        sorted(name for name, export in exports.items() if export.new_rows) or list(exports)[:1]
-    )
-    _copy_tokenizer(folder / EXPANSIONS / first, folder)
-    for name in extended:
+    # The tokenizer is that of an expansion, joined with others that have new tokens, in the order
+    # of the model's ids.
+    names = sorted(name for name, export in exports.items() if export.new_tokens)
+    if not names:
+        names = list(exports)[:1]
+    _copy_tokenizer(folder / EXPANSIONS / names[0], folder)
+    for name in names[1:]:
         join_extensions(folder, folder / EXPANSIONS / name)
     write_text(folder / CARD, _card(exports))
     write_json(folder / COMBINATION.record, {"format": COMBINATION.format})
+    expansions: dict[str, Any] = {}
+    for name, export in exports.items():
+        expansions[name] = {**export.config, "tie_word_embeddings": False}
     config = {
         **base,
         "architectures": [CombinedForCausalLM.__name__],
@@ -258,26 +287,20 @@ def _write_model(folder: Path, base: Mapping[str, Any], exports: Mapping[str, Ex
         },
         "model_type": CombinedConfig.model_type,
         "transformers_version": NEEDED,
-        "expansions": {
-            name: {**export.config, "tie_word_embeddings": False}
-            for name, export in exports.items()
-        },
+        "expansions": expansions,
     }
     write_json(folder / "config.json", dict(sorted(config.items())))
     check_export(folder, load_tokenizer(folder), advice="convert the runs again")
 
 
-def _card(exports: Mapping[str, Export]) -> str:
-    rows = [
-        (
-            name,
-            export.record["method"].get("variant"),
-            sum(prod(tensor.shape) for tensor in export.expansion),
-            export.new_rows,
-            export.record["position"]["tokens_seen"],
-        )
-        for name, export in exports.items()
-    ]
+def _card(exports: Mapping[str, ExpansionExport]) -> str:
+    """The model card: how to load the folder, and a row for each expansion."""
+    rows = []
+    for name, export in exports.items():
+        variant = export.record["method"].get("variant")
+        parameters = sum(prod(tensor.shape) for tensor in export.expansion)
+        tokens_seen = export.record["position"]["tokens_seen"]
+        rows.append((name, variant, parameters, export.new_tokens, tokens_seen))
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -300,23 +323,28 @@ tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 
 @torch.no_grad()
-def _verify(folder: Path, name: str, export: Export) -> None:
-    """Raises ConversionError if an expansion of `folder` alone beside its base has other logits than its export."""
+def _verify(folder: Path, name: str, export: ExpansionExport) -> None:
+    """Compares the logits of an expansion of `folder`, alone beside its base, with those of its
+    export.
+
+    Raises:
+        ConversionError: they differ in a bit.
+    """
     alone = load_hf_model(export.folder)
     model = CombinedForCausalLM.from_pretrained(folder, active=[name], dtype=export.dtype)
-    for window in windows_of(
-        PROBE_TEXTS.values(), export.folder, int(export.config["max_position_embeddings"])
-    ):
+    own = model.new_tokens[model.names.index(name)]
+    longest = int(export.config["max_position_embeddings"])
+    for window in windows_of(PROBE_TEXTS.values(), export.folder, longest):
         tokens = window.unsqueeze(0)
         expected = alone(tokens, use_cache=False).logits
         columns = torch.arange(expected.shape[-1])
-        # Its pieces may have other ids here, and those of other expansions come before or behind.
-        columns[export.base_rows :] += (
-            model.new_tokens[model.names.index(name)].start - export.base_rows
-        )
+        # Its new tokens may have other ids here, and those of other expansions come before or
+        # behind.
+        columns[export.base_rows :] += own.start - export.base_rows
         found = model(columns[tokens], use_cache=False).logits[..., columns]
         if not torch.equal(found, expected):
             difference = float((found - expected).abs().max())
             raise ConversionError(
-                f"{export.folder}: {name} beside its base differs by {difference:.3g} in a logit; not kept"
+                f"{export.folder}: {name} beside its base differs by {difference:.3g} in a logit; "
+                "not kept"
             )

@@ -63,8 +63,10 @@ def _table(path: str, section: type[BaseModel], required: str = "") -> Iterator[
     yield _heading(f"`{path}`", _summary(section) + required)
     yield from _rows(section)
     for name, field in section.model_fields.items():
-        if get_origin(field.annotation) is dict:
-            yield from _table(f"{path}.{name}.<name>", _sections(field.annotation)[0])
+        sections = _sections(field.annotation)
+        # The values of other mappings are numbers, which the row of the setting describes.
+        if get_origin(field.annotation) is dict and sections:
+            yield from _table(f"{path}.{name}.<name>", sections[0])
 
 
 def _heading(title: str, summary: str) -> str:
@@ -137,7 +139,7 @@ def _type(annotation: Any) -> str:
     if origin in (list, tuple):
         return f"list of {_type(parts[0])}"
     if origin is dict:
-        return "one section a name"
+        return f"one {_type(parts[1])} a name"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     return _WORDS.get(annotation, str(annotation))

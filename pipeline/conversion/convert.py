@@ -70,7 +70,8 @@ class Conversion:
         gate: the folder of its gate; None: the export has none.
         vocabulary: the folder of its extended vocabulary; None: where it was in training.
         overwrite: whether anything at `output` may be replaced.
-        purpose: what the export is for; it decides the scale at which a merged export stores added channels.
+        purpose: what the export is for; it decides the scale at which a merged export stores added
+            channels.
     """
 
     checkpoint: Path
@@ -85,7 +86,8 @@ class Conversion:
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
-    """The conversion of a run's newest checkpoint, with the gate of its section `gate`, into its own `hf` folder.
+    """The conversion of a run's newest checkpoint, with the gate of its section `gate`, into its
+    own `hf` folder.
 
     Raises:
         CheckpointError: the run has saved none, or `latest` names none.
@@ -106,7 +108,8 @@ def latest_conversion(config: RunConfig) -> Conversion:
 
 
 def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys]]:
-    """What an export is verified on: by corpus the held-out files, or else the inputs, and where documents are in them.
+    """What an export is verified on: by corpus the held-out files, or else the inputs, and where
+    documents are in them.
 
     Text that the base wrote has neither, and a corpus that came as tokens no text.
     """
@@ -127,16 +130,18 @@ def run_texts(config: RunConfig) -> Iterator[str]:
 
 
 def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] = ()) -> bool:
-    """Writes `conversion.output`, verified, completely or not at all. Tokenizers are compared on `texts`, too.
+    """Writes `conversion.output`, verified, completely or not at all. Tokenizers are compared on
+    `texts`, too.
 
-    Returns False, and writes nothing, if an equal request has already made it, with this version's code.
+    Returns False, and writes nothing, if an equal request has already made it, with this version's
+    code.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or the gate is not fitted for it.
         BaseModelError: the base is missing or damaged, or another one than the checkpoint's.
         OutputError: the output holds something else.
-        ConversionError: the format cannot express the model, or what was written differs from it, or its tokenizer from
-            that of training.
+        ConversionError: the format cannot express the model, or what was written differs from it,
+            or its tokenizer from that of training.
     """
     output = conversion.output
     is_expansion = conversion.format == "expansion"
@@ -172,7 +177,9 @@ def convert(conversion: Conversion, make_probe: MakeProbe, texts: Iterable[str] 
 
 
 def _request(conversion: Conversion) -> dict[str, Any]:
-    """What identifies a conversion: its inputs by their hashes, what is asked for, and the code of this version."""
+    """What identifies a conversion: its inputs by their hashes, what is asked for, and the code of
+    this version.
+    """
     gate_hash = None
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
@@ -202,7 +209,8 @@ def _open(conversion: Conversion) -> TrainedModel:
     fitted_for = record.request.get("checkpoint_manifest")
     if fitted_for != file_hash(model.checkpoint / MANIFEST_FILE):
         raise CheckpointError(
-            f"{conversion.gate}: fitted for another checkpoint than {model.checkpoint}; run the stage gate "
+            f"{conversion.gate}: fitted for another checkpoint than {model.checkpoint}; run the "
+            "stage gate "
             "(scale-cpt gate) again"
         )
     return replace(model, gate=gate)
@@ -242,7 +250,8 @@ def _write_export(
     tokenizer = load_tokenizer(model.tokenizer)
     if run.vocabulary is not None and tokenizer.fingerprint != run.tokenizer_fingerprint:
         raise ConversionError(
-            f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was trained with; put "
+            f"{model.tokenizer}: holds another tokenizer than the one that {model.checkpoint} was "
+            "trained with; put "
             "that one back, or name its folder as --vocabulary"
         )
     dtype = conversion.dtype or model.base.dtype

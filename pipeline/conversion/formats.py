@@ -1,4 +1,6 @@
-"""What each `--format` writes. `merged` has a module of its own."""
+"""Which formats can express a model, and what the format `scale` writes. `merged` has a module of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ def unsupported_reason(
 
 def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
     """The formats in which a model can leave, and the reasons against the others, in one line."""
-    others = (f"not {format}: {reason}" for format, reason in reasons.items() if reason is not None)
-    return "; ".join(
-        [", ".join(format for format, reason in reasons.items() if reason is None), *others]
-    )
+    supported: list[str] = []
+    refused: list[str] = []
+    for format, reason in reasons.items():
+        if reason is None:
+            supported.append(format)
+        else:
+            refused.append(f"not {format}: {reason}")
+    return "; ".join([", ".join(supported), *refused])
 
 
 def choose_export(
@@ -49,7 +55,8 @@ def choose_export(
 ) -> Export:
     """The folder's contents; `auto` is `merged` if that can express the model, else `scale`.
 
-    Raises ConversionError: `format` cannot express the model, or it holds no whole model.
+    Raises:
+        ConversionError: `format` cannot express the model.
     """
     if check_format(model, format) == "merged":
         return merged_export(model, dtype, purpose)
@@ -57,7 +64,11 @@ def choose_export(
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """The format in which the model leaves, if `format` is asked for. Raises ConversionError if it cannot leave so."""
+    """The format in which the model leaves, if `format` is asked for.
+
+    Raises:
+        ConversionError: the model cannot leave in that format.
+    """
     reasons = unsupported_reason(
         model.settings, model.plan, model.stored.spec, gated=model.gate is not None
     )
@@ -65,13 +76,16 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         return "merged" if reasons["merged"] is None else "scale"
     if reasons[format] is not None:
         raise ConversionError(
-            f"{model.checkpoint}: cannot leave as --format {format}, but as {describe_formats(reasons)}"
+            f"{model.checkpoint}: cannot leave as --format {format}, but as "
+            f"{describe_formats(reasons)}"
         )
     return format
 
 
 def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
-    """Any SCALE model: its tensors as they trained, and the files of code that run them in `transformers`."""
+    """Any SCALE model: its tensors as they trained, and the files of code that run them in
+    `transformers`.
+    """
     assert model.plan is not None, "checked before"
     config: dict[str, Any] = {
         "architectures": [ScaleForCausalLM.__name__],

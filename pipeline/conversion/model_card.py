@@ -1,8 +1,8 @@
 """The model card of an export.
 
-It says what the export is made of, under which terms, how it was trained, and what was measured. The hub reads
-its front matter. What that says of the base comes from the base's own card, which a stranger may have written: only
-plain values of known fields are taken.
+It says what the export is made of, under which terms, how it was trained, and what was measured.
+The hub reads its front matter. What that says of the base comes from the base's own card, which a
+stranger may have written: only plain values of known fields are taken.
 """
 
 from __future__ import annotations
@@ -30,83 +30,112 @@ from pipeline.model.spec import scale_in
 
 CARD = "README.md"
 LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
-"""The modules of a gated export that adapters may change: its closed text does not depend on them."""
+"""The modules of a gated export that adapters may change: its closed text does not depend on them.
+"""
 _ONE_LINE = re.compile(r"[^\n\r]{1,200}")
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*")
 _logger = log.get_logger(__name__)
 
 
 def model_card(model: TrainedModel, export: Export, report: Report) -> str:
-    run, position, (trained, total) = model.manifest.run, model.manifest.position, model.counts
-    kind = str(run.method.get("variant") or model.settings.name)
-    source = run.base.hub or source_of(model.base.path)
-    base_name = source and source.partition("@")[0]
+    """The card of an export that was verified with `report`, as the contents of its README.md."""
+    run = model.manifest.run
+    position = model.manifest.position
+    base_name = _hub_name(model)
     options = ", trust_remote_code=True" if export.format == "scale" else ""
-    corpora, sources = _corpora(run.data)
-    card = _card_of(model.base.path)
-    languages = card.get("language")
-    languages = [
-        one
-        for one in (languages if isinstance(languages, list) else [languages])
-        if isinstance(one, str)
-    ]
-    front_matter = ModelCardData(
-        base_model=base_name,
-        base_model_relation=base_name and "finetune",
-        language=_each_once(
-            [*filter(_LANGUAGE.fullmatch, languages), *(one.get("language") for one in sources)]
-        ),
-        datasets=_each_once(one.get("dataset") for one in sources),
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["continual-pretraining", "scale-cpt", kind],
-        **_terms(model.base.path, card),
-    )
-    settings = {
-        **{
-            key: value
-            for key, value in run.method.items()
-            if value is not None and key != "expansion"
-        },
-        "base in training": "as published" if run.base_precision == "bf16" else run.base_precision,
-        "gate": "none"
-        if model.gate is None
-        else f"before layer {model.gate.layer}, on {model.gate.features}",
-        "trained parameters": f"{trained:,} of {total:,}",
-        "format": f"{export.format}, {dtype_name(export.dtype)}",
-    }
-    if model.plan is not None:
-        base, added = asdict(model.spec.widths), asdict(model.plan.expansion)
-        settings |= {name: f"{base[name]} + {added[name]}" for name in base}
-    verified = [
-        (name, one.tokens, one.training_perplexity, one.exported_perplexity)
-        for name, one in report.texts.items()
-    ]
+    corpora, _ = _corpora(run.data)
+    figures = []
+    for name, text in report.texts.items():
+        figures.append((name, text.tokens, text.training_perplexity, text.exported_perplexity))
     paragraphs = [
-        f"---\n{front_matter.to_yaml()}\n---",
+        f"---\n{_front_matter(model).to_yaml()}\n---",
         f"# {run.name}",
-        f"`{base_name or model.base.path.resolve().name}`, trained further with the method {title_of(kind)} by "
-        f"scale-cpt, on {position.tokens_seen:,} tokens in {position.step:,} steps. The terms of use are those of the "
-        "base, and of the texts below.",
+        f"`{base_name or model.base.path.resolve().name}`, trained further with the method "
+        f"{title_of(_kind(model))} by scale-cpt, on {position.tokens_seen:,} tokens in "
+        f"{position.step:,} steps. The terms of use are those of the base, and of the texts below.",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'folder = "{run.name}"  # this repository, or a folder with its files\n'
         f"model = AutoModelForCausalLM.from_pretrained(folder{options})\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n```",
         "## Method",
-        markdown_table(("setting", "value"), settings.items()),
+        markdown_table(("setting", "value"), _settings(model, export).items()),
         "## Text",
         markdown_table(("corpus", "role", "dataset", "licence"), corpora),
         "## Figures",
-        "The first held-out documents, by the model that trained and by this one as transformers loads it:",
-        markdown_table(("text", "tokens", "perplexity in training", "here"), verified),
-        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on safety.",
+        "The first held-out documents, by the model that trained and by this one as transformers "
+        "loads it:",
+        markdown_table(("text", "tokens", "perplexity in training", "here"), figures),
+        "`verification.json` has more. Nothing else was measured: no benchmark, and nothing on "
+        "safety.",
         *_on_further_training(model, export),
     ]
     return "\n\n".join(paragraphs) + "\n"
 
 
+def _kind(model: TrainedModel) -> str:
+    """The variant of SCALE, or the name of another method."""
+    return str(model.manifest.run.method.get("variant") or model.settings.name)
+
+
+def _hub_name(model: TrainedModel) -> str | None:
+    """The base's name on the hub, without a revision; None where it is not known."""
+    source = model.manifest.run.base.hub or source_of(model.base.path)
+    if source is None:
+        return None
+    return source.partition("@")[0]
+
+
+def _front_matter(model: TrainedModel) -> ModelCardData:
+    """What the hub reads of the card."""
+    base_name = _hub_name(model)
+    card = _card_of(model.base.path)
+    _, sources = _corpora(model.manifest.run.data)
+    languages: list[str | None] = []
+    stated = card.get("language")
+    for language in stated if isinstance(stated, list) else [stated]:
+        if isinstance(language, str) and _LANGUAGE.fullmatch(language):
+            languages.append(language)
+    languages += [source.get("language") for source in sources]
+    return ModelCardData(
+        base_model=base_name,
+        base_model_relation=base_name and "finetune",
+        language=_each_once(languages),
+        datasets=_each_once(source.get("dataset") for source in sources),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["continual-pretraining", "scale-cpt", _kind(model)],
+        **_terms(model.base.path, card),
+    )
+
+
+def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
+    """The rows of the table on the method."""
+    run = model.manifest.run
+    settings: dict[str, Any] = {}
+    for name, value in run.method.items():
+        if value is not None and name != "expansion":
+            settings[name] = value
+    settings["base in training"] = run.base_precision
+    if run.base_precision == "bf16":
+        settings["base in training"] = "as published"
+    settings["gate"] = "none"
+    if model.gate is not None:
+        settings["gate"] = f"before layer {model.gate.layer}, on {model.gate.features}"
+    trained, total = model.counts
+    settings["trained parameters"] = f"{trained:,} of {total:,}"
+    settings["format"] = f"{export.format}, {dtype_name(export.dtype)}"
+    if model.plan is not None:
+        base = asdict(model.spec.widths)
+        added = asdict(model.plan.expansion)
+        for name in base:
+            settings[name] = f"{base[name]} + {added[name]}"
+    return settings
+
+
 def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
-    """The section on what other tools must know before they train the folder; empty if that is nothing."""
+    """The section on what other tools must know before they train the folder; empty if that is
+    nothing.
+    """
     heading = "## Training it further"
     if sentences := on_stored_scale(export):
         return [
@@ -118,15 +147,17 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
     targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
     return [
         heading,
-        "Text for which the gate stays shut remains the base's to the last bit as long as only the expansion's blocks "
-        "change. With LoRA these are:",
+        "Text for which the gate stays shut remains the base's to the last bit as long as only the "
+        "expansion's blocks change. With LoRA these are:",
         f"```python\nLoraConfig(target_modules=[{targets}])\n```",
         'Adapters on all linear maps (`"all-linear"`) change the base\'s own, and so every text.',
     ]
 
 
 def on_stored_scale(export: Export) -> list[str]:
-    """Whether other tools can train an export that stores added channels at a small scale; empty if it has none."""
+    """Whether other tools can train an export that stores added channels at a small scale; empty if
+    it has none.
+    """
     residual = export.config.get(RESIDUAL_KEY)
     if residual is None:
         return []
@@ -134,7 +165,8 @@ def on_stored_scale(export: Export) -> list[str]:
     stored = f"the channels that were added are stored times 2^{math.log2(scale):.0f}"
     if scale < scale_in(export.dtype, for_training=True):
         return [
-            f"{stored}, for serving: training by any other tool than scale-cpt destroys the model in its first step, "
+            f"{stored}, for serving: training by any other tool than scale-cpt destroys the model "
+            "in its first step, "
             "as AdamW moves a weight by about the learning rate, however small the weight is",
             "for such training, convert the checkpoint with --for training, or in 16 bits",
         ]
@@ -142,7 +174,9 @@ def on_stored_scale(export: Export) -> list[str]:
 
 
 def add_to_card(folder: Path, heading: str, text: str) -> None:
-    """Ends the card of the export in `folder` with a section, in place of an earlier one of that heading."""
+    """Ends the card of the export in `folder` with a section, in place of an earlier one of that
+    heading.
+    """
     card = read_text(folder / CARD, ConversionError).partition(f"\n## {heading}\n")[0].rstrip()
     write_text(folder / CARD, f"{card}\n\n## {heading}\n\n{text}\n")
 
@@ -150,18 +184,19 @@ def add_to_card(folder: Path, heading: str, text: str) -> None:
 def _terms(base: Path, card: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the front matter on the base's licence."""
     files = terms_in(base)
-    stated = {name: card.get(name) for name in ("license", "license_name", "license_link")}
-    found = {
-        name: text
-        for name, text in stated.items()
-        if isinstance(text, str) and _ONE_LINE.fullmatch(text)
-    }
+    found: dict[str, str] = {}
+    for name in ("license", "license_name", "license_link"):
+        text = card.get(name)
+        if isinstance(text, str) and _ONE_LINE.fullmatch(text):
+            found[name] = text
     link = found.get("license_link", "")
     if link not in files and not link.startswith("https://"):
         found.pop("license_link", None)
-    licence = next((name for name in files if name.lower().startswith("licen")), None)
-    if "license" not in found and licence is not None:
-        return {"license": "other", "license_name": "the base's", "license_link": licence}
+    if "license" in found:
+        return found
+    for name in files:
+        if name.lower().startswith("licen"):
+            return {"license": "other", "license_name": "the base's", "license_link": name}
     return found
 
 
@@ -180,36 +215,34 @@ def _card_of(base: Path) -> dict[str, Any]:
 
 def _corpora(data: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[dict[str, str]]]:
     """A row for each corpus that trained, and what the run's configuration says of its source."""
-    rows, sources = [], []
+    rows: list[tuple[str, ...]] = []
+    sources: list[dict[str, str]] = []
     for name, corpus in data["corpora"].items():
-        role, source = (
-            corpus["role"],
-            {key: value for key, value in (corpus.get("source") or {}).items() if value},
-        )
+        role = corpus["role"]
         share = 1 if role == "new" else data.get(f"{role}_fraction", 0)
-        if share:
-            what = "new text" if role == "new" else f"{role}, {100 * share:.3g} % of the samples"
-            stated = [source.get(key, "not stated") for key in ("dataset", "license")]
-            rows.append(
-                (
-                    name,
-                    what,
-                    *(
-                        ["text that the base wrote", "as the base"]
-                        if role == "self_generated"
-                        else stated
-                    ),
-                )
-            )
-            sources.append(source)
+        if not share:
+            continue
+        source: dict[str, str] = {}
+        for key, value in (corpus.get("source") or {}).items():
+            if value:
+                source[key] = value
+        sources.append(source)
+        what = "new text"
+        if role != "new":
+            what = f"{role}, {100 * share:.3g} % of the samples"
+        if role == "self_generated":
+            rows.append((name, what, "text that the base wrote", "as the base"))
+        else:
+            dataset = source.get("dataset", "not stated")
+            rows.append((name, what, dataset, source.get("license", "not stated")))
     return rows, sources
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    def shown(value: object) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    lines = [head, ["---"] * len(head), *(map(shown, row) for row in rows)]
+    """A table in Markdown; floats with four digits."""
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        lines.append([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -1,11 +1,13 @@
-"""Verification of an exported folder: its logits on real text are compared with those of the model that trained."""
+"""Verification of an exported folder: its logits on real text are compared with those of the model
+that trained.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +39,23 @@ MakeProbe = Callable[[TrainedModel], Probe]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Between two models' logits: the largest, and the mean Kullback-Leibler divergence in nats a token."""
+class LogitDifference:
+    """Between two models' logits: the largest, and the mean Kullback-Leibler divergence in nats a
+    token.
+    """
 
     max_abs: float = 0.0
     kl: float = 0.0
 
 
-# Both models are correct and still round differently, because they multiply in another order. How far that moves a
-# logit depends on the model, so what rounding does to the training model itself is measured, and the export may differ
-# by ROUNDINGS times as much. GRANTED is always allowed; in 16 bits the divergence alone decides.
+# Both models are correct and still round differently, because they multiply in another order. How
+# far that moves a logit depends on the model, so what rounding does to the training model itself is
+# measured, and the export may differ by ROUNDINGS times as much. GRANTED is always allowed; in 16
+# bits the divergence alone decides.
 GRANTED = {
-    torch.float32: Difference(max_abs=1e-4, kl=1e-6),
-    torch.float16: Difference(max_abs=math.inf, kl=1e-4),
-    torch.bfloat16: Difference(max_abs=math.inf, kl=1e-4),
+    torch.float32: LogitDifference(max_abs=1e-4, kl=1e-6),
+    torch.float16: LogitDifference(max_abs=math.inf, kl=1e-4),
+    torch.bfloat16: LogitDifference(max_abs=math.inf, kl=1e-4),
 }
 ROUNDINGS = 4
 _MOST_BY_SCALE = 1e-3
@@ -58,8 +63,10 @@ _FINER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bflo
 
 
 @dataclass(frozen=True)
-class Comparison(Difference):
-    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the same token first."""
+class Comparison(LogitDifference):
+    """Two models on one text. `top1_agreement` is the share of tokens after which both rank the
+    same token first.
+    """
 
     tokens: int = 0
     top1_agreement: float = 1.0
@@ -68,57 +75,72 @@ class Comparison(Difference):
 
 
 @dataclass(frozen=True)
-class Report(Difference):
+class Report(LogitDifference):
     """The contents of verification.json: the worst over all texts, and each text's own figures.
 
-    `rounding` is the difference between the training model in `dtype` and in twice the precision, with the share of
-    tokens on whose successor both agree; `scaling` between it
-    and the model whose norms count added channels as the folder's do.
+    Attributes:
+        dtype: the type in which both models ran.
+        top1_agreement: the share of tokens after which both rank the same token first.
+        rounding: the difference between the training model in `dtype` and in twice the precision.
+        rounding_top1_agreement: the share of tokens after which these two rank the same token
+            first.
+        scaling: the difference between the training model and the one whose norms count added
+            channels as the folder's do.
+        texts: the comparison on each text, by its name.
     """
 
     dtype: str = ""
     top1_agreement: float = 1.0
-    rounding: Difference = Difference()
+    rounding: LogitDifference = LogitDifference()
     rounding_top1_agreement: float = 1.0
-    scaling: Difference = Difference()
+    scaling: LogitDifference = LogitDifference()
     texts: Mapping[str, Comparison] = field(default_factory=dict)
 
 
 def probe_maker(
     sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
 ) -> MakeProbe:
-    """Makes the text to compare on: the beginnings of the first documents of each source (a list of files).
+    """Makes the text to compare on: the beginnings of the first documents of each source (a list of
+    files).
 
-    Without sources it is the passages above. `keys` are those of sources whose texts are not under "text", or follow
-    prompts. The function returned raises DataError if a source holds no document.
+    Without sources it is the passages of `PROBE_TEXTS`. `keys` are those of sources whose texts are
+    not under "text", or follow prompts. The function returned raises DataError if a source holds no
+    document.
     """
 
     def make(model: TrainedModel) -> Probe:
-        count = max(1, min(DOCUMENTS, LOGITS // (TOKENS * model.spec.vocab_size)))
-        texts: dict[str, Iterable[str]] = {name: [text] for name, text in PROBE_TEXTS.items()}
+        texts: dict[str, list[str]] = {name: [text] for name, text in PROBE_TEXTS.items()}
         if sources:
-            documents = {
-                name: good_documents(files, (keys or {}).get(name, Keys()))
-                for name, files in sources.items()
-            }
-            texts = {
-                name: (one.whole_text for one in islice(found, count))
-                for name, found in documents.items()
-            }
-        longest = model.spec.max_position_embeddings
-        return {
-            name: windows_of(of_source, model.tokenizer, longest)
-            for name, of_source in texts.items()
-        }
+            texts = _first_documents(sources, keys or {}, model.spec.vocab_size)
+        probe: dict[str, list[Tensor]] = {}
+        for name, of_source in texts.items():
+            longest = model.spec.max_position_embeddings
+            probe[name] = windows_of(of_source, model.tokenizer, longest)
+        return probe
 
     return make
+
+
+def _first_documents(
+    sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys], vocab_size: int
+) -> dict[str, list[str]]:
+    """The first documents of each source, fewer for a large vocabulary."""
+    count = max(1, min(DOCUMENTS, LOGITS // (TOKENS * vocab_size)))
+    texts: dict[str, list[str]] = {}
+    for name, files in sources.items():
+        documents = good_documents(files, keys.get(name, Keys()))
+        texts[name] = [document.whole_text for document in islice(documents, count)]
+    return texts
 
 
 def windows_of(texts: Iterable[str], tokenizer: Path, length: int) -> list[Tensor]:
     """The first tokens of each text [S], at most `length` and TOKENS, by the tokenizer in a folder."""
     loaded = load_tokenizer(tokenizer)
-    encoded = (loaded.reference.encode([text]).ids.tolist() for text in texts)
-    return [torch.tensor([*loaded.before_document, *ids][: min(TOKENS, length)]) for ids in encoded]
+    windows = []
+    for text in texts:
+        ids = [*loaded.before_document, *loaded.reference.encode([text]).ids.tolist()]
+        windows.append(torch.tensor(ids[: min(TOKENS, length)]))
+    return windows
 
 
 @torch.no_grad()
@@ -131,39 +153,51 @@ def verify(
 ) -> Report:
     """Compares the training model with what `transformers` makes of `folder`, both in `dtype`.
 
-    Neither model is ever whole in memory: of the first there is one layer, the second is mapped from its files. A
-    folder that stores added channels times `stored_scale` is compared with the training model whose norms count them
-    so, and that with the training model itself.
+    Neither model is ever whole in memory: of the first there is one layer, the second is mapped
+    from its files. A folder that stores added channels times `stored_scale` is compared with the
+    training model whose norms count them so, and that with the training model itself.
 
-    Raises ConversionError: they differ by more than rounding explains, or the scale changes the model noticeably.
+    Raises:
+        ConversionError: they differ by more than rounding explains, or the scale changes the model
+            noticeably.
     """
-    windows = [window for of_text in probe.values() for window in of_text]
-    gate = None
+    windows = list(chain.from_iterable(probe.values()))
+    gate: _FixedGate | None = None
     if model.gate is not None:
         gate = _FixedGate(
-            **{part.name: getattr(model.gate, part.name) for part in fields(FittedGate)}
+            layer=model.gate.layer,
+            features=model.gate.features,
+            mean=model.gate.mean,
+            std=model.gate.std,
+            weight=model.gate.weight,
+            bias=model.gate.bias,
+            threshold=model.gate.threshold,
         )
         model = replace(model, gate=gate)
+    # The gate decides in the first of these passes for all others, so their order matters.
     scaled = replace(model, stored_scale=stored_scale)
-    expected, finer = scaled.logits(windows, dtype), scaled.logits(windows, _FINER[dtype])
-    unscaled = expected if stored_scale is None else model.logits(windows, dtype)
+    expected = scaled.logits(windows, dtype)
+    finer = scaled.logits(windows, _FINER[dtype])
+    unscaled = expected
+    if stored_scale is not None:
+        unscaled = model.logits(windows, dtype)
     exported = load_hf_model(folder, dtype)
     if gate is not None:
         gate.fix_in(exported.token_gate, windows, str(folder))
-    found = [exported(window.unsqueeze(0), use_cache=False).logits[0].float() for window in windows]
+    found = []
+    for window in windows:
+        logits = exported(window.unsqueeze(0), use_cache=False).logits
+        found.append(logits[0].float())
 
-    def by_text(expected: list[Tensor], found: list[Tensor]) -> dict[str, Comparison]:
-        pairs = iter(zip(expected, found, strict=True))
-        return {
-            name: compare(of_text, [next(pairs) for _ in of_text])
-            for name, of_text in probe.items()
-        }
-
-    trained, texts = by_text(unscaled, expected), by_text(expected, found)
-    rounded = by_text(finer, expected)
-    rounding, scaling, worst = map(_worst, (rounded, trained, texts))
+    texts = _compared(probe, expected, found)
+    trained = _compared(probe, unscaled, expected)
+    rounded = _compared(probe, finer, expected)
     for name, text in texts.items():
-        texts[name] = replace(text, training_perplexity=trained[name].training_perplexity)
+        perplexity_in_training = trained[name].training_perplexity
+        texts[name] = replace(text, training_perplexity=perplexity_in_training)
+    worst = _worst(texts)
+    rounding = _worst(rounded)
+    scaling = _worst(trained)
     report = Report(
         max_abs=worst.max_abs,
         kl=worst.kl,
@@ -175,20 +209,39 @@ def verify(
         texts=texts,
     )
     check(report, GRANTED[dtype], str(folder))
-    if not scaling.kl <= max(_MOST_BY_SCALE, ROUNDINGS * rounding.kl):
+    if not scaling.kl <= max(
+        _MOST_BY_SCALE, ROUNDINGS * rounding.kl
+    ):  # written so that a NaN fails
         raise ConversionError(
-            f"{folder}: the expansion stream is too large for an ordinary norm: counted times {stored_scale:g} it "
-            f"changes the model by {scaling.kl:.3g} nats a token; use --format scale, or --dtype fp32 if it was another"
+            f"{folder}: the expansion stream is too large for an ordinary norm: counted times "
+            f"{stored_scale:g} it changes the model by {scaling.kl:.3g} nats a token; "
+            "use --format scale, or --dtype fp32 if it was another"
         )
     return report
 
 
+def _compared(
+    probe: Probe, trained: Sequence[Tensor], exported: Sequence[Tensor]
+) -> dict[str, Comparison]:
+    """The comparison on each text of the logits of all windows, which are in the order of the
+    probe.
+    """
+    comparisons: dict[str, Comparison] = {}
+    first = 0
+    for name, windows in probe.items():
+        stop = first + len(windows)
+        comparisons[name] = compare(windows, trained[first:stop], exported[first:stop])
+        first = stop
+    return comparisons
+
+
 @dataclass(frozen=True)
 class _FixedGate(FittedGate):
-    """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps each pass's scores.
+    """A gate that takes the decisions of its first pass over a batch in all later ones; it keeps
+    each pass's scores.
 
-    Rounding may change the decision at a token whose score is near the threshold. Then two correct models differ by as
-    much as the base from the trained model, there and at later tokens.
+    Rounding may change the decision at a token whose score is near the threshold. Then two correct
+    models differ by as much as the base from the trained model, there and at later tokens.
     """
 
     passes: list[Tensor] = field(default_factory=list)
@@ -198,20 +251,26 @@ class _FixedGate(FittedGate):
         return self.passes[0] > self.threshold
 
     def fix_in(self, exported: nn.Module, windows: Sequence[Tensor], folder: str) -> None:
-        """Makes the gate of an exported model take the same decisions in its next passes, one for each window [S].
+        """Makes the gate of an exported model take the same decisions in its next passes, one for
+        each window [S].
 
-        Such a pass raises ConversionError if the export would decide otherwise where no rounding explains it.
+        Such a pass raises ConversionError if the export would decide otherwise where no rounding
+        explains it.
         """
-        first, finer = self.passes[:2]
-        rounding = (first - finer).abs().max()
-        turns = iter(scores[: len(window)] for scores, window in zip(first, windows, strict=True))
+        first = self.passes[0]
+        rounding = (first - self.passes[1]).abs().max()
+        expected = [scores[: len(window)] for scores, window in zip(first, windows, strict=True)]
+        remaining = iter(expected)
 
         def replaced(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
-            scores = next(turns)
-            opens, far = scores > self.threshold, (scores - self.threshold).abs() > rounding
-            if wrong := int((far & (opens != found[0, :, 0])).sum()):
+            scores = next(remaining)
+            opens = scores > self.threshold
+            is_far = (scores - self.threshold).abs() > rounding
+            wrong = int((is_far & (opens != found[0, :, 0])).sum())
+            if wrong:
                 raise ConversionError(
-                    f"{folder}: the exported gate decides otherwise than the trained model's on {wrong} of "
+                    f"{folder}: the exported gate decides otherwise than the trained model's on "
+                    f"{wrong} of "
                     f"{len(opens)} tokens; not kept"
                 )
             return opens.view(1, -1, 1)
@@ -223,52 +282,72 @@ def describe(report: Report) -> str:
     """What was found, beside what rounding alone does to the model that trained: for the log."""
     rounding = report.rounding
     return (
-        f"verified in {report.dtype}: largest logit difference {report.max_abs:.2g}, KL {report.kl:.2g}, "
-        f"same likeliest token {100 * report.top1_agreement:.2f} %; rounding to {report.dtype} alone makes "
-        f"{rounding.max_abs:.2g}, {rounding.kl:.2g} and {100 * report.rounding_top1_agreement:.2f} % "
+        f"verified in {report.dtype}: largest logit difference {report.max_abs:.2g}, "
+        f"KL {report.kl:.2g}, same likeliest token {100 * report.top1_agreement:.2f} %; "
+        f"rounding to {report.dtype} alone makes {rounding.max_abs:.2g}, {rounding.kl:.2g} "
+        f"and {100 * report.rounding_top1_agreement:.2f} % "
         "in the model that trained"
     )
 
 
-def check(report: Report, granted: Difference, folder: str) -> None:
-    """Raises ConversionError if the two models differ by more than `granted` and by more than rounding explains."""
+def check(report: Report, granted: LogitDifference, folder: str) -> None:
+    """Raises ConversionError if the two models differ by more than `granted` and by more than
+    rounding explains.
+    """
     max_abs = max(granted.max_abs, ROUNDINGS * report.rounding.max_abs)
     kl = max(granted.kl, ROUNDINGS * report.rounding.kl)
     if not (report.max_abs <= max_abs and report.kl <= kl):  # written so that a NaN fails
         raise ConversionError(
-            f"{folder}: the exported model differs from the trained one by {report.max_abs:.3g} in a logit (at most "
+            f"{folder}: the exported model differs from the trained one by {report.max_abs:.3g} in "
+            "a logit (at most "
             f"{max_abs:.3g}) and {report.kl:.3g} nats a token (at most {kl:.3g}); not kept"
         )
 
 
-def compare(windows: list[Tensor], logits: list[tuple[Tensor, Tensor]]) -> Comparison:
-    """The figures over all windows [S] of one text; the logits of the training and the exported model are [S, V].
+def compare(
+    windows: Sequence[Tensor], trained: Sequence[Tensor], exported: Sequence[Tensor]
+) -> Comparison:
+    """The figures over all windows [S] of one text; `trained` and `exported` are the logits [S, V]
+    of both models.
 
-    Perplexities leave out new pieces after a token that a gate closed, which have no probability.
+    Perplexities leave out new tokens after a token that a gate closed, which have no probability.
     """
-    tokens, targets = sum(map(len, windows)), 0
-    max_abs = agreed = divergence = nll_expected = nll_found = 0.0
-    for window, (trained, exported) in zip(windows, logits, strict=True):
-        difference = float((trained.float() - exported.float()).abs().max())
-        max_abs = max(max_abs, math.inf if math.isnan(difference) else difference)
-        agreed += float((trained.argmax(-1) == exported.argmax(-1)).sum())
-        p, q = F.log_softmax(trained.double(), dim=-1), F.log_softmax(exported.double(), dim=-1)
+    tokens = 0
+    targets = 0
+    max_abs = 0.0
+    agreed = 0
+    divergence = 0.0
+    nll_trained = 0.0
+    nll_exported = 0.0
+    for window, z_trained, z_exported in zip(windows, trained, exported, strict=True):
+        tokens += len(window)
+        difference = float((z_trained.float() - z_exported.float()).abs().max())
+        if math.isnan(difference):
+            difference = math.inf
+        max_abs = max(max_abs, difference)
+        agreed += int((z_trained.argmax(-1) == z_exported.argmax(-1)).sum())
+        p = F.log_softmax(z_trained.double(), dim=-1)
+        q = F.log_softmax(z_exported.double(), dim=-1)
         divergence += float((p.exp() * (p - q)).sum())
-        possible = p[:-1].gather(1, window[1:, None])[:, 0] > NEVER / 2
-        nll_expected += float(F.nll_loss(p[:-1], window[1:], reduction="none")[possible].sum())
-        nll_found += float(F.nll_loss(q[:-1], window[1:], reduction="none")[possible].sum())
-        targets += int(possible.sum())
+        following = window[1:]
+        is_possible = p[:-1].gather(1, following[:, None])[:, 0] > NEVER / 2
+        targets += int(is_possible.sum())
+        nll_trained += float(F.nll_loss(p[:-1], following, reduction="none")[is_possible].sum())
+        nll_exported += float(F.nll_loss(q[:-1], following, reduction="none")[is_possible].sum())
+    if math.isnan(divergence):
+        divergence = math.inf
     return Comparison(
         max_abs,
-        math.inf if math.isnan(divergence) else divergence / tokens,
+        divergence / tokens,
         tokens,
         agreed / tokens,
-        training_perplexity=perplexity(nll_expected / max(1, targets)),
-        exported_perplexity=perplexity(nll_found / max(1, targets)),
+        training_perplexity=perplexity(nll_trained / max(1, targets)),
+        exported_perplexity=perplexity(nll_exported / max(1, targets)),
     )
 
 
-def _worst(texts: Mapping[str, Comparison]) -> Difference:
-    return Difference(
-        max(text.max_abs for text in texts.values()), max(text.kl for text in texts.values())
-    )
+def _worst(texts: Mapping[str, Comparison]) -> LogitDifference:
+    """The largest of each figure over all texts."""
+    max_abs = max(text.max_abs for text in texts.values())
+    kl = max(text.kl for text in texts.values())
+    return LogitDifference(max_abs, kl)

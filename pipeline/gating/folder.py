@@ -1,4 +1,6 @@
-"""A fitted gate on disk: gate.safetensors holds its tensors, gate.json everything else and how well it does."""
+"""A fitted gate on disk: gate.safetensors holds its tensors, gate.json everything else and how well
+it does.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ _AGAIN = "fit the gate again with scale-cpt gate"
 
 
 FIRST_TOKENS = 4
-"""Of a document, or of a sample that continues one: a gate can hardly tell there what the text is."""
+"""Of a document, or of a sample that continues one: a gate can hardly tell there what the text is.
+"""
 
 
 class HeldoutText(BaseModel):
     """What the gate does to the held-out part of a corpus.
 
-    Perplexities are None if that part predicts nothing, the base's also if it holds pieces that the base does not have.
+    Perplexities are None if that part predicts nothing, the base's also if it holds tokens that the
+    base does not have.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,9 +54,13 @@ class HeldoutText(BaseModel):
     closed_sequences: int
     """on which every token is closed"""
     impossible_fraction: float = 0.0
-    """of the predicted tokens: new pieces after a closed token, whose probability is zero; no perplexity counts them"""
+    """of the predicted tokens: new tokens after a closed token, whose probability is zero; no
+    perplexity counts them
+    """
     cost_of_first_tokens: float | None = None
-    """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None: not measured"""
+    """nats a token by which the gate raises the loss on the first FIRST_TOKENS tokens; None: not
+    measured
+    """
     cost_of_later_tokens: float | None = None
     base_perplexity: float | None
     ungated_perplexity: float | None
@@ -78,17 +86,21 @@ class GateRecord(BaseModel):
     threshold: float
     """of the score, the log odds of new text; the score of an open token is above it"""
     lower: None = None
-    """of gates of earlier versions, which had a mean between two thresholds: they are fitted again"""
+    """of gates of earlier versions, which had a mean between two thresholds: they are fitted again
+    """
     auc: float
-    """on text not used for fitting, as all that follows: the share of the pairs of a new token and another that the
-    score orders correctly"""
+    """on text not used for fitting, as all that follows: the share of the pairs of a new token and
+    another that the score orders correctly"""
     closed_fraction_of_new: float
     open_fraction_of_negatives: float
     left_out_of_own_text: float
-    """the share of the base's own text that is of the new text's kind, by documents; it counts as no negative"""
+    """the share of the base's own text that is of the new text's kind, by documents; it counts as
+    no negative
+    """
     heldout: dict[str, HeldoutText]
     closed_max_abs_logit_difference: float | None
-    """from the base, over held-out sequences on which the gate never opens; None if there is none"""
+    """from the base, over held-out sequences on which the gate never opens; None if there is none
+    """
     tensors_hash: str = ""
     """SHA-256 of gate.safetensors"""
 
@@ -114,11 +126,13 @@ def open_record(folder: Path) -> GateRecord:
     """
     path = folder / GATE_RECORD
     try:
-        # Its figures are what an export is trusted by: one without a checksum might hold any threshold.
+        # Its figures are what an export is trusted by: one without a checksum might hold any
+        # threshold.
         return read_record(path, GateRecord, CheckpointError, _AGAIN, needs_checksum=True)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: no such file; the gate is not fitted yet: run the stage gate (scale-cpt gate) first"
+            f"{path}: no such file; the gate is not fitted yet: run the stage gate (scale-cpt "
+            "gate) first"
         ) from None
 
 

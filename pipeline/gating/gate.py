@@ -1,8 +1,8 @@
 """The gate: a logistic probe on the base stream that decides per token whether the text is new.
 
-A closed token takes no W12 and no Z^up: it gets what the base gives. The gate reads the stream where no trained block
-has changed it, so its decisions do not depend on what was trained. It is fitted after training, and used in inference
-only (docs/gate.md).
+A closed token takes no W12 and no Z^up: it gets what the base gives. The gate reads the stream
+where no trained block has changed it, so its decisions do not depend on what was trained. It is
+fitted after training, and used in inference only (docs/gate.md).
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ NUMBERS = ("layer", "features", "bias", "threshold")
 
 @dataclass(frozen=True)
 class FittedGate:
-    """A fitted gate. It is no module, so that no cast of a model's parameters to 16 bits changes its decisions.
+    """A fitted gate. It is no module, so that no cast of a model's parameters to 16 bits changes
+    its decisions.
 
     Attributes:
-        layer: the index of the layer before which the base stream is read; the number of layers: after the last.
+        layer: the index of the layer before which the base stream is read; the number of layers:
+            after the last.
         features: what is read of the stream.
         mean, std, weight: of each feature, [F] in fp32; F is D, or 2 D with a running mean.
-        bias: the score is `weight · (feature − mean) / std + bias`, the log odds that the text is new.
+        bias: the score is `weight · (feature − mean) / std + bias`, the log odds that the text is
+            new.
         threshold: tokens with a higher score are open, the others closed.
     """
 
@@ -42,7 +45,9 @@ class FittedGate:
     threshold: float
 
     def scores(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> the scores [B, S] in fp32."""
+        """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> the scores [B, S]
+        in fp32.
+        """
         features = gate_features(x, self.features, document_ids)
         mean = self.mean.to(x.device)
         std = self.std.to(x.device)
@@ -62,7 +67,8 @@ class FittedGate:
 def gate_features(x: Tensor, features: GateFeatures, document_ids: Tensor | None = None) -> Tensor:
     """What a gate reads of the base stream x [B, S, D]: [B, S, F] in fp32.
 
-    That is x over its root mean square, and with `token+running_mean` also the running mean of that.
+    That is x over its root mean square, and with `token+running_mean` also the running mean of
+    that.
     """
     normal = stream_over_rms(x)
     if features == "token":

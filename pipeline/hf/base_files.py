@@ -1,7 +1,8 @@
-"""What an export keeps of its base's folder: its licence, its settings and the entries of its config.json.
+"""What an export keeps of its base's folder: its licence, its settings and the entries of its
+config.json.
 
-The folder comes from a stranger and the export may be published: names are fixed or match a pattern, and no link leads
-out of the folder.
+The folder comes from a stranger and the export may be published: names are fixed or match a
+pattern, and no link leads out of the folder.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ def terms_in(folder: Path) -> list[str]:
 
 
 def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
-    """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the folder `tokenizer`.
+    """Copies into `folder` the licence and settings of the folder `base`, and the tokenizer of the
+    folder `tokenizer`.
 
-    Raises BaseModelError: a file cannot be read, or links out of its folder.
+    Raises:
+        BaseModelError: a file cannot be read, or links out of its folder.
     """
     for name in ("generation_config.json", *terms_in(base)):
         copy_file(base, name, folder / name)
@@ -52,35 +55,38 @@ def copy_base_files(folder: Path, base: Path, tokenizer: Path) -> None:
 def base_config(base: Path) -> dict[str, Any]:
     """The config.json of the folder `base`, without the entries that are true of that folder only.
 
-    The class is named that AutoModel takes: servers go by the name, and would run a mistral with `layer_types` as one
-    without. Rotary embeddings are described as transformers 5 reads them, and as 4 does.
+    The class is named that AutoModel takes: servers go by the name, and would run a mistral with
+    `layer_types` as one without. Rotary embeddings are described as transformers 5 reads them, and
+    as 4 does.
     """
     config = read_object(base / "config.json", BaseModelError, "copy the folder again")
     model_type = model_type_of(config)
     if model_type != config.get("model_type"):
-        config |= {
-            "model_type": model_type,
-            "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
-        }
-    kept = {key: value for key, value in config.items() if key not in _CONFIG_OF_BASE_ONLY}
+        config["model_type"] = model_type
+        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    for key in _CONFIG_OF_BASE_ONLY:
+        config.pop(key, None)
+
     spec = read_spec(base)
-    rotated = [
-        2 * len(layer.rotary.frequencies) for layer in spec.layers if layer.rotary is not None
-    ]
-    in_part = max(rotated, default=0) < spec.head_dim
-    return (
-        kept | _rotary_entries(kept, in_part) | {"transformers_version": transformers.__version__}
-    )
+    rotated = 0
+    for layer in spec.layers:
+        if layer.rotary is not None:
+            # A frequency is of a pair of channels.
+            rotated = max(rotated, 2 * len(layer.rotary.frequencies))
+    config |= _rotary_entries(config, in_part=rotated < spec.head_dim)
+    config["transformers_version"] = transformers.__version__
+    return config
 
 
 def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:
-    """The entries of a config.json that describe its rotary embedding, in both forms that transformers has had.
+    """The entries of a config.json that describe its rotary embedding, in both forms that
+    transformers has had.
 
-    Version 5 writes `rope_parameters`, of which version 4 knows nothing: it would take its default without a word. An
-    entry of the older form is left out where version 5 would read it otherwise.
+    Version 5 writes `rope_parameters`, of which version 4 knows nothing: it would take its default
+    without a word. An entry of the older form is left out where version 5 would read it otherwise.
 
-    in_part: only a part of each head is rotated. Of Llama's heads version 5 rotates the whole whatever the entry says,
-    and version 4 a part.
+    in_part: only a part of each head is rotated. Of Llama's heads version 5 rotates the whole
+    whatever the entry says, and version 4 a part.
     """
     parameters = _rope_parameters(config)
     if not parameters:
@@ -89,28 +95,30 @@ def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:
     whole = parameters.get("full_attention", parameters)
     older: dict[str, Any] = {"rope_theta": whole["rope_theta"], "rope_scaling": None}
     if config["model_type"] == "gpt_neox":
-        older |= {
-            "rotary_emb_base": whole["rope_theta"],
-            "rotary_pct": whole.get("partial_rotary_factor", 1.0),
-        }
+        older["rotary_emb_base"] = whole["rope_theta"]
+        older["rotary_pct"] = whole.get("partial_rotary_factor", 1.0)
     elif in_part and "partial_rotary_factor" in whole:
         older["partial_rotary_factor"] = whole["partial_rotary_factor"]
     if "sliding_attention" in parameters:
         older["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
     kind = whole.get("rope_type", "default")
-    if config["model_type"] == "phi3" and kind == "longrope":  # version 4 takes these three alone
+    if config["model_type"] == "phi3" and kind == "longrope":
+        # Version 4 takes these three alone.
         older["rope_scaling"] = {
             "type": kind,
-            **{key: whole[key] for key in ("short_factor", "long_factor")},
+            "short_factor": whole["short_factor"],
+            "long_factor": whole["long_factor"],
         }
     elif kind != "default":
-        elsewhere = ("rope_theta", "partial_rotary_factor", "type")
-        older["rope_scaling"] = {key: value for key, value in whole.items() if key not in elsewhere}
+        scaling = dict(whole)
+        for key in ("rope_theta", "partial_rotary_factor", "type"):
+            scaling.pop(key, None)
+        older["rope_scaling"] = scaling
     for key, value in older.items():
-        is_stated = config.get(key) is not None
-        candidate = {**config, **entries, key: config[key] if is_stated else value}
-        if _rope_parameters(candidate) == parameters:
-            entries[key] = candidate[key]
+        if config.get(key) is not None:
+            value = config[key]
+        if _rope_parameters({**config, **entries, key: value}) == parameters:
+            entries[key] = value
     return entries
 
 

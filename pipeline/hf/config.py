@@ -1,7 +1,8 @@
-"""The architecture of a widened model as the entries of a config.json in the format `scale`, and back.
+"""The architecture of a widened model as the entries of a config.json in the format `scale`, and
+back.
 
-`hf/remote_code/configuration_scale.py` declares the same entries, with defaults: exports carry that file, and this
-package's types are not there.
+`hf/remote_code/configuration_scale.py` declares the same entries, with defaults: exports carry that
+file, and this package's types are not there.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def _widths(config: Mapping[str, Any], prefix: str = "") -> Widths:
 
 
 def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
-    """The entries that describe the expansion. Inverse: `config_to_plan`, but for how its blocks start."""
+    """The entries that describe the expansion. Inverse: `config_to_plan`, but for how its blocks
+    start.
+    """
     config: dict[str, Any] = {}
     for name, value in asdict(plan.expansion).items():
         config[f"expansion_{name}"] = value

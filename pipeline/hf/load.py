@@ -33,12 +33,18 @@ def load_hf_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The causal language model in `folder`, ready for inference; `dtype` None: in the type of its files.
+    """The causal language model in `folder`, ready for inference; `dtype` None: in the type of its
+    files.
 
-    Raises BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user does not trust.
+    Raises:
+        BaseModelError: the folder is missing or damaged, lacks weights, or needs code that the user
+            does not trust.
     """
     values = check_hf_config(folder, trust_remote_code=trust_remote_code)
     files_by_tensor(folder)  # training must read the same weights
+    options: dict[str, Any] = {}
+    if values.get("model_type") in tuple(FAMILIES):
+        options = loading_options(values)
     transformers.utils.logging.disable_progress_bar()
     with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -48,7 +54,7 @@ def load_hf_model(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            **(loading_options(values) if values.get("model_type") in tuple(FAMILIES) else {}),
+            **options,
         )
     # transformers fills what is missing with random numbers, and only warns.
     for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -61,10 +67,11 @@ def load_hf_model(
 
 
 def taken_ends(model: Any) -> list[int]:
-    """Every `eos_token_id` of the model's generation_config.json, as chat models have several; the rest is forgotten.
+    """Every `eos_token_id` of the model's generation_config.json, as chat models have several; the
+    rest is forgotten.
 
-    `generate` fills what a given configuration leaves open from the model's own: Llama's, for one, lowers the
-    temperature and cuts off the tail of the distribution.
+    `generate` fills what a given configuration leaves open from the model's own: Llama's, for one,
+    lowers the temperature and cuts off the tail of the distribution.
     """
     ends = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig()
@@ -72,9 +79,11 @@ def taken_ends(model: Any) -> list[int]:
 
 
 def check_hf_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Checks a model's folder before any weight is read, and returns the contents of its config.json.
+    """Checks a model's folder before any weight is read, and returns the contents of its
+    config.json.
 
-    Raises BaseModelError: it holds no model's config.json, or code that the user does not trust.
+    Raises:
+        BaseModelError: it holds no model's config.json, or code that the user does not trust.
     """
     path = folder / "config.json"
     try:

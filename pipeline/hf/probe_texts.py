@@ -5,9 +5,12 @@ from __future__ import annotations
 # Article 1 and the preamble's first sentence of the Universal Declaration of Human Rights.
 PROBE_TEXTS = {
     "english": (
-        "All human beings are born free and equal in dignity and rights. They are endowed with reason and conscience "
-        "and should act towards one another in a spirit of brotherhood. Whereas recognition of the inherent dignity "
-        "and of the equal and inalienable rights of all members of the human family is the foundation of freedom, "
+        "All human beings are born free and equal in dignity and rights. They are endowed with "
+        "reason and conscience "
+        "and should act towards one another in a spirit of brotherhood. Whereas recognition of the "
+        "inherent dignity "
+        "and of the equal and inalienable rights of all members of the human family is the "
+        "foundation of freedom, "
         "justice and peace in the world."
     ),
     "korean": (

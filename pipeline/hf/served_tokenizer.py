@@ -1,7 +1,9 @@
-"""The tokenizer that `transformers` makes of a folder, as every server does, compared with that of training.
+"""The tokenizer that `transformers` makes of a folder, as every server does, compared with that of
+training.
 
-`AutoTokenizer` goes by the class that tokenizer_config.json names, and by the model's type: many classes build their
-own tokenizer from the pieces of tokenizer.json, and cut numbers, spaces or new lines otherwise than that file says.
+`AutoTokenizer` goes by the class that tokenizer_config.json names, and by the model's type: many
+classes build their own tokenizer from the vocabulary of tokenizer.json, and cut numbers, spaces or
+new lines otherwise than that file says.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ _logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Difference:
+class TokenDifference:
     """A text of which training and `AutoTokenizer` have different ids."""
 
     text: str
@@ -64,48 +66,56 @@ class Difference:
     served: Sequence[int]
 
     def __str__(self) -> str:
-        pairs = zip(self.training, self.served, strict=False)
-        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        training, served = _shown(self.training, alike), _shown(self.served, alike)
-        return f"{self.text[: 4 * _SHOWN_CHARACTERS]!r} is {training} in training, {served} for AutoTokenizer"
+        alike = 0
+        for training_id, served_id in zip(self.training, self.served, strict=False):
+            if training_id != served_id:
+                break
+            alike += 1
+        text = self.text[: 4 * _SHOWN_CHARACTERS]
+        training = _shown(self.training, alike)
+        served = _shown(self.served, alike)
+        return f"{text!r} is {training} in training, {served} for AutoTokenizer"
 
 
 def _shown(ids: Sequence[int], alike: int) -> str:
     """The ids from shortly before the first that differs, after so many that are `alike`."""
     start = max(0, alike - 2)
     stop = start + _SHOWN_IDS
-    shown = [
-        *(["…"] if start else []),
-        *map(str, ids[start:stop]),
-        *(["…"] if stop < len(ids) else []),
-    ]
+    shown = [str(number) for number in ids[start:stop]]
+    if start > 0:
+        shown.insert(0, "…")
+    if stop < len(ids):
+        shown.append("…")
     return f"[{', '.join(shown)}]"
 
 
 def texts_of(
     sources: Mapping[str, Sequence[str]], keys: Mapping[str, Keys] | None = None
 ) -> Iterator[str]:
-    """The beginnings of sources (lists of files), as far as they are here and can be read without a long wait."""
+    """The beginnings of sources (lists of files), as far as they are here and can be read without a
+    long wait.
+    """
     for name, inputs in sources.items():
         with suppress(DataError):  # whoever needs these texts reports what is wrong with them
             if not is_here(inputs):
                 continue
-            sizes = input_files(inputs)
-            quick = [
-                file
-                for file, size in sizes.items()
-                if file.suffix not in COMPRESSIONS or size <= _LARGEST_COMPRESSED
-            ]
+            quick: list[str] = []
+            for file, size in input_files(inputs).items():
+                if file.suffix not in COMPRESSIONS or size <= _LARGEST_COMPRESSED:
+                    quick.append(str(file))
             if not quick:
                 continue
-            files = [str(file) for file in quick[:_MOST_FILES]]
             own_keys = (keys or {}).get(name, Keys())
-            for document in good_documents(files, own_keys, max_bytes=SOURCE_BYTES):
+            for document in good_documents(quick[:_MOST_FILES], own_keys, max_bytes=SOURCE_BYTES):
                 yield document.whole_text[:_LONGEST_TEXT]
 
 
 def served_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """What `AutoTokenizer` makes of the folder. Raises DataError where it cannot be loaded."""
+    """What `AutoTokenizer` makes of the folder.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
     with faults_of_library(f"{folder}: transformers cannot load its tokenizer", DataError):
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -118,11 +128,15 @@ def first_difference(
     texts: Iterable[str] = (),
     *,
     trust_remote_code: bool = False,
-) -> Difference | None:
-    """The first text of which `AutoTokenizer` of `folder` has other ids than `tokenizer`, made short.
+) -> TokenDifference | None:
+    """The first text of which `AutoTokenizer` of `folder` has other ids than `tokenizer`, made
+    short.
 
-    Compared are `texts`, and texts with numbers, spaces, new lines and every special token. The ids include what stands
-    before a text. Raises DataError where a tokenizer cannot be loaded or cannot encode a text.
+    Compared are `texts`, and texts with numbers, spaces, new lines and every special token. The ids
+    include what stands before a text.
+
+    Raises:
+        DataError: a tokenizer cannot be loaded or cannot encode a text.
     """
     served = served_tokenizer(folder, trust_remote_code=trust_remote_code)
     training = _training_ids(tokenizer)
@@ -133,26 +147,36 @@ def first_difference(
             found = served(list(batch), padding=False, truncation=False, verbose=False)["input_ids"]
         return [list(ids) for ids in found]
 
-    def difference_of(text: str) -> Difference | None:
-        expected, found = training([text])[0], served_ids([text])[0]
-        return None if expected == found else Difference(text, expected, found)
+    def difference_of(text: str) -> TokenDifference | None:
+        expected = training([text])[0]
+        found = served_ids([text])[0]
+        if expected == found:
+            return None
+        return TokenDifference(text, expected, found)
 
-    remaining = (text for text in all_texts if not _is_ambiguous(text, tokenizer))
-    while batch := list(islice(remaining, 256)):
+    compared = (text for text in all_texts if not _is_ambiguous(text, tokenizer))
+    while True:
+        batch = list(islice(compared, 256))
+        if not batch:
+            return None
         for text, expected, found in zip(batch, training(batch), served_ids(batch), strict=True):
             if expected != found:
-                return _shortened(Difference(text, expected, found), difference_of)
-    return None
+                return _shortened(TokenDifference(text, expected, found), difference_of)
 
 
 def check_export(
     folder: Path, tokenizer: Tokenizer, texts: Iterable[str] = (), *, advice: str = ""
 ) -> None:
-    """Raises ConversionError where `AutoTokenizer` of an export has other ids than the tokenizer of training."""
+    """Compares `AutoTokenizer` of an export with the tokenizer of training.
+
+    Raises:
+        ConversionError: they have other ids for a text.
+    """
     found = first_difference(folder, tokenizer, texts)
     if found is not None:
         raise ConversionError(
-            f"{folder}: its ids are not those of training: {found}; {advice or export_advice(tokenizer)}"
+            f"{folder}: its ids are not those of training: {found}; "
+            f"{advice or export_advice(tokenizer)}"
         )
 
 
@@ -160,12 +184,15 @@ def export_advice(tokenizer: Tokenizer) -> str:
     """What to do about an export whose ids would differ."""
     if isinstance(tokenizer.reference, SentencePieceEncoder):
         return (
-            f"{tokenizer.path} has no tokenizer.json with the same ids: write one (scale-cpt tokenizer --convert), "
+            f"{tokenizer.path} has no tokenizer.json with the same ids: write one (scale-cpt "
+            "tokenizer --convert), "
             "and tokenize and train with that; not kept"
         )
     return (
-        f"correct the files beside {tokenizer.path}: tokenizer_config.json must name only tokens that tokenizer.json "
-        "has, with the same settings; a merged model may also have a class of its own, then use --format scale; not kept"
+        f"correct the files beside {tokenizer.path}: tokenizer_config.json must name only tokens "
+        "that tokenizer.json "
+        "has, with the same settings; a merged model may also have a class of its own, then use "
+        "--format scale; not kept"
     )
 
 
@@ -176,7 +203,9 @@ def warn_of_base(
     *,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Logs a warning, and returns it, where `AutoTokenizer` of a base has other ids than its tokenizer.json."""
+    """Logs a warning, and returns it, where `AutoTokenizer` of a base has other ids than its
+    tokenizer.json.
+    """
     try:
         found = first_difference(folder, tokenizer, texts, trust_remote_code=trust_remote_code)
     except DataError as fault:
@@ -190,7 +219,9 @@ def warn_of_base(
 
 
 def write_exported_tokenizer(folder: Path, source: Path, model_type: str) -> None:
-    """Writes into `folder` the tokenizer of the folder or file `source` as an export has it, for a type of model."""
+    """Writes into `folder` the tokenizer of the folder or file `source` as an export has it, for a
+    type of model.
+    """
     if source.is_dir():
         copy_tokenizer(folder, source)
         add_tokenizer_json(folder, source)
@@ -200,21 +231,28 @@ def write_exported_tokenizer(folder: Path, source: Path, model_type: str) -> Non
 def check_future_export(
     source: Path, tokenizer: Tokenizer, model_type: str, texts: Iterable[str] = ()
 ) -> None:
-    """Raises ConversionError where an export with the tokenizer of the folder `source` would be refused."""
+    """Compares what `AutoTokenizer` will be in an export with the tokenizer of training.
+
+    Raises:
+        ConversionError: an export with the tokenizer of the folder `source` would be refused.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_exported_tokenizer(folder, source, model_type)
         found = first_difference(folder, tokenizer, texts)
     if found is not None:
         raise ConversionError(
-            f"{source}: an export would have other ids than training: {found}; {export_advice(tokenizer)}"
+            f"{source}: an export would have other ids than training: {found}; "
+            f"{export_advice(tokenizer)}"
         )
 
 
 def tokenizer_as_trained(folder: Path, tokenizer: Tokenizer) -> Any:
-    """A tokenizer of `transformers` with the ids of `tokenizer`, which is that of the folder, whatever its class.
+    """A tokenizer of `transformers` with the ids of `tokenizer`, which is that of the folder,
+    whatever its class.
 
-    Where the library cannot have all of them, as of some models of SentencePiece, a warning says so.
+    Where the library cannot have all of them, as of some models of SentencePiece, a warning says
+    so.
     """
     with tempfile.TemporaryDirectory() as temporary:
         copied = Path(temporary)
@@ -230,14 +268,23 @@ def tokenizer_as_trained(folder: Path, tokenizer: Tokenizer) -> Any:
 def _training_ids(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
     """Encodes texts as the tokenizer's own file says, with what it puts around them."""
     if isinstance(tokenizer.reference, SentencePieceEncoder):
-        processor, start = tokenizer.reference.model.processor, list(tokenizer.document_start)
-        return lambda texts: [start + ids for ids in processor.encode(list(texts))]
+        processor = tokenizer.reference.model.processor
+        start = list(tokenizer.document_start)
+
+        def encoded_by_sentencepiece(texts: Sequence[str]) -> list[list[int]]:
+            return [start + ids for ids in processor.encode(list(texts))]
+
+        return encoded_by_sentencepiece
     # An own copy: the tokenizer's may be set to read special tokens as text. It has no dropout.
     with faults_of_library(f"{tokenizer.path}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_str(tokenizer.reference.library.to_str())
         library.no_truncation()
         library.no_padding()
-    return lambda texts: [encoding.ids for encoding in library.encode_batch(list(texts))]
+
+    def encoded_by_tokenizers(texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in library.encode_batch(list(texts))]
+
+    return encoded_by_tokenizers
 
 
 def _special_texts(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
@@ -245,30 +292,43 @@ def _special_texts(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
     described = json_beside(folder / "tokenizer.json", "tokenizer_config.json")
     values = [value for key, value in described.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
-        several = described.get(key)
-        values += several.values() if isinstance(several, dict) else several or []
+        several = described.get(key) or []
+        if isinstance(several, dict):
+            several = several.values()
+        values += several
     if not isinstance(tokenizer.reference, SentencePieceEncoder):
         values += read_object(tokenizer.path, DataError).get("added_tokens") or []
-    names = dict.fromkeys(name for name in map(spelling_of, values) if name and name.strip())
+    names: dict[str, None] = {}  # each once, in order
+    for value in values:
+        name = spelling_of(value)
+        if name and name.strip():
+            names[name] = None
     for name in islice(names, _MOST_SPECIAL_TOKENS):
         yield f"one{name}둘 {name} three\n{name}"
 
 
 def _is_ambiguous(text: str, tokenizer: Tokenizer) -> bool:
-    """Whether a text spells a control piece, which is plain text for SentencePiece and never for `tokenizers`."""
+    """Whether a text spells a control token, which is plain text for SentencePiece and never for
+    `tokenizers`.
+    """
     if not isinstance(tokenizer.reference, SentencePieceEncoder):
         return False
     return any(token in text for token in tokenizer.reference.model.reserved_tokens)
 
 
-def _shortened(found: Difference, difference_of: Callable[[str], Difference | None]) -> Difference:
+def _shortened(
+    found: TokenDifference, difference_of: Callable[[str], TokenDifference | None]
+) -> TokenDifference:
     """The difference in a part of its text, as short as leaving thirds of it out gives."""
     while len(found.text) > _SHOWN_CHARACTERS:
         # They overlap, so that whatever is short lies in one of them.
         sixth = len(found.text) // 6
         parts = (found.text[: 4 * sixth], found.text[sixth : 5 * sixth], found.text[2 * sixth :])
-        shorter = next(filter(None, map(difference_of, parts)), None)
-        if shorter is None:
-            break
+        for part in parts:
+            shorter = difference_of(part)
+            if shorter is not None:
+                break
+        else:
+            return found
         found = shorter
     return found

@@ -1,7 +1,7 @@
 """Copies a tokenizer into an export, so that every server reads the same ids from it.
 
-The files come from a stranger's folder and may be published: their names are fixed or match a pattern, and no link
-leads out of the folder.
+The files come from a stranger's folder and may be published: their names are fixed or match a
+pattern, and no link leads out of the folder.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _TOKENIZER = re.compile(
     r"(tokenizer|spiece|sentencepiece\.bpe)\.model|tokenizer\.model\.v\d+|[\w-]+\.tiktoken|tekken\.json|vocab\.(json|txt)|"
     r"merges\.txt|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template)\.json|chat_template\.jinja"
 )
+_CONFIG = "tokenizer_config.json"
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
 def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
-    """Copies into `folder` the tokenizer of the folder `tokenizer`, so that every server reads its tokenizer.json.
+    """Copies into `folder` the tokenizer of the folder `tokenizer`, so that every server reads its
+    tokenizer.json.
 
-    The chat template is put where every server looks: a file of its own, and tokenizer_config.json. Code that the
-    latter names is not kept: the only code of an export is that of `remote_code`. Nor is a class that would build
-    another tokenizer than tokenizer.json says, and BPE dropout is off, as in training.
+    The chat template is put where every server looks: a file of its own, and tokenizer_config.json.
+    Code that the latter names is not kept: the only code of an export is that of `remote_code`. Nor
+    is a class that would build another tokenizer than tokenizer.json says, and BPE dropout is off,
+    as in training.
 
-    Raises BaseModelError: a file cannot be read, or links out of its folder.
+    Raises:
+        BaseModelError: a file cannot be read, or links out of its folder.
     """
-    templates = matching_files(tokenizer / _MORE_TEMPLATES, re.compile(r"[\w-]+\.jinja"))
-    for name in (
-        *matching_files(tokenizer, _TOKENIZER),
-        *(f"{_MORE_TEMPLATES}/{name}" for name in templates),
-    ):
+    for name in matching_files(tokenizer, _TOKENIZER):
         copy_file(tokenizer, name, folder / name)
+    for name in matching_files(tokenizer / _MORE_TEMPLATES, re.compile(r"[\w-]+\.jinja")):
+        copy_file(tokenizer, f"{_MORE_TEMPLATES}/{name}", folder / _MORE_TEMPLATES / name)
     copy_file(tokenizer, RECORD, folder / EXPORTED)
     with suppress(FileNotFoundError):
         without = without_dropout(read_object(folder / TOKENIZER_FILE, BaseModelError))
         if without is not None:
             write_json(folder / TOKENIZER_FILE, without)
-    path, config = folder / "tokenizer_config.json", dict[str, Any]()
-    with suppress(FileNotFoundError):
-        config = read_object(path, BaseModelError)
+    config = _tokenizer_config(folder)
     template = template_in(folder, config)
     if template is not None:
         write_text(folder / TEMPLATE, template)
@@ -64,33 +64,44 @@ def copy_tokenizer(folder: Path, tokenizer: Path) -> None:
     if (folder / TOKENIZER_FILE).exists():
         config = read_as_it_is(config, read_object(folder / TOKENIZER_FILE, BaseModelError))
     if config:
-        write_json(path, config)
+        write_json(folder / _CONFIG, config)
 
 
 def add_tokenizer_json(folder: Path, tokenizer: Path) -> None:
-    """Writes a tokenizer.json into `folder` where the folder `tokenizer` has only a model of SentencePiece.
+    """Writes a tokenizer.json into `folder` where the folder `tokenizer` has only a model of
+    SentencePiece.
 
-    Raises DataError where that cannot be read or converted.
+    Raises:
+        DataError: the model cannot be read or converted.
     """
-    if (folder / TOKENIZER_FILE).exists() or not any(
-        (tokenizer / name).exists() for name in MODEL_FILES
-    ):
+    has_model = any((tokenizer / name).exists() for name in MODEL_FILES)
+    if (folder / TOKENIZER_FILE).exists() or not has_model:
         return
     loaded = load_tokenizer(tokenizer)
     assert isinstance(loaded.reference, SentencePieceEncoder), "a folder without a tokenizer.json"
     library = converted(loaded.reference.model, loaded.document_start)
     write_text(folder / TOKENIZER_FILE, library.to_str())
-    path, config = folder / "tokenizer_config.json", dict[str, Any]()
-    with suppress(FileNotFoundError):
-        config = read_object(path, BaseModelError)
     processor = loaded.reference.model.processor
     ids = {
         "bos_token": processor.bos_id(),
         "eos_token": processor.eos_id(),
         "unk_token": processor.unk_id(),
     }
-    own = {name: processor.id_to_piece(number) for name, number in ids.items() if number >= 0}
-    write_json(path, read_as_it_is({**own, **config}, json.loads(library.to_str())))
+    config: dict[str, Any] = {}
+    for name, number in ids.items():
+        if number >= 0:  # -1: the model has no such token
+            config[name] = processor.id_to_piece(number)
+    # What the folder states itself counts.
+    config |= _tokenizer_config(folder)
+    write_json(folder / _CONFIG, read_as_it_is(config, json.loads(library.to_str())))
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The contents of a folder's tokenizer_config.json; empty if there is none."""
+    try:
+        return read_object(folder / _CONFIG, BaseModelError)
+    except FileNotFoundError:
+        return {}
 
 
 def copy_file(source: Path, name: str, written: Path) -> None:
@@ -102,6 +113,9 @@ def copy_file(source: Path, name: str, written: Path) -> None:
 
 
 def matching_files(folder: Path, names: re.Pattern[str]) -> list[str]:
-    return sorted(
-        path.name for path in folder.glob("*") if names.fullmatch(path.name) and not path.is_dir()
-    )
+    """The names of the files in `folder` that the pattern matches, sorted."""
+    found = []
+    for path in folder.glob("*"):
+        if names.fullmatch(path.name) and not path.is_dir():
+            found.append(path.name)
+    return sorted(found)

@@ -31,7 +31,8 @@ from pipeline.model.base_folder import INDEX_FILE
 FILE_BYTES = 2**30
 """The largest file of weights; one is in memory at a time."""
 CONFIGURATION_FILE = Path(inspect.getfile(ScaleConfig)).name
-"""The file of code that every folder of the scale format carries, and transformers imports first."""
+"""The file of code that every folder of the scale format carries, and transformers imports first.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,12 @@ class PlannedTensor:
 class Export:
     """A Hugging Face folder to be written.
 
-    `config` is the contents of config.json; `tensors` are written in this order and in `dtype`; `code` are the Python
-    files that the folder carries.
+    Attributes:
+        format: what it holds.
+        config: the contents of config.json.
+        tensors: its tensors, in the order in which they are written.
+        dtype: the type of the tensors that have none of their own.
+        code: the Python files that the folder carries.
     """
 
     format: Exported
@@ -65,9 +70,11 @@ class Export:
 def write_hf_folder(
     folder: Path, export: Export, base: Path, *, tokenizer: Path | None = None
 ) -> None:
-    """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by default `base`.
+    """Writes `export` into the existing `folder`, with the tokenizer of the folder `tokenizer`, by
+    default `base`.
 
-    Raises BaseModelError: a file of the base cannot be read, or links out of its folder.
+    Raises:
+        BaseModelError: a file of the base cannot be read, or links out of its folder.
     """
     write_tensors(folder, export.tensors, export.dtype)
     copy_code(folder, export.code)
@@ -77,65 +84,74 @@ def write_hf_folder(
 
 
 def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.dtype) -> None:
-    """Writes files of weights of FILE_BYTES, or of one larger tensor, and their index into `folder`."""
+    """Writes files of weights of FILE_BYTES, or of one larger tensor, and their index into
+    `folder`.
+    """
+
+    def size_of(tensor: PlannedTensor) -> int:
+        return prod(tensor.shape) * (tensor.dtype or dtype).itemsize
+
     planned = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         planned,
-        get_storage_size=lambda tensor: prod(tensor.shape) * (tensor.dtype or dtype).itemsize,
+        get_storage_size=size_of,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=FILE_BYTES,
     )
-
-    def made(planned: PlannedTensor) -> Tensor:
-        # Of its own memory: parts of a base's fused matrix share theirs, which safetensors refuses.
-        tensor = (
-            planned.make().to(planned.dtype or dtype).clone(memory_format=torch.contiguous_format)
-        )
-        assert tuple(tensor.shape) == planned.shape, planned.name
-        bar.update(tensor.nbytes)
-        return tensor
-
     total_size = split.metadata["total_size"]
     with progress_bar("writing", total_size, "B") as bar:
-        for name, names in split.filename_to_tensors.items():
-            save_file(
-                {tensor: made(planned[tensor]) for tensor in names}, folder / name, {"format": "pt"}
-            )
+        for file_name, names in split.filename_to_tensors.items():
+            made: dict[str, Tensor] = {}
+            for name in names:
+                made[name] = _made(planned[name], dtype)
+                bar.update(made[name].nbytes)
+            save_file(made, folder / file_name, {"format": "pt"})
     if split.is_sharded:
         metadata = {
             "total_parameters": sum(prod(tensor.shape) for tensor in tensors),
             "total_size": total_size,
         }
-        write_json(
-            folder / INDEX_FILE, {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        )
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder / INDEX_FILE, index)
+
+
+def _made(planned: PlannedTensor, dtype: torch.dtype) -> Tensor:
+    """The values of a tensor, in its own type or `dtype`."""
+    values = planned.make().to(planned.dtype or dtype)
+    # Of its own memory: parts of a base's fused matrix share theirs, which safetensors refuses.
+    values = values.clone(memory_format=torch.contiguous_format)
+    assert tuple(values.shape) == planned.shape, planned.name
+    return values
 
 
 def stored_tensors(folder: Path) -> dict[str, PlannedTensor]:
     """The tensors of the files of weights in `folder`, by name, each read when it is made.
 
-    Raises ConversionError: a file is damaged; so does `make`.
+    Raises:
+        ConversionError: a file is damaged; so does `make`.
     """
-
-    def read(path: Path, name: str) -> Tensor:
-        with (
-            faults_of_library(f"{path}: damaged", ConversionError),
-            safe_open(path, framework="pt") as file,
-        ):
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    found = dict[str, PlannedTensor]()
+    found: dict[str, PlannedTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with (
             faults_of_library(f"{path}: damaged", ConversionError),
             safe_open(path, framework="pt") as file,
         ):
             for name in file.keys():  # noqa: SIM118  # it is no dictionary
+                # A gate stays in fp32: 16 bits would change decisions.
                 dtype = torch.float32 if name.startswith("token_gate.") else None
                 shape = tuple(file.get_slice(name).get_shape())
-                found[name] = PlannedTensor(name, shape, partial(read, path, name), dtype)
+                make = partial(_read_tensor, path, name)
+                found[name] = PlannedTensor(name, shape, make, dtype)
     return found
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with (
+        faults_of_library(f"{path}: damaged", ConversionError),
+        safe_open(path, framework="pt") as file,
+    ):
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -144,16 +160,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def code_files(model: type) -> list[Path]:
-    """The file of a model's class and those that it imports, which its folder carries beside the weights."""
+    """The file of a model's class and those that it imports, which its folder carries beside the
+    weights.
+    """
     file = Path(inspect.getfile(model))
-    return [file, *map(Path, sorted(set(get_relative_import_files(file))))]
+    imported = set(get_relative_import_files(file))
+    return [file, *(Path(name) for name in sorted(imported))]
 
 
 def copy_code(folder: Path, files: Sequence[Path]) -> None:
-    """Copies the Python files of an export into `folder`; their configuration file ends with a hash of them all.
+    """Copies the Python files of an export into `folder`; their configuration file ends with a hash
+    of them all.
 
-    transformers takes a model's class by that of its configuration, which it knows by the contents of that file alone.
-    Two folders with other code beside an equal configuration file would both run the code that is loaded first.
+    transformers takes a model's class by that of its configuration, which it knows by the contents
+    of that file alone. Two folders with other code beside an equal configuration file would both
+    run the code that is loaded first.
     """
     digest = hashlib.sha256()
     for file in sorted(files):
@@ -161,7 +182,5 @@ def copy_code(folder: Path, files: Sequence[Path]) -> None:
         shutil.copy(file, folder)
     if files:
         path = folder / CONFIGURATION_FILE
-        write_text(
-            path,
-            f"{path.read_text(encoding='utf-8')}# The code of this folder: {digest.hexdigest()}\n",
-        )
+        code = path.read_text(encoding="utf-8")
+        write_text(path, f"{code}# The code of this folder: {digest.hexdigest()}\n")

@@ -47,6 +47,7 @@ def method_for(
 
 
 def training_method(config: RunConfig) -> TrainingMethod:
+    """The method of a run."""
     return method_for(config.method, config.initial_expansion_folder, config.seed)
 
 
@@ -56,13 +57,20 @@ def build_model(
     tp: TensorParallel,
     activation_checkpointing: ActivationCheckpointing | None = None,
 ) -> Decoder:
-    """The model that a run trains, with this rank's shards, uninitialised; `requires_grad` is set
-    where they train.
+    """The model that a run trains, with this rank's shards, uninitialised.
 
-    `spec` is the base's architecture; `activation_checkpointing` overrides the run's. Where the run
-    rehearses and the base itself trains, the model has a frozen copy of the base. With
-    `base_precision` the base's linear maps are quantised. Raises UserError if the model, or its
-    sequences, cannot be split over the ranks.
+    `requires_grad` is set where parameters train. Where the run learns self-generated text by KL
+    and the base itself trains, the model has a frozen copy of the base. With `base_precision` the
+    base's linear maps are quantised.
+
+    Args:
+        config: the run.
+        spec: the base's architecture.
+        tp: this rank's place in its tensor-parallel group.
+        activation_checkpointing: takes the place of the run's setting.
+
+    Raises:
+        UserError: the model, or its sequences, cannot be split over the ranks.
     """
     check_sequence_length(config.data.sequence_length, tp)
     if config.compile and spec.mixture is not None:
@@ -82,13 +90,12 @@ def build_model(
 
 
 def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
-    """Stores the base's linear maps, unset yet, in `precision`; embedding, norms and output
-    projection stay.
+    """Stores the base's linear maps, unset yet, in `precision`.
 
-    Raises ConfigError if one of them trains, or cannot be split over the ranks in `precision`.
+    Embedding, norms and output projection stay. Raises ConfigError if one of them trains, or cannot
+    be split over the ranks in `precision`.
     """
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")
-        module.register_parameter(
-            "weight", stored_parameter(weight, precision, path, model.tp.size)
-        )
+        stored = stored_parameter(weight, precision, path, model.tp.size)
+        module.register_parameter("weight", stored)

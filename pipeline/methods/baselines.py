@@ -26,8 +26,10 @@ from pipeline.scale.widened_linear import WidenedLinear
 
 
 def _freeze_routers(model: Decoder) -> None:
-    """Keeps the routers of a mixture of experts as published: to train one takes a loss that
-    balances the experts."""
+    """Keeps the routers of a mixture of experts as published.
+
+    Training one takes a loss that balances the experts.
+    """
     for module in model.modules():
         if isinstance(module, Mixture):
             module.router.requires_grad_(False)
@@ -40,9 +42,8 @@ class FullFineTuningMethod(TrainingMethod):
         if spec.mixture is not None and spec.mixture.balance_coefficient is None:
             raise ConfigError(
                 f"method.name: fft would train the routers of a base of family {spec.family}, "
-                "which has no loss that "
-                "balances the experts; take scale, lora, llama_pro or freeze, which leave routers "
-                "as they are"
+                "which has no loss that balances the experts; take scale, lora, llama_pro or "
+                "freeze, which leave routers as they are"
             )
         return Decoder(spec, tp=tp)
 
@@ -51,10 +52,10 @@ class FullFineTuningMethod(TrainingMethod):
 
 
 class FreezeMethod(FullFineTuningMethod):
-    """Full fine-tuning but for the embedding (with a tied output projection) and the lowest
-    `frozen_layers` layers.
+    """Full fine-tuning without the embedding and the lowest `frozen_layers` layers.
 
-    The routers of a mixture of experts stay frozen too.
+    A tied output projection is frozen with the embedding. The routers of a mixture of experts stay
+    frozen too.
     """
 
     def __init__(self, settings: Freeze) -> None:
@@ -94,29 +95,34 @@ class LoraMethod(TrainingMethod):
         return model
 
     def _targets(self, model: Decoder) -> Iterator[WidenedLinear]:
-        modules = ((path.rsplit(".", 1)[-1], module) for path, module in model.named_modules())
-        maps = [(name, module) for name, module in modules if isinstance(module, WidenedLinear)]
-        known = list(dict.fromkeys(name for name, _ in maps))
-        wanted = self.settings.target_modules or known
-        if unknown := [name for name in wanted if name not in known]:
-            raise ConfigError(
-                f"method.target_modules: the base, of family {model.spec.family}, has no map "
-                f"{unknown[0]}; "
-                f"it has {', '.join(known)}"
-            )
-        return (linear for name, linear in maps if name in wanted)
+        """The linear maps that get an adapter: those of `target_modules`, or all."""
+        maps: dict[str, list[WidenedLinear]] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, WidenedLinear):
+                name = path.rsplit(".", 1)[-1]
+                maps.setdefault(name, []).append(module)
+        wanted = self.settings.target_modules or list(maps)
+        for name in wanted:
+            if name not in maps:
+                raise ConfigError(
+                    f"method.target_modules: the base, of family {model.spec.family}, has no map "
+                    f"{name}; it has {', '.join(maps)}"
+                )
+        for name in maps:
+            if name in wanted:
+                yield from maps[name]
 
     @torch.no_grad()
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
-            if not is_base(name) and not holds_new_tokens(name):
-                whole = torch.zeros(full_shape_of(parameter))
-                if name.endswith(".a"):
-                    whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(
-                        whole.shape[1] ** -0.5
-                    )
-                fill_whole(parameter, tp, whole)
+            if is_base(name) or holds_new_tokens(name):
+                continue
+            whole = torch.zeros(full_shape_of(parameter))
+            if name.endswith(".a"):
+                bound = whole.shape[1] ** -0.5
+                whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(bound)
+            fill_whole(parameter, tp, whole)
 
 
 _ZEROED = (
@@ -153,11 +159,11 @@ class LlamaProMethod(TrainingMethod):
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
         depth = spec.num_layers + self.settings.added_layers
-        added = frozenset(range(self._stride(spec) - 1, depth, self._stride(spec)))
+        stride = self._stride(spec)
+        added = frozenset(range(stride - 1, depth, stride))
         layers = tuple(spec.layers[self._base_layer(layer, spec)] for layer in range(depth))
-        model = Decoder(replace(spec, layers=layers), added_layers=added, tp=tp).requires_grad_(
-            False
-        )
+        deeper = replace(spec, layers=layers)
+        model = Decoder(deeper, added_layers=added, tp=tp).requires_grad_(False)
         for layer in added:
             model.layers[layer].requires_grad_(True)
         _freeze_routers(model)

@@ -22,11 +22,14 @@ class TrainingMethod(ABC):
         tp: TensorParallel,
         activation_checkpointing: ActivationCheckpointing,
     ) -> Decoder:
-        """The model with this rank's shards, uninitialised; `requires_grad` is set where parameters
-        train.
+        """The model with this rank's shards, uninitialised.
 
-        The rows of an extended vocabulary train with every method. Raises UserError if the settings
-        do not fit the base, or the model cannot be split over the ranks.
+        `requires_grad` is set where parameters train. The rows of new tokens train with every
+        method.
+
+        Raises:
+            UserError: the settings do not fit the base, or the model cannot be split over the
+                ranks.
         """
         model = self._build(spec, tp)
         model.activation_checkpointing = activation_checkpointing
@@ -42,19 +45,21 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
-        """As `build`, without regard to new rows and recomputation."""
+        """The model with the method's own `requires_grad`; `build` sets the rest."""
 
     @abstractmethod
     def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
-        """Sets every parameter but the new rows."""
+        """Sets every parameter but the rows of new tokens."""
 
     @property
     def expansion(self) -> ExpansionFolder | None:
-        """The initial expansion, for methods that have one. Raises CheckpointError if it is missing
-        or damaged."""
+        """The initial expansion, for methods that have one.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
         return None
 
     def base_name(self, name: str, spec: DecoderSpec) -> str:
-        """The base's name of the model's base parameter `name`, for a base of architecture
-        `spec`."""
+        """The base's name of the model's parameter `name`; `spec` is the base's architecture."""
         return name

@@ -93,23 +93,23 @@ def _check_origin(
             "%s: an earlier version made it without a record of its base's config.json",
             expansion.path,
         )
-    if changed := changed_entry(recorded, architecture_of(base.spec)):
+    changed = changed_entry(recorded, architecture_of(base.spec))
+    if changed is not None:
         raise BaseModelError(
             f"{expansion.path}: the config.json of its base {expansion.manifest.base} had another "
-            f"{changed}; put it "
-            "back as it was, or remove this folder to make it again"
+            f"{changed}; put it back as it was, or remove this folder to make it again"
         )
 
 
 def _check_new_tokens(expansion: ExpansionFolder, new_tokens: NewTokens | None) -> None:
-    """Raises CheckpointError where an expansion holds rows of pieces that the run does not have."""
-    if any(map(holds_new_tokens, expansion.names)) and (
-        new_tokens is None or new_tokens.tokenizer != expansion.manifest.tokenizer
-    ):
+    """Raises CheckpointError where an expansion holds rows of tokens that the run does not have."""
+    if not any(holds_new_tokens(name) for name in expansion.names):
+        return
+    if new_tokens is None or new_tokens.tokenizer != expansion.manifest.tokenizer:
+        article = "an" if new_tokens is None else "another"
         raise CheckpointError(
-            f"{expansion.path}: holds rows of {'an' if new_tokens is None else 'another'} extended "
-            "vocabulary; set "
-            "`vocabulary` to that of the run that it comes from"
+            f"{expansion.path}: holds rows of {article} extended vocabulary; set `vocabulary` to "
+            "that of the run that it comes from"
         )
 
 
@@ -121,8 +121,8 @@ def check_named_expansion(folder: Path | None) -> None:
     if folder is not None and not (folder / MANIFEST).exists():
         raise ConfigError(
             f"init_expansion: {folder}: holds no expansion; convert the run to train on with "
-            "--format expansion --output "
-            f"{folder}, or remove the setting to begin with a new expansion"
+            f"--format expansion --output {folder}, or remove the setting to begin with a new "
+            "expansion"
         )
 
 

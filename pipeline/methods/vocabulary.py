@@ -1,5 +1,4 @@
-"""The vocabulary of a run against its base: the rows of added pieces, and that every id has a
-row."""
+"""The vocabulary of a run against its base: the new tokens, and that every id has a row."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pipeline.model.spec import DecoderSpec
 
 
 def with_new_tokens(config: RunConfig, base: BaseFolder) -> BaseFolder:
-    """The base of a run, with a row for each piece by which the run extends its vocabulary.
+    """The base of a run, with the tokens by which the run extends its vocabulary.
 
     Raises DataError if the extended tokenizer is missing, damaged, or of another base.
     """
@@ -26,15 +25,19 @@ def with_new_tokens(config: RunConfig, base: BaseFolder) -> BaseFolder:
 
 
 def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
-    """The architecture of a run's base with the new rows of the run, where there may be no base.
-    Raises the same."""
-    return replace(spec, new_tokens=len(_new_tokens(config, spec) or ()))
+    """The architecture of a run's base with the run's new tokens; the base itself may be missing.
+
+    Raises as `with_new_tokens`.
+    """
+    new_tokens = _new_tokens(config, spec)
+    return replace(spec, new_tokens=0 if new_tokens is None else len(new_tokens))
 
 
 def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
     if config.vocabulary is None:
         return None
-    folder, again = config.vocabulary.folder, "make it again with scale-cpt vocabulary"
+    folder = config.vocabulary.folder
+    again = "make it again with scale-cpt vocabulary"
     record = read_vocabulary(folder)
     if load_tokenizer(folder).fingerprint != record.tokenizer:
         raise DataError(f"{folder}: its tokenizer is not the one that {RECORD} describes; {again}")
@@ -43,9 +46,8 @@ def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
     ):
         raise DataError(
             f"vocabulary.folder: {folder} extends another tokenizer than that of {config.base}, or "
-            "its first new id, "
-            f"{record.base_rows}, is not the base's vocab_size {spec.vocab_size}; {again} from "
-            "this base"
+            f"its first new id, {record.base_rows}, is not the base's vocab_size "
+            f"{spec.vocab_size}; {again} from this base"
         )
     return NewTokens(
         [new.replaces for new in record.tokens], config.vocabulary.initial, record.tokenizer
@@ -60,8 +62,7 @@ def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
     if tokenizer.vocab_size > spec.vocab_size + spec.new_tokens:
         raise BaseModelError(
             f"{tokenizer.path}: has ids up to {tokenizer.vocab_size - 1}, but the base's "
-            "vocab_size is "
-            f"{spec.vocab_size}; give the base a row for each (resize_token_embeddings of "
-            "transformers), or remove the "
-            "tokens beyond from the tokenizer"
+            f"vocab_size is {spec.vocab_size}; give the base a row for each "
+            "(resize_token_embeddings of transformers), or remove the tokens beyond from the "
+            "tokenizer"
         )

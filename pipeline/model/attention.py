@@ -1,5 +1,4 @@
-"""Causal attention within documents, and within a sliding window, by the kernel that suits the
-device.
+"""Causal attention within documents and sliding windows, by the kernel that suits the device.
 
 All kernels compute the same. On CUDA none makes a tensor of S x S elements: packed documents are
 attended to with torch's variable-length flash attention, or with FlexAttention where that cannot
@@ -26,7 +25,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a batch lie: attention does not cross from one into another.
+    """Where the documents of a batch lie; attention stays within them.
 
     Attributes:
         ids: [B, S], int64; a run of equal ids in a row is a document.
@@ -58,7 +57,7 @@ class Documents:
         return cls(ids, starts.int(), tuple(begins.sum(dim=1).tolist()))
 
     def first_rows(self, rows: int) -> Documents:
-        """Those of the first `rows` rows."""
+        """The documents of the first `rows` rows."""
         per_row = self.per_row[:rows]
         return Documents(self.ids[:rows], self.starts[: sum(per_row) + 1], per_row)
 
@@ -77,19 +76,26 @@ def attention_kernel(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Attend:
-    """The kernel for a batch with these documents; None: every row is one document, without
-    `window` and `softcap`.
+    """The attention kernel for a batch.
 
-    A token attends to `window` tokens of its document, itself included. `scale` is what the
-    products of queries and keys are multiplied by, by default 1 / sqrt(head_dim); with `softcap` c
-    they then become c · tanh(score / c). On the CPU, rows of a single document get a mask too: the
-    same sample must give the same bits whatever else is in its batch.
+    Args:
+        documents: where the documents lie. None: every row is one document, and there is neither
+            `window` nor `softcap`.
+        device: where the batch is.
+        dtype: the type of queries, keys and values.
+        head_dim: the channels of a head, K.
+        window: how many tokens of its document a token attends to, itself included; None: all
+            before it.
+        scale: the factor of the products of queries and keys; None: 1 / sqrt(head_dim).
+        softcap: with c, a score becomes c · tanh(score / c).
     """
     flash = dtype in _HALF and head_dim <= _LARGEST_FLASH_HEAD
     if documents is None:
         # Of the kernels without S x S scores only flash attention takes grouped heads.
         return CausalAttention(scale, grouped=flash or device.type != "cuda")
     if device.type not in ("cuda", "meta"):
+        # On the CPU, rows of a single document get a mask too: the same sample must give the same
+        # bits whatever else is in its batch.
         return MaskedAttention(document_mask(documents.ids, dtype, window), scale, softcap)
     # The meta device stands for a GPU, but FlexAttention refuses it.
     if device.type == "meta" or (flash and head_dim % 8 == 0 and softcap is None):
@@ -99,25 +105,27 @@ def attention_kernel(
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Attention in rows of one document each; unless `grouped`, every query head gets a key and
-    value head."""
+    """Attention in rows of one document each.
+
+    Unless `grouped`, every query head gets a key and value head of its own.
+    """
 
     scale: float | None = None
     grouped: bool = True
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self.grouped:
-            key, value = _one_for_each(query, key, value)
+            key = _one_for_each(query, key)
+            value = _one_for_each(query, value)
         return _scaled_dot_product(query, key, value, None, self.scale)
 
 
-def _one_for_each(query: Tensor, *heads: Tensor) -> list[Tensor]:
-    """heads: [B, S, H_kv, K] -> [B, S, H, K], H as in `query`."""
-    queries_per_key = query.shape[2] // heads[0].shape[2]
-    return [
-        own.repeat_interleave(queries_per_key, dim=2) if queries_per_key > 1 else own
-        for own in heads
-    ]
+def _one_for_each(query: Tensor, heads: Tensor) -> Tensor:
+    """Key or value heads, repeated for each query head: [B, S, H_kv, K] -> [B, S, H, K]."""
+    queries_per_key = query.shape[2] // heads.shape[2]
+    if queries_per_key == 1:
+        return heads
+    return heads.repeat_interleave(queries_per_key, dim=2)
 
 
 @dataclass(frozen=True)
@@ -129,14 +137,18 @@ class MaskedAttention:
     softcap: float | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # No fused kernel takes both a mask and grouped heads: torch would compute all scores [B, H,
-        # S, S].
-        key, value = _one_for_each(query, key, value)
+        # No fused kernel takes both a mask and grouped heads: torch would compute all scores,
+        # [B, H, S, S].
+        key = _one_for_each(query, key)
+        value = _one_for_each(query, value)
         if self.softcap is None:
             return _scaled_dot_product(query, key, value, self.mask, self.scale)
         # No fused kernel of the CPU caps scores.
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        scores = query @ key.mT * (query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
+        value = value.transpose(1, 2)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = query @ key.mT * scale
         scores = torch.tanh(scores / self.softcap) * self.softcap + self.mask
         return (scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value).transpose(1, 2)
 
@@ -153,7 +165,8 @@ class VarlenAttention:
         from torch.nn.attention.varlen import varlen_attn
 
         batch, length = query.shape[:2]
-        heads: Tensor = varlen_attn(  # type: ignore[assignment]  # without statistics it returns no pair
+        # It returns a pair only if asked for statistics.
+        heads: Tensor = varlen_attn(  # type: ignore[assignment]
             query.flatten(0, 1),
             key.flatten(0, 1),
             value.flatten(0, 1),
@@ -189,9 +202,9 @@ class FlexAttention:
         # Its kernels take no smaller heads. Zeros change neither the products of queries and keys
         # nor the values.
         missing = max(0, _SMALLEST_FLEX_HEAD - head_dim)
-        query, key, value = (
-            F.pad(heads, (0, missing)).transpose(1, 2) for heads in (query, key, value)
-        )
+        query = F.pad(query, (0, missing)).transpose(1, 2)
+        key = F.pad(key, (0, missing)).transpose(1, 2)
+        value = F.pad(value, (0, missing)).transpose(1, 2)
         heads = attend(
             query,
             key,
@@ -229,7 +242,9 @@ def _scaled_dot_product(
 ) -> Tensor:
     """Shapes as in `Attend`; without a mask it is causal."""
     grouped = query.shape[2] != key.shape[2]
-    query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+    query = query.transpose(1, 2)
+    key = key.transpose(1, 2)
+    value = value.transpose(1, 2)
     if query.is_meta:
         # There torch would choose products that are not fused, which sizing would count.
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,5 +1,4 @@
-"""A pretrained model's Hugging Face folder: its safetensors files, their hashes, any slice of any
-base parameter.
+"""A pretrained model's Hugging Face folder: its files, their hashes, any slice of any parameter.
 
 No code from the folder is run: only safetensors and JSON are read. `model.families` maps our
 parameter names to those of the folder.
@@ -30,7 +29,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 T = TypeVar("T")
-_TIED = ("output.base", "embedding.base.weight")
 _ROWS = 2**13
 # Of config.json: the file that transformers reads in place of these.
 _WEIGHTS_ENTRY = "transformers_weights"
@@ -42,7 +40,10 @@ _TYPES = ("F16", "BF16", "F32", "F64")
 class BaseFolder:
     """The weights of a Hugging Face folder, read tensor by tensor and slice by slice.
 
-    `new_tokens`: the run extends its vocabulary by them.
+    Attributes:
+        path: the folder.
+        spec: its architecture.
+        new_tokens: by what the run extends the vocabulary; None where it does not.
     """
 
     path: Path
@@ -62,9 +63,8 @@ class BaseFolder:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The SHA-256 of every weight file, by file name: the identity of a base."""
-        return dict(
-            zip([file.name for file in self.files], in_threads(file_hash, self.files), strict=True)
-        )
+        names = [file.name for file in self.files]
+        return dict(zip(names, in_threads(file_hash, self.files), strict=True))
 
     def set_known_hashes(self, hashes: Mapping[str, str]) -> None:
         """Takes the hashes from ranks that read a share of the files each."""
@@ -82,10 +82,9 @@ class BaseFolder:
         not of one size.
         """
         source = self._source(name)
-        first, *others = shapes = self._of_each(
-            source.names(), lambda view: tuple(view.get_shape())
-        )
-        if any(shape != first for shape in others):
+        shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
+        first = shapes[0]
+        if len(set(shapes)) > 1:
             raise BaseModelError(
                 f"{self.path}: the experts of {source.name} differ in size; use the original model"
             )
@@ -96,7 +95,8 @@ class BaseFolder:
         part = source.part
         if part is not None and first[:1] == (part.groups * part.group_rows,):
             return (part.groups * part.rows, *first[1:])
-        return first  # `check_weights` refuses fused tensors of other sizes
+        # `check_weights` refuses fused tensors of other sizes.
+        return first
 
     def read(
         self,
@@ -111,19 +111,18 @@ class BaseFolder:
         Reads nothing else, unless the tensor holds several linear maps. The rows of a parameter of
         all experts are the experts. Raises BaseModelError if it is missing, or its file damaged.
         """
-        source, taken, first_row = (
-            self._source(name),
-            slice(*rows or (None,)),
-            rows[0] if rows else 0,
-        )
+        source = self._source(name)
+        taken = slice(None) if rows is None else slice(*rows)
+        first_row = 0 if rows is None else rows[0]
         if source.experts is not None:
-            of_one = (
-                REPLICATED if partition.dim is None else replace(partition, dim=partition.dim - 1)
+            of_one = partition
+            if partition.dim is not None:
+                # A dimension of one expert's matrix is the next one of the parameter.
+                of_one = replace(partition, dim=partition.dim - 1)
+            experts = self._of_each(
+                source.names()[taken], lambda view: read_shard(view, of_one, tp_rank, tp_size)
             )
-            experts = source.names()[taken]
-            stored = torch.stack(
-                self._of_each(experts, lambda view: read_shard(view, of_one, tp_rank, tp_size))
-            )
+            stored = torch.stack(experts)
             first_row = 0
         elif source.part is not None or source.in_three:
             (whole,) = self._of_each(source.names(), lambda view: view[:])
@@ -133,9 +132,11 @@ class BaseFolder:
             (stored,) = self._of_each(
                 source.names(), lambda view: read_shard(view, partition, tp_rank, tp_size, rows)
             )
+        if self.spec.residual is None:
+            return stored
         # Rows that are channels of the residual stream are never split over ranks, so rows[0] is
         # the first channel.
-        return self.spec.residual.restore(name, stored, first_row) if self.spec.residual else stored
+        return self.spec.residual.restore(name, stored, first_row)
 
     def check_tie(self) -> None:
         """Raises BaseModelError if config.json ties the output projection to the embedding, and the
@@ -146,24 +147,24 @@ class BaseFolder:
         stored = hf_tensor("output.base", self.spec).name
         if not self.spec.tie_word_embeddings or stored not in self.file_of:
             return
-        size = self.spec.vocab_size
-        pieces = ((first, min(first + _ROWS, size)) for first in range(0, size, _ROWS))
-        if not all(torch.equal(*(self.read(name, rows=rows) for name in _TIED)) for rows in pieces):
+        for first in range(0, self.spec.vocab_size, _ROWS):
+            rows = (first, min(first + _ROWS, self.spec.vocab_size))
+            output = self.read("output.base", rows=rows)
+            embedding = self.read("embedding.base.weight", rows=rows)
+            if torch.equal(output, embedding):
+                continue
             raise BaseModelError(
                 f"{self.file_of[stored]}: config.json ties the output to the embedding, but "
-                f"{stored} is another "
-                "matrix, which transformers uses: set tie_word_embeddings to false in config.json"
+                f"{stored} is another matrix, which transformers uses: set tie_word_embeddings to "
+                "false in config.json"
             )
 
     def _source(self, name: str) -> HfTensor:
         """The tensor of the base parameter `name`; a tied output may be stored as the embedding
         only."""
         source = hf_tensor(name, self.spec)
-        if (
-            name == "output.base"
-            and self.spec.tie_word_embeddings
-            and source.name not in self.file_of
-        ):
+        is_tied = name == "output.base" and self.spec.tie_word_embeddings
+        if is_tied and source.name not in self.file_of:
             return self._source("embedding.base.weight")
         return source
 
@@ -277,8 +278,10 @@ def _checked(view: StoredTensor, file: Path, tensor: str) -> StoredTensor:
 
 def in_three(values: Tensor) -> Tensor:
     """values: [size] -> three rows in bf16, as fp32, whose sum they are to the last bit in fp32."""
-    rows, rest = [], values.float()
+    rows: list[Tensor] = []
+    rest = values.float()
     for _ in range(3):
-        rows.append(rest.bfloat16().float())
-        rest = rest - rows[-1]
+        row = rest.bfloat16().float()
+        rows.append(row)
+        rest = rest - row
     return torch.stack(rows)

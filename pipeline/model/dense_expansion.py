@@ -40,10 +40,11 @@ class AddedColumnLinear(nn.Module):
 
 
 class AddedRowLinear(nn.Module):
-    """The added columns of the down map. y: [..., D], the experts' sum, and h: [..., inner] -> both
-    streams' changes.
+    """The added columns of the down map.
 
-    Partial sums over the ranks, without `base_to_expansion`: it reads the whole y, after them.
+    y: [..., D], the experts' sum, and h: [..., inner] -> the changes of both streams. They are
+    partial sums over the ranks, and without `base_to_expansion`, which reads the whole y after the
+    sum over the ranks.
     """
 
     def __init__(
@@ -70,8 +71,11 @@ class AddedRowLinear(nn.Module):
 def stacked(experts: Tensor, *, by_columns: bool) -> Tensor:
     """The maps of all experts [experts, out, in] as one, on the scale of a single one.
 
-    Their rows follow each other, [experts · out, in], or with `by_columns` their columns, [out,
-    experts · in].
+    Their rows follow each other, [experts · out, in]; or with `by_columns` their columns do,
+    [out, experts · in].
     """
-    whole = experts.movedim(0, 1).flatten(1) if by_columns else experts.flatten(0, 1)
+    if by_columns:
+        whole = experts.movedim(0, 1).flatten(1)
+    else:
+        whole = experts.flatten(0, 1)
     return whole / len(experts) ** 0.5

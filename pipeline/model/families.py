@@ -1,5 +1,4 @@
-"""The architectures that can be a base: in what each family differs from Llama, and how its tensors
-are named.
+"""The architectures that can be a base: how each family differs from Llama, and its tensors' names.
 
 docs/architectures.md says how to add one.
 """
@@ -26,11 +25,14 @@ EXPERTS = "ffn.base.experts."
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor in a Hugging Face folder; `part` says which of its rows, if it holds several linear
-    maps.
+    """The tensor of a Hugging Face folder that holds one of our parameters.
 
-    With `experts` it is as many tensors, one for each expert, whose number takes the place of {} in
-    `name`. `in_three`: our parameter has three rows in 16 bits, of which it is the sum.
+    Attributes:
+        name: the tensor's name.
+        part: which of its rows, if it holds several linear maps.
+        experts: how many tensors there are, one for each expert, whose number takes the place of {}
+            in `name`; None: one tensor.
+        in_three: whether our parameter has three rows in 16 bits, of which the tensor is the sum.
     """
 
     name: str
@@ -40,11 +42,9 @@ class HfTensor:
 
     def names(self) -> list[str]:
         """The name of every expert's tensor, in order, or the one name."""
-        return (
-            [self.name]
-            if self.experts is None
-            else [self.name.format(index) for index in range(self.experts)]
-        )
+        if self.experts is None:
+            return [self.name]
+        return [self.name.format(index) for index in range(self.experts)]
 
 
 @dataclass(frozen=True)
@@ -107,22 +107,26 @@ class Family:
 
     def layer_entries(self, spec: DecoderSpec) -> dict[str, Any]:
         """The config's entries that list layers, for a spec with more layers than the folder."""
-        dense = [index for index, layer in enumerate(spec.layers) if not layer.has_experts]
-        entries = {
-            "layer_types": [
-                "full_attention" if layer.window is None else "sliding_attention"
-                for layer in spec.layers
-            ],
-            "no_rope_layers": [int(layer.rotary is not None) for layer in spec.layers],
-            "mlp_layer_types": [
-                "sparse" if layer.has_experts else "dense" for layer in spec.layers
-            ],
+        layer_types: list[str] = []
+        mlp_layer_types: list[str] = []
+        has_rotary: list[int] = []
+        dense: list[int] = []
+        for index, layer in enumerate(spec.layers):
+            layer_types.append("full_attention" if layer.window is None else "sliding_attention")
+            mlp_layer_types.append("sparse" if layer.has_experts else "dense")
+            has_rotary.append(int(layer.rotary is not None))
+            if not layer.has_experts:
+                dense.append(index)
+        entries: dict[str, Any] = {
+            "layer_types": layer_types,
+            "no_rope_layers": has_rotary,  # despite its name, 1 stands for a layer with rotary
+            "mlp_layer_types": mlp_layer_types,
             "mlp_only_layers": dense,
             "decoder_sparse_step": 1,
             "first_k_dense_replace": len(dense),
         }
         declared = CONFIG_MAPPING[self.model_type]
-        return {name: listed for name, listed in entries.items() if hasattr(declared, name)}
+        return {name: value for name, value in entries.items() if hasattr(declared, name)}
 
     def tensor(self, name: str, spec: DecoderSpec) -> HfTensor:
         """The tensor of a folder that holds the base parameter `name` (ours)."""
@@ -139,14 +143,16 @@ class Family:
         theirs = self.names[module]
         if module.startswith(EXPERTS) and spec.mixture is not None:
             return HfTensor(f"{prefix}.{theirs}.{kind}", experts=spec.mixture.experts)
-        parts = self.fused.get(theirs)
-        return HfTensor(
-            f"{prefix}.{theirs}.{kind}", None if parts is None else self._part(parts, module, spec)
-        )
+        part: FusedPart | None = None
+        if theirs in self.fused:
+            part = self._part(self.fused[theirs], module, spec)
+        return HfTensor(f"{prefix}.{theirs}.{kind}", part)
 
     def _part(self, parts: Sequence[str], module: str, spec: DecoderSpec) -> FusedPart:
-        groups = spec.widths.num_attention_heads if self.fused_by_head else 1
-        widths, kv_rows = spec.widths, spec.widths.num_key_value_heads * spec.head_dim
+        """Which rows of a fused tensor, of the maps `parts`, are those of `module`."""
+        widths = spec.widths
+        groups = widths.num_attention_heads if self.fused_by_head else 1
+        kv_rows = widths.num_key_value_heads * spec.head_dim
         rows_of = {
             "attention.query": widths.num_attention_heads * spec.head_dim,
             "attention.key": kv_rows,
@@ -202,7 +208,8 @@ def _gpt_neox(config: Config) -> dict[str, Any]:
 
 def _mixture(config: Config, experts: int, intermediate_size: int, **features: Any) -> MixtureSpec:
     normalised = bool(getattr(config, "norm_topk_prob", True))
-    if not features.get("sigmoid"):  # a bias balances those, and transformers has no loss for them
+    # Sigmoid scores are balanced by a bias, and transformers has no loss for them.
+    if not features.get("sigmoid"):
         features |= {"balance_coefficient": config.router_aux_loss_coef}
     if not 1 <= config.num_experts_per_tok <= experts:
         raise BaseModelError(
@@ -214,8 +221,10 @@ def _mixture(config: Config, experts: int, intermediate_size: int, **features: A
 
 
 def _sigmoid_mixture(config: Config, experts: int, shared_experts: int) -> MixtureSpec:
-    """The mixture that DeepSeek-V3 introduced: a bias for each expert balances their load, and one
-    is shared."""
+    """The mixture that DeepSeek-V3 introduced.
+
+    A bias for each expert balances their load, and one expert is shared.
+    """
     if config.n_group != 1:
         raise BaseModelError(
             f"n_group: expected 1: experts are chosen among all, found {config.n_group}"
@@ -258,7 +267,7 @@ def _glm4_moe(config: Config) -> dict[str, Any]:
 
 def _solar_open(config: Config) -> dict[str, Any]:
     mixture = _sigmoid_mixture(config, config.n_routed_experts, config.n_shared_experts)
-    # That of all experts that a token takes.
+    # The width of all experts that a token takes together.
     config.intermediate_size = mixture.top_k * mixture.intermediate_size + mixture.shared_size
     return {"mixture": mixture, "query_key_value_bias": bool(config.attention_bias)}
 
@@ -275,9 +284,21 @@ def _global_layers_of_exaone(config: Config) -> list[int]:
     return [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
 
 
+def _unrotated_layers_of_smollm(config: Config) -> list[int]:
+    return [layer for layer, rotated in enumerate(config.no_rope_layers) if not rotated]
+
+
+def _dense_layers_of_exaone(config: Config) -> list[int]:
+    return [layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "dense"]
+
+
 def _dense_layers_of_qwen(config: Config) -> list[int]:
-    layers, step = range(config.num_hidden_layers), config.decoder_sparse_step
-    return [layer for layer in layers if (layer + 1) % step or layer in config.mlp_only_layers]
+    dense: list[int] = []
+    for layer in range(config.num_hidden_layers):
+        has_experts = (layer + 1) % config.decoder_sparse_step == 0
+        if not has_experts or layer in config.mlp_only_layers:
+            dense.append(layer)
+    return dense
 
 
 _LLAMA_NAMES = {
@@ -301,18 +322,19 @@ _LLAMA_NAMES = {
 _MIXTURE_NAMES = _LLAMA_NAMES | {
     ROUTER: "mlp.gate",
     f"{ROUTER}.bias": "mlp.gate.e_score_correction_bias",
-    **{f"{EXPERTS}{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
-    **{
-        f"ffn.base.shared.{name}": f"mlp.shared_experts.{name}_proj"
-        for name in ("gate", "up", "down")
-    },
+    f"{EXPERTS}gate": "mlp.experts.{}.gate_proj",
+    f"{EXPERTS}up": "mlp.experts.{}.up_proj",
+    f"{EXPERTS}down": "mlp.experts.{}.down_proj",
+    "ffn.base.shared.gate": "mlp.shared_experts.gate_proj",
+    "ffn.base.shared.up": "mlp.shared_experts.up_proj",
+    "ffn.base.shared.down": "mlp.shared_experts.down_proj",
 }
-"""Those of most mixtures; a layer without experts has Llama's FFN."""
+"""The names in most mixtures; a layer without experts has Llama's FFN."""
 _POST_NORM_NAMES = _LLAMA_NAMES | {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
-"""Those of architectures whose norms stand after attention and FFN."""
+"""The names in architectures whose norms stand after attention and FFN."""
 _GEMMA_NAMES = _POST_NORM_NAMES | {"ffn_norm": "pre_feedforward_layernorm"}
 _GPT_NEOX_NAMES = {
     "embedding": "gpt_neox.embed_in",
@@ -330,16 +352,16 @@ _GPT_NEOX_NAMES = {
 }
 _MIXTRAL_NAMES = _MIXTURE_NAMES | {
     ROUTER: "block_sparse_moe.gate",
-    **{
-        f"{EXPERTS}{ours}": f"block_sparse_moe.experts.{{}}.{theirs}"
-        for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
-    },
+    f"{EXPERTS}gate": "block_sparse_moe.experts.{}.w1",
+    f"{EXPERTS}up": "block_sparse_moe.experts.{}.w3",
+    f"{EXPERTS}down": "block_sparse_moe.experts.{}.w2",
 }
-_QWEN2_MOE_NAMES = {
-    ours: theirs.replace("shared_experts", "shared_expert")
-    for ours, theirs in _MIXTURE_NAMES.items()
+_QWEN2_MOE_NAMES = _MIXTURE_NAMES | {
+    "ffn.base.shared": "mlp.shared_expert_gate",
+    "ffn.base.shared.gate": "mlp.shared_expert.gate_proj",
+    "ffn.base.shared.up": "mlp.shared_expert.up_proj",
+    "ffn.base.shared.down": "mlp.shared_expert.down_proj",
 }
-_QWEN2_MOE_NAMES["ffn.base.shared"] = "mlp.shared_expert_gate"
 _PHI3_FUSED = {
     "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
     "mlp.gate_up_proj": ("ffn.gate", "ffn.up"),
@@ -366,9 +388,7 @@ FAMILIES = {
             "smollm3",
             _LLAMA_NAMES,
             _all_biases,
-            unrotated=lambda config: [
-                layer for layer, rotated in enumerate(config.no_rope_layers) if not rotated
-            ],
+            unrotated=_unrotated_layers_of_smollm,
         ),
         Family("phi3", _PHI3_NAMES, fused=_PHI3_FUSED, derives_head_dim=True),
         Family("olmo2", _POST_NORM_NAMES, _olmo, merged_unsupported_reason=_WHOLE_HEADS),
@@ -390,10 +410,8 @@ FAMILIES = {
             "gemma3_text",
             _GEMMA_NAMES,
             lambda config: {**_gemma2(config), "query_key_norm": "head"},
-            unsupported=(
-                "use_bidirectional_attention",
-                "attn_logit_softcapping",
-            ),  # transformers does not apply it
+            # transformers declares the softcap of attention, and does not apply it.
+            unsupported=("use_bidirectional_attention", "attn_logit_softcapping"),
             merged_unsupported_reason=_GEMMA,
         ),
         Family(
@@ -416,9 +434,7 @@ FAMILIES = {
             _MIXTURE_NAMES | {f"{ROUTER}.bias": "mlp.e_score_correction_bias"},
             _exaone_moe,
             unrotated=_global_layers_of_exaone,
-            dense=lambda config: [
-                layer for layer, kind in enumerate(config.mlp_layer_types) if kind == "dense"
-            ],
+            dense=_dense_layers_of_exaone,
             shared_experts="num_shared_experts",
         ),
         Family(
@@ -451,7 +467,10 @@ FAMILIES = {
                 "attention.query_key_value": ("attention.query", "attention.key", "attention.value")
             },
             fused_by_head=True,
-            merged_unsupported_reason="its LayerNorm takes one mean over the residual stream, and its head size follows from it",
+            merged_unsupported_reason=(
+                "its LayerNorm takes one mean over the residual stream, and its head size follows "
+                "from it"
+            ),
         ),
     )
 }

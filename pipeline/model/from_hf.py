@@ -100,10 +100,12 @@ def _check_type(values: Mapping[str, Any]) -> None:
 
 
 def _spec_of(config: Config) -> DecoderSpec:
-    """The architecture of a config of a supported type; raises also what transformers and torch
-    raise."""
+    """The architecture of a config of a supported type.
+
+    Raises also what transformers and torch raise.
+    """
     for name, largest in _LARGEST.items():
-        size = getattr(config, name, None) if hasattr(type(config), name) else None
+        size = _declared(config, name)
         if size is not None and not 1 <= size <= largest:
             raise BaseModelError(
                 f"{name}: expected a whole number from 1 to {largest}, found {size}"
@@ -123,64 +125,71 @@ def _spec_of(config: Config) -> DecoderSpec:
     features = family.features(config)
     dense = family.dense(config) if "mixture" in features else range(config.num_hidden_layers)
     residual = getattr(config, RESIDUAL_KEY, None)
-    spec = DecoderSpec(
-        **{
-            "family": config.model_type,
-            "vocab_size": config.vocab_size,
-            "layers": tuple(_layers(config, family.unrotated(config), dense)),
-            "widths": Widths(config.hidden_size, config.intermediate_size, heads, kv_heads),
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-            "norm": "rmsnorm",
-            "norm_eps": getattr(config, "rms_norm_eps", None),
-            "activation": getattr(config, "hidden_act", None),
-            "max_position_embeddings": config.max_position_embeddings,
-            "tie_word_embeddings": bool(config.tie_word_embeddings),
-            "residual": None
-            if residual is None
-            else TypeAdapter(StoredResidual).validate_python(residual),
-            **features,
-        }
-    )
+    if residual is not None:
+        residual = TypeAdapter(StoredResidual).validate_python(residual)
+    # What all families have in common; `features` replaces some of it.
+    values: dict[str, Any] = {
+        "family": config.model_type,
+        "vocab_size": config.vocab_size,
+        "layers": tuple(_layers(config, family.unrotated(config), dense)),
+        "widths": Widths(config.hidden_size, config.intermediate_size, heads, kv_heads),
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "norm": "rmsnorm",
+        "norm_eps": getattr(config, "rms_norm_eps", None),
+        "activation": getattr(config, "hidden_act", None),
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "residual": residual,
+    }
+    spec = DecoderSpec(**values | features)
     if spec.activation not in ACTIVATIONS:
         raise BaseModelError(
             f"hidden_act {spec.activation!r:.80} is not among {', '.join(sorted(ACTIVATIONS))}"
         )
-    rotary = {layer.rotary for layer in spec.layers if layer.rotary is not None}
-    numbers = [("frequency", one) for each in rotary for one in each.frequencies]
-    numbers += [("attention_factor", each.attention_factor) for each in rotary] + [
-        (name, getattr(spec, name))
-        for name in (
-            "norm_eps",
-            "embedding_scale",
-            "attention_scale",
-            "attention_softcap",
-            "output_softcap",
-        )
-    ]
-    for name, number in numbers:
-        if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
-            raise BaseModelError(f"{name}: expected a number above 0, found {number!r:.80}")
-    if spec.residual is not None and not (
-        math.frexp(spec.residual.scale)[0] == 0.5
-        and 0 < spec.residual.normed_size <= config.hidden_size
-    ):
-        raise BaseModelError(
-            f"{RESIDUAL_KEY}: expected a scale that is a power of two, and a part of the channels"
-        )
+    _check_numbers(spec)
+    if spec.residual is not None:
+        mantissa, _ = math.frexp(spec.residual.scale)
+        is_power_of_two = mantissa == 0.5
+        if not is_power_of_two or not 0 < spec.residual.normed_size <= config.hidden_size:
+            raise BaseModelError(
+                f"{RESIDUAL_KEY}: expected a scale that is a power of two, and a part of the "
+                "channels"
+            )
     return spec
+
+
+def _check_numbers(spec: DecoderSpec) -> None:
+    """Raises BaseModelError where a number that multiplies or divides is not finite and
+    positive."""
+    numbers: list[tuple[str, float | None]] = [
+        ("norm_eps", spec.norm_eps),
+        ("embedding_scale", spec.embedding_scale),
+        ("attention_scale", spec.attention_scale),
+        ("attention_softcap", spec.attention_softcap),
+        ("output_softcap", spec.output_softcap),
+    ]
+    for rotary in {layer.rotary for layer in spec.layers}:
+        if rotary is not None:
+            numbers += [("frequency", frequency) for frequency in rotary.frequencies]
+            numbers.append(("attention_factor", rotary.attention_factor))
+    for name, number in numbers:
+        if number is None:
+            continue
+        if not isinstance(number, (int, float)) or not 0 < number < math.inf:
+            raise BaseModelError(f"{name}: expected a number above 0, found {number!r:.80}")
 
 
 def _layers(
     config: Config, unrotated: Collection[int], dense: Collection[int]
 ) -> Iterator[LayerKind]:
-    window = (
-        getattr(config, "sliding_window", None) if hasattr(type(config), "sliding_window") else None
-    )
-    if hasattr(type(config), "use_sliding_window") and not config.use_sliding_window:
+    """The kind of each layer; `unrotated` and `dense` are as in `Family`."""
+    window = _declared(config, "sliding_window")
+    if not _declared(config, "use_sliding_window", True):
         window = None
-    alike = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    types = config.layer_types if hasattr(type(config), "layer_types") else alike
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+    alike = "sliding_attention" if window else "full_attention"
+    types = _declared(config, "layer_types", [alike] * config.num_hidden_layers)
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
         raise BaseModelError(
             f"layer_types: {min(unknown)!r:.80} is not among full_attention, sliding_attention"
         )
@@ -188,16 +197,24 @@ def _layers(
         raise BaseModelError(
             f"sliding_window: expected a number of tokens for sliding layers, found {window!r:.80}"
         )
-    rotary = {
-        kind: _rotary(config, kind if kind in config.rope_parameters else None)
-        for kind in set(types)
-    }
+    rotary: dict[str, RotarySpec] = {}
+    for kind in set(types):
+        has_own = kind in config.rope_parameters
+        rotary[kind] = _rotary(config, kind if has_own else None)
     for layer, kind in enumerate(types):
         yield LayerKind(
             rotary=None if layer in unrotated else rotary[kind],
             window=window if kind == "sliding_attention" else None,
             has_experts=layer not in dense,
         )
+
+
+def _declared(config: Config, name: str, default: Any = None) -> Any:
+    """An entry of `config`, or `default` where its class does not declare it: then it means
+    nothing."""
+    if not hasattr(type(config), name):
+        return default
+    return getattr(config, name)
 
 
 def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
@@ -241,16 +258,20 @@ def loading_options(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]
     their size, and then runs them: Kanana, a Llama, has 24 heads of 128 channels and a hidden_size
     of 1792. Those get a `config`.
     """
-    return (
-        {"config": hf_config({**values, **changes})}
-        if _has_heads_of_their_own_size(values)
-        else changes
-    )
+    if _has_heads_of_their_own_size(values):
+        return {"config": hf_config({**values, **changes})}
+    return changes
 
 
 def _has_heads_of_their_own_size(values: Mapping[str, Any]) -> bool:
-    sizes = [values.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim")]
-    return all(type(size) is int and size > 0 for size in sizes) and sizes[0] % sizes[1] != 0  # type: ignore[operator]
+    sizes: list[int] = []
+    for key in ("hidden_size", "num_attention_heads", "head_dim"):
+        size = values.get(key)
+        if type(size) is not int or size <= 0:
+            return False
+        sizes.append(size)
+    hidden_size, heads, _ = sizes
+    return hidden_size % heads != 0
 
 
 def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
@@ -260,10 +281,11 @@ def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
     Raises what transformers raises.
     """
     made = {**values, "model_type": model_type_of(values)}
-    if own_size := _has_heads_of_their_own_size(values):
+    has_own_size = _has_heads_of_their_own_size(values)
+    if has_own_size:
         made["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
     config: PretrainedConfig = CONFIG_MAPPING[made["model_type"]].from_dict(made)
-    if own_size:
+    if has_own_size:
         config.hidden_size = values["hidden_size"]
     return config
 
@@ -282,11 +304,15 @@ def load_base(
     """
     check_weights(model, base, source)
     for name, parameter in model.named_parameters():
-        if is_base(source(name)):
-            is_quantized = quantization_of(parameter) is not None
-            partition = read_partition(parameter) if is_quantized else partition_of(parameter)
+        if not is_base(source(name)):
+            continue
+        if quantization_of(parameter) is None:
+            partition = partition_of(parameter)
+            fill(parameter, tp, partial(base.read, source(name), partition, tp.rank, tp.size))
+        else:
+            partition = read_partition(parameter)
             read = partial(base.read, source(name), partition, tp.rank, tp.size)
-            (fill_quantized if is_quantized else fill)(parameter, tp, read)
+            fill_quantized(parameter, tp, read)
 
 
 @torch.no_grad()
@@ -344,7 +370,8 @@ def check_weights(
     for name, parameter in model.named_parameters():
         if not is_base(source(name)):
             continue
-        found, expected = base.shape(source(name)), full_shape_of(parameter)
+        found = base.shape(source(name))
+        expected = full_shape_of(parameter)
         if found != expected:
             raise BaseModelError(
                 f"{base.path}: {source(name)} has shape {found}, config.json implies {expected} "

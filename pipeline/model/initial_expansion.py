@@ -4,6 +4,7 @@ of module takes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,6 @@ from pipeline.scale.widened_linear import WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
 
 ReadBase = Callable[[str], Tensor]
-Shapes = Mapping[str, tuple[int, ...]]
-"""The unsharded shapes of a model's parameters, by name."""
 
 
 def initial_expansion(
@@ -40,12 +39,11 @@ def initial_expansion(
     `model` gives the structure only (it may be on the meta device); `read_base` reads a base
     parameter by name.
     """
-    done, shapes = (
-        set(),
-        {name: full_shape_of(parameter) for name, parameter in model.named_parameters()},
-    )
+    shapes = {name: full_shape_of(parameter) for name, parameter in model.named_parameters()}
+    source = BlockSource(shapes, read_base, initialisers, seed)
+    done: set[str] = set()
     for path, module in model.named_modules():
-        for name, block in _of_module(path, module, shapes, read_base, initialisers, seed):
+        for name, block in blocks_of_module(path, module, source):
             done.add(name)
             yield name, block
     # All other blocks start at zero: W12, W_out^up, the biases of the new part.
@@ -53,45 +51,41 @@ def initial_expansion(
         yield name, torch.zeros(shapes[name])
 
 
-def _of_module(
-    path: str,
-    module: nn.Module,
-    shapes: Shapes,
-    read_base: ReadBase,
-    initialisers: Initialisers,
-    seed: int,
+@dataclass(frozen=True)
+class BlockSource:
+    """What the initial blocks are computed from.
+
+    Attributes:
+        shapes: the unsharded shapes of the model's parameters, by name.
+        read_base: reads a base parameter by name.
+        initialisers: the settings `method.initialisers`.
+        seed: determines the random numbers, with the name of each parameter.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    read_base: ReadBase
+    initialisers: Initialisers
+    seed: int
+
+
+def blocks_of_module(
+    path: str, module: nn.Module, source: BlockSource
 ) -> Iterator[tuple[str, Tensor]]:
-    is_added = isinstance(module, (AddedColumnLinear, AddedRowLinear))
-    if is_added or (isinstance(module, WidenedLinear) and module.base_to_expansion):
-        base = _base_map(path, module, shapes, read_base)
-        name, kind = f"{path}.base_to_expansion.weight", initialisers.base_to_expansion
-        rows, _ = shapes[name]
-        reads_sum = isinstance(module, AddedRowLinear)  # of the experts, which base.T would read
-        block = base_to_expansion(kind, base.T if reads_sum else base, rows, seed=seed, name=name)
-        if reads_sum and kind == "svd":
-            block[: min(base.shape)] = F.normalize(block[: min(base.shape)])
-        yield name, block
-        name, kind = f"{path}.expansion_to_expansion.weight", initialisers.expansion_to_expansion
-        rows, columns = shapes[name]
-        yield name, expansion_to_expansion(kind, base, rows, columns, seed=seed, name=name)
-    elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion:
-        gain, shape = read_base(f"{path}.base.weight").float(), shapes[f"{path}.expansion.weight"]
-        of_heads = (
-            isinstance(module, WidenedHeadNorm) and gain.shape == shape
-        )  # the channels of a head correspond
-        yield f"{path}.expansion.weight", (gain if of_heads else gain.mean().expand(shape)).clone()
+    """The blocks of the module at `path` that do not start at zero."""
+    if isinstance(module, (AddedColumnLinear, AddedRowLinear)) or (
+        isinstance(module, WidenedLinear) and module.base_to_expansion is not None
+    ):
+        yield from _linear_blocks(path, module, source)
+    elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion is not None:
+        yield f"{path}.expansion.weight", _gains(path, module, source)
     elif isinstance(module, LowRankAdapter):
         name = f"{path}.a"
-        yield name, initial_a(shapes[name], seed=seed, name=name)
-    elif isinstance(module, WidenedEmbedding) and module.expansion:
+        yield name, initial_a(source.shapes[name], seed=source.seed, name=name)
+    elif isinstance(module, WidenedEmbedding) and module.expansion is not None:
         name = f"{path}.expansion.weight"
-        _, columns = shapes[name]
-        yield (
-            name,
-            leading_columns(
-                read_base(f"{path}.base.weight").float(), columns, seed=seed, name=name
-            ),
-        )
+        _, columns = source.shapes[name]
+        base = source.read_base(f"{path}.base.weight").float()
+        yield name, leading_columns(base, columns, seed=source.seed, name=name)
 
 
 def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
@@ -100,14 +94,48 @@ def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
     return whole.uniform_(-1, 1, generator=seeded(seed, name)) * shape[1] ** -0.5
 
 
-def _base_map(path: str, module: nn.Module, shapes: Shapes, read_base: ReadBase) -> Tensor:
-    """W of a widened map, or in a mixture of experts that beside which the map is added: [out, in]
-    in fp32."""
+def _linear_blocks(
+    path: str, module: nn.Module, source: BlockSource
+) -> Iterator[tuple[str, Tensor]]:
+    """W21 and W22 of a linear map."""
+    base = _base_map(path, module, source)
+
+    name = f"{path}.base_to_expansion.weight"
+    kind = source.initialisers.base_to_expansion
+    rows, _ = source.shapes[name]
+    if isinstance(module, AddedRowLinear):
+        # It reads the experts' sum, which has the rows of the base's map: base.T would read it.
+        block = base_to_expansion(kind, base.T, rows, seed=source.seed, name=name)
+        if kind == "svd":
+            # U_kᵀ alone, without Σ: rows of norm 1.
+            leading = min(base.shape)
+            block[:leading] = F.normalize(block[:leading])
+    else:
+        block = base_to_expansion(kind, base, rows, seed=source.seed, name=name)
+    yield name, block
+
+    name = f"{path}.expansion_to_expansion.weight"
+    kind = source.initialisers.expansion_to_expansion
+    rows, columns = source.shapes[name]
+    yield name, expansion_to_expansion(kind, base, rows, columns, seed=source.seed, name=name)
+
+
+def _gains(path: str, module: WidenedNorm | WidenedHeadNorm, source: BlockSource) -> Tensor:
+    """The gains of the expansion's norm: the mean of the base's, or for heads the base's own."""
+    gains = source.read_base(f"{path}.base.weight").float()
+    shape = source.shapes[f"{path}.expansion.weight"]
+    if isinstance(module, WidenedHeadNorm) and gains.shape == shape:
+        return gains.clone()  # the channels of a base's head and of an added one correspond
+    return gains.mean().expand(shape).clone()
+
+
+def _base_map(path: str, module: nn.Module, source: BlockSource) -> Tensor:
+    """W of a widened map, [out, in] in fp32; in a mixture, the map beside which it is added."""
     if isinstance(module, WidenedLinear):
-        return read_base(f"{path}.base.weight").float()
+        return source.read_base(f"{path}.base.weight").float()
     stem, leaf = path.rsplit(".", 1)
     shared = f"{stem}.base.shared.{leaf}.base.weight"
-    if shared in shapes:
-        return read_base(shared).float()
-    experts = read_base(f"{stem}.base.experts.{leaf}.weight").float()
+    if shared in source.shapes:
+        return source.read_base(shared).float()
+    experts = source.read_base(f"{stem}.base.experts.{leaf}.weight").float()
     return stacked(experts, by_columns=isinstance(module, AddedRowLinear))

@@ -30,43 +30,47 @@ def merged_unsupported_reason(
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
     if plan.norm != "base":
-        return "method.norm separate: an ordinary RMSNorm takes one mean square for both streams (norm: base allows it)"
+        return (
+            "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "
+            "(norm: base allows it)"
+        )
     if gated:
         return "a gate decides for each token (--without-gate leaves it out)"
     return None
 
 
 def merged_widths(added: Widths, spec: DecoderSpec, tp: int = 1, row_multiple: int = 1) -> Widths:
-    """The widths of the ordinary model that a base of the architecture `spec` becomes with `added`
-    widths."""
-    base, more = asdict(spec.widths), asdict(added)
-    sums = Widths(**{name: base[name] + more[name] for name in base})
+    """The widths of the ordinary model that a base becomes with `added` widths.
+
+    `spec` is the base's architecture; `tp` and `row_multiple` are as in `padded_widths`.
+    """
+    base = spec.widths
+    sums = Widths(
+        hidden_size=base.hidden_size + added.hidden_size,
+        intermediate_size=base.intermediate_size + added.intermediate_size,
+        num_attention_heads=base.num_attention_heads + added.num_attention_heads,
+        num_key_value_heads=base.num_key_value_heads + added.num_key_value_heads,
+    )
     return padded_widths(
         sums, spec.head_dim, tp, row_multiple, derives_head_dim=family_of(spec).derives_head_dim
     )
 
 
 def describe_serving(added: Widths, spec: DecoderSpec) -> str:
-    """How servers can split the ordinary model, and the added widths next above that need no
-    padding."""
+    """How servers can split the ordinary model, and the next larger widths that need no padding."""
     whole = merged_widths(added, spec)
     ranks = [tp for tp in (1, 2, 4, _MOST_RANKS) if merged_widths(added, spec, tp) == whole]
-    rows = (
-        "whole"
-        if merged_widths(added, spec, row_multiple=_GGUF_BLOCK) == whole
-        else "in a larger format"
-    )
+    fits_gguf = merged_widths(added, spec, row_multiple=_GGUF_BLOCK) == whole
+    rows = "whole" if fits_gguf else "in a larger format"
     text = f"split by tp {', '.join(map(str, ranks))}; GGUF's K-quants: {rows}"
-    fitting, base = (
-        asdict(merged_widths(added, spec, _MOST_RANKS, _GGUF_BLOCK)),
-        asdict(spec.widths),
-    )
-    if fitting == asdict(whole):
+    fitting = merged_widths(added, spec, _MOST_RANKS, _GGUF_BLOCK)
+    if fitting == whole:
         return text
-    more = ", ".join(
-        f"{name} {fitting[name] - base[name]}" for name in base if name != "num_key_value_heads"
-    )
-    return f"{text}; for both up to tp {_MOST_RANKS} add {more}"
+    more: list[str] = []
+    for name, base_width in asdict(spec.widths).items():
+        if name != "num_key_value_heads":  # it follows from the query heads
+            more.append(f"{name} {getattr(fitting, name) - base_width}")
+    return f"{text}; for both up to tp {_MOST_RANKS} add {', '.join(more)}"
 
 
 def padded_widths(
@@ -95,10 +99,14 @@ def padded_widths(
         )
 
     def fits(found: Widths) -> bool:
-        heads, kv_heads = found.num_attention_heads, found.num_key_value_heads
-        rows = (found.hidden_size, head_dim * heads)
-        splits = heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-        return splits and all(row % row_multiple == 0 for row in rows)
+        heads = found.num_attention_heads
+        kv_heads = found.num_key_value_heads
+        splits_heads = heads % tp == 0
+        splits_kv_heads = kv_heads % tp == 0 or tp % kv_heads == 0
+        has_whole_rows = (
+            found.hidden_size % row_multiple == 0 and head_dim * heads % row_multiple == 0
+        )
+        return splits_heads and splits_kv_heads and has_whole_rows
 
     def parameters(found: Widths) -> int:
         heads = 2 * head_dim * (found.num_attention_heads + found.num_key_value_heads)

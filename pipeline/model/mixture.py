@@ -1,5 +1,4 @@
-"""A mixture of experts as the FFN of a layer: the base's router and experts, and SCALE's dense
-expansion beside them.
+"""A mixture of experts as the FFN of a layer, with SCALE's dense expansion beside it.
 
 The router reads the base stream alone. So where that is exact, so is the choice of experts.
 """
@@ -25,14 +24,17 @@ from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, Wi
 from pipeline.scale_math import choose_experts, rows_by_expert
 
 Load = tuple[Tensor, Tensor]
-"""Of each expert in each sequence, [B, E]: the share of tokens that take it, and its mean score."""
+"""The load of each expert in each sequence: the share of tokens that take it, and its mean score.
+
+Both are [B, E].
+"""
 
 
 class MixtureFeedForward(nn.Module):
-    """x: [B, S, D], x_up: [B, S, U] -> the same shapes: y = Σ p_e E_e(x) + W12 h and y_up = W21 y +
-    W22 h.
+    """y = Σ p_e E_e(x) + W12 h and y_up = W21 y + W22 h; see `pipeline.model.dense_expansion`.
 
-    h is the inner activation of an FFN that every token takes, on both streams.
+    x: [B, S, D], x_up: [B, S, U] -> the same shapes. h is the inner activation of an FFN that every
+    token takes, on both streams.
     """
 
     def __init__(
@@ -41,37 +43,40 @@ class MixtureFeedForward(nn.Module):
         super().__init__()
         assert spec.mixture is not None, "a layer has experts"
         self.tp = tp
-        self.activation, hidden_size = ACTIVATIONS[spec.activation], spec.widths.hidden_size
+        self.activation = ACTIVATIONS[spec.activation]
+        hidden_size = spec.widths.hidden_size
         self.base = Mixture(spec.mixture, hidden_size, self.activation, tp=tp)
-        self.gate = self.up = self.down = None
+        self.gate: AddedColumnLinear | None = None
+        self.up: AddedColumnLinear | None = None
+        self.down: AddedRowLinear | None = None
         if plan is not None:
-            streams, inner = (
-                (hidden_size, plan.expansion.hidden_size),
-                plan.expansion.intermediate_size,
-            )
+            streams = (hidden_size, plan.expansion.hidden_size)
+            inner = plan.expansion.intermediate_size
+            collaborative = plan.has_expansion_to_base(layer, "ffn")
             self.gate = AddedColumnLinear(streams, inner, tp=tp)
             self.up = AddedColumnLinear(streams, inner, tp=tp)
-            self.down = AddedRowLinear(
-                inner, streams, collaborative=plan.has_expansion_to_base(layer, "ffn"), tp=tp
-            )
+            self.down = AddedRowLinear(inner, streams, collaborative=collaborative, tp=tp)
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
-        y, y_up = self.base(x, masked=masked), None
+        y = self.base(x, masked=masked)
         if x_up is None or self.gate is None or self.up is None or self.down is None:
-            return leave_region(self.tp, y, y_up)
-        y, y_up = self.down(
-            y, self.activation(self.gate(x, x_up)) * self.up(x, x_up), masked=masked
-        )
+            return leave_region(self.tp, y, None)
+        inner = self.activation(self.gate(x, x_up)) * self.up(x, x_up)
+        y, y_up = self.down(y, inner, masked=masked)
         y, y_up = leave_region(self.tp, y, y_up)
+        # W21 reads the whole y, which no rank has before the sum over the ranks.
         return y, self.down.base_to_expansion(y) + y_up
 
 
 class Mixture(nn.Module):
-    """x: [B, S, D] -> the sum over the experts that each token takes, [B, S, D]; a partial sum over
-    the ranks.
+    """The base's mixture of experts: the weighted sum over the experts that each token takes.
 
-    `loads`: where the load of a router that trains is added, while `recorded_loads` sets it.
+    x: [B, S, D] -> [B, S, D], a partial sum over the ranks.
+
+    Attributes:
+        loads: the list to which the load of a router that trains is added; `recorded_loads` sets
+            it.
     """
 
     loads: list[Load] | None = None
@@ -82,31 +87,32 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = Router(mixture, hidden_size, tp=tp)
         self.experts = Experts(mixture, hidden_size, activation, tp=tp)
-        self.shared = (
-            SharedExpert(mixture, hidden_size, activation, tp=tp) if mixture.shared_size else None
-        )
+        self.shared: SharedExpert | None = None
+        if mixture.shared_size:
+            self.shared = SharedExpert(mixture, hidden_size, activation, tp=tp)
 
     def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
         rows = x.flatten(0, 1)
         weights, chosen, scores = self.router(rows)
         if self.router.weight.requires_grad and torch.is_grad_enabled():
+            # Recomputation in the backward pass must compute the load too, but not count it again.
             load = self._load(scores, chosen, len(x))
-            if (
-                self.loads is not None
-            ):  # recomputation must compute the load too, but not count it again
+            if self.loads is not None:
                 self.loads.append(load)
         y: Tensor = self.experts(rows, weights, chosen)
-        return (y if self.shared is None else y + self.shared(rows, masked=masked)).view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(rows, masked=masked)
+        return y.view_as(x)
 
     def _load(self, scores: Tensor, chosen: Tensor, sequences: int) -> Load:
+        """The load in each sequence; scores: [B·S, E], chosen: [B·S, k]."""
         if self.router.tp.rank > 0:
-            scores = (
-                scores.detach()
-            )  # the gradients of the ranks, which compute the same, are added up
+            # All ranks compute the same scores, and their gradients are added up.
+            scores = scores.detach()
         taken = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
-        return taken.unflatten(0, (sequences, -1)).mean(1), scores.unflatten(
-            0, (sequences, -1)
-        ).mean(1)
+        taken = taken.unflatten(0, (sequences, -1))
+        scores = scores.unflatten(0, (sequences, -1))
+        return taken.mean(1), scores.mean(1)
 
 
 @contextmanager
@@ -123,22 +129,26 @@ def recorded_loads(mixtures: Sequence[Mixture]) -> Iterator[list[Load]]:
 
 
 def balance_loss(loads: Sequence[Load]) -> Tensor:
-    """The load-balancing loss of transformers for each sequence, [B]: with equal loads it is k, its
-    least value.
+    """The load-balancing loss of transformers, of each sequence by itself: [B].
 
-    Taken over a batch, as transformers does, it would depend on how sequences are spread over ranks
-    and micro-batches.
+    With equal loads it is k, the experts that a token takes, which is its least value. Taken over a
+    batch, as transformers does, it would depend on how sequences are spread over ranks and
+    micro-batches.
     """
-    taken, scores = (torch.stack(parts).mean(0) for parts in zip(*loads, strict=True))
+    taken = torch.stack([taken for taken, _ in loads]).mean(0)
+    scores = torch.stack([scores for _, scores in loads]).mean(0)
     return taken.shape[-1] * (taken * scores).sum(-1)
 
 
 class Router(nn.Module):
-    """x: [N, D] -> the weights of the experts that each token takes, their numbers, both [N, k],
+    """Chooses the experts of each token.
+
+    x: [N, D] -> the weights of the experts that each token takes and their numbers, both [N, k],
     and all scores [N, E].
 
-    `bias`, [3, E], is the sum of its rows: training casts parameters to 16 bits, and three such
-    numbers hold one in fp32 (`pipeline.model.base_folder`).
+    Attributes:
+        bias: [3, E], of which the sum of the rows counts. Training casts parameters to 16 bits, and
+            three such numbers hold one in fp32 (`pipeline.model.base_folder.in_three`).
     """
 
     def __init__(self, mixture: MixtureSpec, hidden_size: int, *, tp: TensorParallel) -> None:
@@ -146,12 +156,13 @@ class Router(nn.Module):
         self.tp = tp
         self.mixture = mixture
         self.weight = sharded_parameter((mixture.experts, hidden_size), REPLICATED, tp)
-        self.bias = (
-            sharded_parameter((3, mixture.experts), REPLICATED, tp) if mixture.sigmoid else None
-        )
+        self.bias: nn.Parameter | None = None
+        if mixture.sigmoid:
+            self.bias = sharded_parameter((3, mixture.experts), REPLICATED, tp)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mixture, weight = self.mixture, shared_by_neighbours(self.weight, self.tp)
+        mixture = self.mixture
+        weight = shared_by_neighbours(self.weight, self.tp)
         weights, chosen, scores = choose_experts(
             x, weight, self.bias, mixture.top_k, mixture.normalised, mixture.scale
         )
@@ -159,8 +170,10 @@ class Router(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The FFN that every token takes beside its experts. x: [N, D] -> [N, D], a partial sum over
-    the ranks."""
+    """The FFN that every token takes beside its experts.
+
+    x: [N, D] -> [N, D], a partial sum over the ranks.
+    """
 
     def __init__(
         self, mixture: MixtureSpec, hidden_size: int, activation: Activation, *, tp: TensorParallel
@@ -168,18 +181,20 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.tp = tp
         self.activation = activation
-        hidden, inner = (
-            (Part(hidden_size, 1), None),
-            (Part(mixture.shared_size, mixture.shared_size), None),
-        )
+        hidden = (Part(hidden_size, 1), None)
+        inner = (Part(mixture.shared_size, mixture.shared_size), None)
         self.gate = WidenedColumnLinear(hidden, inner, bias=False, tp=tp)
         self.up = WidenedColumnLinear(hidden, inner, bias=False, tp=tp)
         self.down = WidenedRowLinear(inner, hidden, bias=False, tp=tp)
-        self.weight = sharded_parameter((1, hidden_size), REPLICATED, tp) if mixture.gated else None
+        self.weight: nn.Parameter | None = None
+        if mixture.gated:
+            self.weight = sharded_parameter((1, hidden_size), REPLICATED, tp)
 
     def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
-        gate, inner = (linear(x, None, masked=masked)[0] for linear in (self.gate, self.up))
-        y: Tensor = self.down(self.activation(gate) * inner, None, masked=masked)[0]
+        gate, _ = self.gate(x, None, masked=masked)
+        inner, _ = self.up(x, None, masked=masked)
+        y: Tensor
+        y, _ = self.down(self.activation(gate) * inner, None, masked=masked)
         if self.weight is None:
             return y
         return F.linear(x, shared_by_neighbours(self.weight, self.tp)).sigmoid() * y
@@ -197,14 +212,16 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.count, inner = mixture.experts, mixture.intermediate_size
+        self.count = mixture.experts
+        inner = mixture.intermediate_size
         self.gate = ExpertLinear(self.count, hidden_size, inner, dim=1, tp=tp)
         self.up = ExpertLinear(self.count, hidden_size, inner, dim=1, tp=tp)
         self.down = ExpertLinear(self.count, inner, hidden_size, dim=2, tp=tp)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         order, ends = rows_by_expert(chosen, self.count)
-        tokens, places = order // chosen.shape[1], order.argsort().view_as(chosen)
+        tokens = order // chosen.shape[1]  # the token of each sorted row
+        places = order.argsort().view_as(chosen)  # where the k rows of each token stand
         rows = _Moved.apply(x, tokens, places, True)
         inner = self.activation(self.gate(rows, ends)) * self.up(rows, ends)
         # The down map is linear: weighting the narrower inner activations costs less than weighting
@@ -215,11 +232,12 @@ class Experts(nn.Module):
 
 
 class _Moved(torch.autograd.Function):
-    """x: [N, D] -> the rows of `tokens` [N·k], if `spread`; otherwise the sums of the rows at
-    `places` [N, k].
+    """Copies tokens' rows to their experts, or sums the experts' rows of each token.
 
-    Each is the other's gradient; autograd's own, of an indexing, may add in an order that chance
-    decides. Indices are saved as tensors, so that recomputation replaces them with the rest.
+    With `spread`: x [N, D] -> the rows of `tokens`, [N·k, D]. Without: x [N·k, D] -> the sums of
+    the rows at `places` [N, k], [N, D]. Each is the other's gradient; autograd's own, of an
+    indexing, may add in an order that chance decides. Indices are saved as tensors, so that
+    recomputation replaces them with the rest.
     """
 
     @staticmethod
@@ -235,4 +253,6 @@ class _Moved(torch.autograd.Function):
 
 
 def _moved(x: Tensor, tokens: Tensor, places: Tensor, spread: bool) -> Tensor:
-    return x.index_select(0, tokens) if spread else F.embedding_bag(places, x, mode="sum")
+    if spread:
+        return x.index_select(0, tokens)
+    return F.embedding_bag(places, x, mode="sum")

@@ -63,8 +63,8 @@ class MixtureSpec:
 
     Attributes:
         intermediate_size: the inner width of one of the `experts`.
-        normalised: the scores of those that a token takes are divided by their sum.
-        scale: then they are multiplied by it.
+        normalised: whether the scores of the experts that a token takes are divided by their sum.
+        scale: by which these scores are multiplied then.
         sigmoid: scores are sigmoids, and a bias for each expert counts for the choice alone; else
             they are a softmax.
         shared_size: the inner width of an expert that every token takes beside the others; 0: there
@@ -101,10 +101,11 @@ class DecoderSpec:
             sqrt(head_dim).
         attention_softcap, output_softcap: scores, or logits, z become c · tanh(z / c); None: they
             stay.
-        mixture: that of the layers which have experts; the FFN of the others has the
+        mixture: the mixture of experts in layers that have one; the FFN of the other layers has the
             `intermediate_size` of `widths`.
-        residual: set for a base that was widened before.
-        new_tokens: those of an extended vocabulary; their ids follow the `vocab_size` of the base.
+        residual: how a base that was widened before stores its residual stream.
+        new_tokens: how many tokens a run adds to the vocabulary; their ids follow the base's
+            `vocab_size`.
     """
 
     family: str
@@ -143,22 +144,25 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
     if tp_size > 1 and spec.query_key_norm == "all":
         raise LayoutError(
             f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all "
-            "heads together, found "
-            f"{tp_size}; use ZeRO-3"
+            f"heads together, found {tp_size}; use ZeRO-3"
         )
-    heads, kv_heads = spec.widths.num_attention_heads, spec.widths.num_key_value_heads
-    inner = {spec.widths.intermediate_size for layer in spec.layers if not layer.has_experts}
+    heads = spec.widths.num_attention_heads
+    kv_heads = spec.widths.num_key_value_heads
+    inner: set[int] = set()
+    if not all(layer.has_experts for layer in spec.layers):
+        inner.add(spec.widths.intermediate_size)
     if spec.mixture is not None:
-        inner |= {spec.mixture.intermediate_size, spec.mixture.shared_size} - {0}
-    if any(width % tp_size for width in (heads, *inner)) or (
-        kv_heads % tp_size and tp_size % kv_heads
-    ):
+        inner.add(spec.mixture.intermediate_size)
+        if spec.mixture.shared_size:
+            inner.add(spec.mixture.shared_size)
+    splits_widths = all(width % tp_size == 0 for width in (heads, *inner))
+    splits_kv_heads = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+    if not splits_widths or not splits_kv_heads:
+        sizes = " and ".join(str(width) for width in sorted(inner))
         raise LayoutError(
             f"parallel.tp_size: expected a divisor of the base's {heads} query heads and of its "
-            "intermediate_size "
-            f"{' and '.join(map(str, sorted(inner)))}, and a divisor or multiple of its {kv_heads} "
-            "key/value heads, "
-            f"found {tp_size}"
+            f"intermediate_size {sizes}, and a divisor or multiple of its {kv_heads} key/value "
+            f"heads, found {tp_size}"
         )
 
 
@@ -198,8 +202,13 @@ class StoredResidual:
     a power of two, so that an ordinary RMSNorm hardly counts them; a norm after attention or FFN
     keeps their scale. AdamW cannot train them at that scale: its steps are as large for a weight of
     10⁻⁸ as for one of 10⁻². So reading undoes the scale, which is exact for a power of two, and the
-    norms count those channels as the folder's norms do. `read_unnormed`: the layers have no norm
-    before them, so the maps that read the stream undo the scale.
+    norms count those channels as the folder's norms do.
+
+    Attributes:
+        normed_size: how many channels the base had before it was widened.
+        scale: by which the folder stores the other channels.
+        read_unnormed: whether the layers have no norm before attention and FFN, so that the maps
+            that read the stream undo the scale.
     """
 
     normed_size: int
@@ -212,8 +221,10 @@ class StoredResidual:
         return NormedChannels(self.normed_size, self.scale)
 
     def store(self, name: str, values: Tensor) -> Tensor:
-        """The whole base parameter `name` (ours) as the folder stores it; changes `values` in
-        place."""
+        """The whole base parameter `name` (ours) as the folder stores it.
+
+        Changes `values` in place.
+        """
         return self._times(name, values, self.scale, first_row=0)
 
     def restore(self, name: str, stored: Tensor, first_row: int = 0) -> Tensor:
@@ -224,10 +235,12 @@ class StoredResidual:
         if name == "embedding.base.weight":
             values[:, self.normed_size :] *= factor
         elif name.endswith(_WRITE_STREAM):
-            rows = values.movedim(-2, 0) if values.dim() > 1 else values  # of every expert at once
+            # The rows of a matrix, of every expert's matrix at once, or the entries of a bias.
+            rows = values.movedim(-2, 0) if values.dim() > 1 else values
             rows[max(0, self.normed_size - first_row) :] *= factor
         elif self.read_unnormed and name.endswith(_READ_STREAM):
             values[:, self.normed_size :] /= factor
-        elif name.endswith(_GAINS_OF_STREAM):  # a gain undoes the scale of the stream
+        elif name.endswith(_GAINS_OF_STREAM):
+            # A gain undoes the scale of the stream.
             values[max(0, self.normed_size - first_row) :] /= factor
         return values

@@ -27,24 +27,26 @@ def stream_weights(
     own = {name for name, _ in decoder.named_parameters()}
 
     def fill(prefix: str, module: nn.Module, *_: object) -> None:
-        names = {name: prefix + name for name, _ in module.named_parameters()}
-        # A tied output projection has no values of its own.
-        sources = {
-            name: path if path in own else "embedding.base.weight" for name, path in names.items()
-        }
-        values = {name: read(source).to(device, dtype) for name, source in sources.items()}
+        values: dict[str, Tensor] = {}
+        for name, _parameter in module.named_parameters():
+            path = prefix + name
+            if path not in own:
+                # A tied output projection has no values of its own.
+                path = "embedding.base.weight"
+            values[name] = read(path).to(device, dtype)
         module.load_state_dict(values, assign=True)
 
     def drop(module: nn.Module, *_: object) -> None:
         module.to("meta")
 
-    layers = {f"layers.{index}.": layer for index, layer in enumerate(decoder.layers)}
-    ends = {
+    modules: dict[str, nn.Module] = {
         "embedding.": decoder.embedding,
         "final_norm.": decoder.final_norm,
         "output.": decoder.output,
     }
-    for prefix, module in {**layers, **ends}.items():
+    for index, layer in enumerate(decoder.layers):
+        modules[f"layers.{index}."] = layer
+    for prefix, module in modules.items():
         module.register_forward_pre_hook(partial(fill, prefix))
         module.register_forward_hook(drop)
     return partial(fill, "output.", decoder.output)

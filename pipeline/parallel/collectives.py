@@ -55,8 +55,7 @@ def leave_region(tp: TensorParallel, *streams: Tensor | None) -> tuple[Any, ...]
 
 
 def sum_gradient(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The identity on a replicated parameter; its gradient is summed over the ranks of
-    `group`."""
+    """The identity on a replicated parameter; its gradient is summed over the ranks of `group`."""
     summed: Tensor = _SumGradient.apply(tensor, group)
     return summed
 

@@ -1,6 +1,6 @@
-"""How the new blocks start (section 3.3 of the paper): zero, He-random, or from a singular value
-decomposition of W.
+"""How the new blocks start: zero, He-random, or from a singular value decomposition of W.
 
+Section 3.3 of the paper. He-random is the normal initialisation of He et al. 2015.
 The paper measured these pairs (W21, W22), from worst to best:
 (zero, random) < (random, zero) < (zero, SVD) < (SVD, zero).
 At initialisation the logits equal the base model's, bit for bit, because W12 and W_out^up are zero.
@@ -36,12 +36,15 @@ def base_to_expansion(
 def expansion_to_expansion(
     kind: Initialiser, base: Tensor, rows: int, columns: int, *, seed: int, name: str
 ) -> Tensor:
-    """W22 [rows, columns] for `base: [out, in]`. The SVD reduces on both sides: `U_kᵀ W V_k`, the
-    leading Σ."""
+    """W22 [rows, columns] for `base: [out, in]`.
+
+    The SVD reduces W on both sides: `U_kᵀ W V_k`, the leading Σ, on the diagonal.
+    """
     if kind == "random":
         return he_random(rows, columns, seed=seed, name=name)
     block = torch.zeros(rows, columns)
     if kind == "svd":
+        # The norm of row i of Σ Vᵀ is the singular value σ_i.
         leading = leading_rows(base, min(rows, columns)).norm(dim=1)
         block[: len(leading), : len(leading)] = torch.diag(leading)
     return block
@@ -59,15 +62,15 @@ def seeded(seed: int, name: str) -> torch.Generator:
 
 
 def leading_rows(weight: Tensor, rows: int) -> Tensor:
-    """The first `rows` rows of `Uᵀ W = Σ Vᵀ`, where `W = U Σ Vᵀ`: weight [out, in] -> [min(rows,
-    out, in), in].
+    """The first `rows` rows of `Uᵀ W = Σ Vᵀ`, where `W = U Σ Vᵀ`.
 
-    Computed from the smaller Gram matrix, in fp64: only the leading directions are needed, and a
-    full SVD of an FFN matrix takes ten times as long. Signs are fixed so that the largest entry of
-    each row is positive.
+    weight: [out, in] -> [min(rows, out, in), in]. They are computed from the smaller Gram matrix,
+    in fp64: only the leading directions are needed, and a full SVD of an FFN matrix takes ten times
+    as long. Signs are fixed so that the largest entry of each row is positive.
     """
     wide = weight.to(_decomposing_device(), torch.float64)
     count = min(rows, *wide.shape)
+    # `eigh` sorts eigenvalues from the smallest on: `flip` puts the leading directions first.
     if wide.shape[0] <= wide.shape[1]:
         _, directions = torch.linalg.eigh(wide @ wide.T)
         leading = directions.flip(1)[:, :count].T @ wide
@@ -79,10 +82,10 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
 
 
 def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Tensor:
-    """`W V_k`: `weight: [V, D]` projected on its `columns` leading right-singular directions -> [V,
-    columns].
+    """`W V_k`: a matrix projected on its leading right-singular directions.
 
-    This is the initial value of the embedding's new columns. Columns beyond D are He-random.
+    weight: [V, D] -> [V, columns], the initial value of the embedding's new columns. Columns beyond
+    D are He-random.
     """
     wide = weight.to(_decomposing_device(), torch.float64)
     count = min(columns, wide.shape[1])
@@ -98,7 +101,8 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
 def _with_fixed_signs(rows: Tensor) -> Tensor:
     """`rows` [n, columns], each with the sign that makes its largest entry positive."""
     largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
-    return rows * torch.where(largest < 0, -1.0, 1.0)
+    signs = torch.where(largest < 0, -1.0, 1.0)
+    return rows * signs
 
 
 def _decomposing_device() -> torch.device:

@@ -42,10 +42,19 @@ class OwnWeights:
 
 @dataclass(frozen=True)
 class ExpansionPlan:
-    """What SCALE adds to a base of `num_layers` layers.
+    """What SCALE adds to a base, and which of the added blocks exist in each layer.
 
-    The lowest `l_fp` layers are preservation layers, where W12 is zero and has no parameter; the
-    others are collaborative. Preserve has `l_fp == num_layers`.
+    Attributes:
+        expansion: the added widths.
+        num_layers: the layers of the base.
+        l_fp: the lowest `l_fp` layers are preservation layers, where W12 is zero and has no
+            parameter; the others are collaborative. Preserve has `l_fp == num_layers`.
+        collaborative_modules: the modules of collaborative layers that have W12.
+        routed: whether a router chooses a path for each token (Route).
+        router_threshold: the cosine above which a token keeps the preserved path.
+        norm: the statistics that normalise the expansion stream; see `WidenedNorm`.
+        initialisers: how the added blocks start.
+        own: what tokens have of their own where a gate opens them.
     """
 
     expansion: Widths
@@ -67,13 +76,15 @@ class ExpansionPlan:
 
     @property
     def last_exact_layer(self) -> int:
-        """The last layer before which the model has the base's exact stream; the number of layers:
-        after the last.
+        """The last layer before which the model has the base's exact stream.
 
-        Preserve has it everywhere, Adapt up to the first layer with W12, Route everywhere on its
-        preserved path. Weights of open tokens' own end it where they begin.
+        Preserve has it everywhere, Adapt up to the first layer with W12, and Route everywhere on
+        its preserved path; weights of open tokens' own end it where they begin. `num_layers` stands
+        for the stream after the last layer.
         """
-        return self.num_layers if self.routed else self.collaborative_from
+        if self.routed:
+            return self.num_layers
+        return self.collaborative_from
 
     def has_own_gains(self, layer: int) -> bool:
         """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
@@ -112,10 +123,13 @@ def plan_expansion(
             f"method.l_fp: {l_fp} leaves none of the base's {num_layers} layers collaborative; "
             f"use 0 to {num_layers - 1}, or variant preserve"
         )
-    modules: frozenset[Module] = frozenset()
-    if method.variant != "preserve":
-        both, chosen = frozenset[Module](("attention", "ffn")), method.collaborative_modules
-        modules = both if chosen == "both" else frozenset({chosen})
+    modules: frozenset[Module]
+    if method.variant == "preserve":
+        modules = frozenset()
+    elif method.collaborative_modules == "both":
+        modules = frozenset({"attention", "ffn"})
+    else:
+        modules = frozenset({method.collaborative_modules})
     return ExpansionPlan(
         expansion=Widths(
             hidden_size=method.expansion.hidden_size,
@@ -163,10 +177,13 @@ def check_tensor_parallel(plan: ExpansionPlan, tp_size: int) -> None:
             f"{tp_size}, found "
             f"{added.intermediate_size}"
         )
-    heads, kv_heads = added.num_attention_heads, added.num_key_value_heads
-    if any(count % tp_size and tp_size % count for count in (heads, kv_heads)):
-        raise ConfigError(
-            f"method.expansion.num_attention_heads: {heads}, with {kv_heads} key/value heads: "
-            "expected both numbers to "
-            f"be multiples or divisors of parallel.tp_size {tp_size}"
-        )
+    heads = added.num_attention_heads
+    kv_heads = added.num_key_value_heads
+    # Ranks share heads evenly, or share a head: `tp_size / heads` ranks then hold the same one.
+    for count in (heads, kv_heads):
+        if count % tp_size and tp_size % count:
+            raise ConfigError(
+                f"method.expansion.num_attention_heads: {heads}, with {kv_heads} key/value heads: "
+                "expected both numbers to be multiples or divisors of parallel.tp_size "
+                f"{tp_size}"
+            )

@@ -49,7 +49,10 @@ class WidenedEmbedding(nn.Module):
         if self.new_rows is not None:
             return self._with_new_tokens(tokens, self.new_rows)
         x = self.base(tokens)
-        x_up = None if self.expansion is None else self.expansion(tokens)
+        x_up: Tensor | None = None
+        if self.expansion is not None:
+            x_up = self.expansion(tokens)
+        # Each rank has the rows of its part of the vocabulary: the sum over the ranks has all.
         return leave_region(self.tp, x, x_up)
 
     def _with_new_tokens(self, tokens: Tensor, new_rows: nn.Module) -> Streams:

@@ -49,7 +49,9 @@ class WidenedNorm(nn.Module):
         if kind == "rmsnorm":
             norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset)
         self.base = norm(size)
-        self.expansion = None if expansion_size is None else norm(expansion_size)
+        self.expansion: nn.Module | None = None
+        if expansion_size is not None:
+            self.expansion = norm(expansion_size)
         self._stored_scale: float | None = None
 
     def as_stored(self, scale: float) -> None:
@@ -68,6 +70,7 @@ class WidenedNorm(nn.Module):
             return self._merged_norm(x, x_up, self._stored_scale)
 
         width = x.shape[-1]
+        # One copy in fp32 for the norm and for the mean square: both would be kept for backward.
         x_fp32 = x.float()
         mean_square: Tensor | None = None
         if self.normed is not None:
@@ -124,7 +127,9 @@ class WidenedHeadNorm(nn.Module):
         super().__init__()
         norm = partial(RMSNorm, eps=eps, tp=tp, gain_offset=gain_offset, in_region=True)
         self.base = norm(size)
-        self.expansion = None if expansion_size is None else norm(expansion_size)
+        self.expansion: RMSNorm | None = None
+        if expansion_size is not None:
+            self.expansion = norm(expansion_size)
 
     def forward(self, heads: Tensor, heads_up: Tensor | None) -> Streams:
         normed = self._normed(self.base, heads)

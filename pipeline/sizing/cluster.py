@@ -101,8 +101,11 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     given = vars(arguments)
     if "gpus" not in given:
         given = {**_this_machine(), **given}
-    names = [field.name for field in fields(Cluster)]
-    return Cluster(**{name: given[name] for name in names if name in given})
+    known = {}
+    for field in fields(Cluster):
+        if field.name in given:
+            known[field.name] = given[field.name]
+    return Cluster(**known)
 
 
 def _this_machine() -> dict[str, object]:

@@ -19,7 +19,7 @@ from pipeline.errors import PreflightError
 from pipeline.model.decoder import Decoder, is_layer_matrix
 from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
-from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse
+from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
 from pipeline.sizing.traffic import estimate_gathering, partition_size
 
 
@@ -60,8 +60,12 @@ class Parameters:
 def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) -> Parameters:
     """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
     pretrained = sum(parameter.numel() for parameter in base.parameters())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
 
     idle = 0
     if base.spec.mixture is not None:
@@ -146,7 +150,7 @@ def estimate_memory(
         weights = 0
     at_start = 0
     if zero.zero_stage < 3:
-        at_start = 2 * _elements(costs.trained) * zero.dtype.itemsize
+        at_start = 2 * total_elements(costs.trained) * zero.dtype.itemsize
 
     backward = costs.temporary_bytes + bucket_bytes(zero)
     # The update may use the memory of activations and logits, which are freed by then.
@@ -181,16 +185,16 @@ def gradient_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) 
     if zero.zero_stage > 1:
         elements = partitioned_elements(costs.trained, zero, dp_size)
         return elements * zero.accumulation_dtype.itemsize
-    size = _elements(costs.trained) * zero.accumulation_dtype.itemsize
+    size = total_elements(costs.trained) * zero.accumulation_dtype.itemsize
     if _has_16_bit_copies(zero):
-        size += _elements(costs.trained) * zero.dtype.itemsize
+        size += total_elements(costs.trained) * zero.dtype.itemsize
     return size
 
 
 def optimizer_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) -> int:
     """The fp32 master weights and the moments of a rank's partition of what trains."""
     elements = partitioned_elements(costs.trained, zero, dp_size)
-    by_muon = partitioned_elements(_by_muon(costs), zero, dp_size)
+    by_muon = partitioned_elements(costs.by_muon, zero, dp_size)
     return elements * _MASTER_AND_MOMENTS - by_muon * _MOMENT
 
 
@@ -198,11 +202,11 @@ def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
     """The copies that the optimizer makes in its update."""
     if zero.zero_stage == 1 and _has_16_bit_copies(zero):
         # ZeRO-1 may send all gradients at once, in the dtype of communication.
-        size = _elements(costs.trained) * zero.communication_dtype.itemsize
+        size = total_elements(costs.trained) * zero.communication_dtype.itemsize
     else:
         # Others copy their own partition of the gradients to fp32.
         size = partitioned_elements(costs.trained, zero, dp_size) * torch.float32.itemsize
-    by_muon = _by_muon(costs)
+    by_muon = costs.by_muon
     largest_matrix = max((parameter.muon_size for parameter in by_muon), default=0)
     size += partitioned_elements(by_muon, zero, dp_size) * _MOMENT
     return size + largest_matrix * _WHOLE_MATRIX
@@ -226,21 +230,13 @@ def partitioned_elements(
     """How many elements of `parameters` one rank's partition has."""
     if zero.zero_stage < 3:
         # ZeRO-1 and 2 lay all parameters in a row and partition the row.
-        return partition_size(_elements(parameters), dp_size)
+        return partition_size(total_elements(parameters), dp_size)
     return sum(partition_size(parameter.size, dp_size) for parameter in parameters)
 
 
 def _has_16_bit_copies(zero: DeepSpeedConfig) -> bool:
     """Whether ZeRO-1 keeps 16-bit gradients beside their fp32 sums (DeepSpeed's BF16_Optimizer)."""
     return zero.dtype != zero.accumulation_dtype
-
-
-def _by_muon(costs: MicroBatchCosts) -> list[ParameterUse]:
-    return [parameter for parameter in costs.parameters if parameter.muon_size]
-
-
-def _elements(parameters: Iterable[ParameterUse]) -> int:
-    return sum(parameter.size for parameter in parameters)
 
 
 def checkpoint_bytes(parameters: Parameters) -> int:

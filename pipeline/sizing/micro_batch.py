@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -82,6 +82,15 @@ class MicroBatchCosts:
     @property
     def trained(self) -> list[ParameterUse]:
         return [parameter for parameter in self.parameters if parameter.trained]
+
+    @property
+    def by_muon(self) -> list[ParameterUse]:
+        return [parameter for parameter in self.parameters if parameter.muon_size]
+
+
+def total_elements(parameters: Iterable[ParameterUse]) -> int:
+    """The elements of a rank's shards of `parameters`."""
+    return sum(parameter.size for parameter in parameters)
 
 
 def measure_micro_batch(

@@ -7,14 +7,13 @@ members on each node, one edge in m leaves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.parallel.topology import Layout
 from pipeline.sizing.cluster import Cluster
-from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse
+from pipeline.sizing.micro_batch import MicroBatchCosts, total_elements
 
 GATHER = "parameter gathers"
 REDUCE = "gradient reduction"
@@ -52,7 +51,7 @@ def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gatheri
     partitioned = [parameter for parameter in costs.parameters if parameter.size > threshold]
     if not partitioned:
         return Gathering(0, 0)
-    whole = _elements(partitioned)
+    whole = total_elements(partitioned)
 
     # From a use in the forward pass to the reuse in the backward pass, all later parameters are
     # read twice: half of the distance is what stays.
@@ -61,15 +60,17 @@ def estimate_gathering(costs: MicroBatchCosts, zero: DeepSpeedConfig) -> Gatheri
         kept = max(kept, zero.elements("stage3_max_live_parameters"))
     kept = min(kept, whole)
 
-    read_again = _elements(one for one in partitioned if one.read_again)
+    read_again = 0
+    recomputed = 0
+    largest = 0
+    for parameter in partitioned:
+        largest = max(largest, parameter.size)
+        if parameter.read_again:
+            read_again += parameter.size
+        if parameter.recomputed:
+            recomputed += parameter.size
     again = round(read_again * (1 - kept / whole))
-    recomputed = _elements(one for one in partitioned if one.recomputed)
-    largest = max(one.size for one in partitioned)
     return Gathering(total=whole + again + recomputed, most_at_once=min(whole, kept + largest))
-
-
-def _elements(parameters: Iterable[ParameterUse]) -> int:
-    return sum(parameter.size for parameter in parameters)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def estimate_traffic(
     if layout.dp_size > 1:
         traffic += _data_parallel(costs, zero, layout, micro_batches, cluster)
 
-    split = _elements(one for one in costs.parameters if one.muon_size and one.split)
+    split = total_elements(one for one in costs.by_muon if one.split)
     if split:
         on_node = min(layout.tp_size, cluster.gpus_per_node)
         payload = _MUON_BYTES * split * layout.tp_size
@@ -149,7 +150,7 @@ def _data_parallel(
     on_node = max(1, min(dp_size, cluster.gpus_per_node // layout.tp_size))
 
     gathered = _gathered_elements(costs, zero, dp_size, micro_batches) * zero.dtype.itemsize
-    reduced = _elements(costs.trained) * zero.communication_dtype.itemsize
+    reduced = total_elements(costs.trained) * zero.communication_dtype.itemsize
     if zero.zero_stage > 1:
         # ZeRO-2 and 3 reduce in every micro-batch, ZeRO-1 once in a step.
         reduced *= micro_batches
@@ -158,7 +159,7 @@ def _data_parallel(
         Traffic(GATHER, "all-gather", gathered, dp_size, on_node),
         Traffic(REDUCE, reduction, reduced, dp_size, on_node),
     ]
-    by_muon = _elements(one for one in costs.parameters if one.muon_size)
+    by_muon = total_elements(costs.by_muon)
     if by_muon:
         traffic.append(Traffic(MUON, "all-reduce", _MUON_BYTES * by_muon, dp_size, on_node))
     return traffic
@@ -170,7 +171,7 @@ def _gathered_elements(
     """The parameters that data-parallel ranks gather in a step."""
     if zero.zero_stage < 3:
         # Each rank updates its partition of what trains, and all gather it.
-        return _elements(costs.trained)
+        return total_elements(costs.trained)
     elements = estimate_gathering(costs, zero).total * micro_batches
     threshold = zero.elements("stage3_param_persistence_threshold")
     for parameter in costs.parameters:

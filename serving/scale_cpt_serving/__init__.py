@@ -1,6 +1,8 @@
-"""Registers models of scale-cpt's format `scale`: with transformers when it is imported, with vLLM when vLLM asks.
+"""Registers models of scale-cpt's format `scale`: with transformers when it is imported, with vLLM
+when vLLM asks.
 
-`remote_code` holds the files that exported folders carry: here it is a link to them, in the built package a copy.
+`remote_code` holds the files that exported folders carry: here it is a link to them, in the built
+package a copy.
 """
 
 from __future__ import annotations

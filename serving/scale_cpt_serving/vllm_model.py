@@ -1,7 +1,8 @@
-"""The model in vLLM: the layers of `remote_code`, whose attention vLLM computes over its own paged cache.
+"""The model in vLLM: the layers of `remote_code`, whose attention vLLM computes over its own paged
+cache.
 
-One rank and one stage; no quantisation, LoRA or speculative decoding. Above `l_fp` a routed model has two sets of heads
-in the cache; below, both paths are one.
+One rank and one stage; no quantisation, LoRA or speculative decoding. Above `l_fp` a routed model
+has two sets of heads in the cache; below, both paths are one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _ATTENTION = "scale_vllm"
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, K], key and value [1, H_kv, N, K] of all requests' new tokens -> [1, N, H, K]."""
+    """query [1, H, N, K], key and value [1, H_kv, N, K] of all requests' new tokens -> [1, N, H,
+    K].
+    """
     attended = module.served(_flat(query), _flat(key), _flat(value))
     return attended.view(1, -1, query.shape[1], query.shape[3]), None
 
@@ -53,8 +56,8 @@ def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str 
 class ScaleForVllm(nn.Module):
     """A causal language model by vLLM's interface.
 
-    Its hidden states [N, paths (D + U) + 1] are the streams of one path or of two, and a last column that is 1 for
-    tokens that the gate has closed and else 0.
+    Its hidden states [N, paths (D + U) + 1] are the streams of one path or of two, and a last
+    column that is 1 for tokens that the gate has closed and else 0.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

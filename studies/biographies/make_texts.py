@@ -1,6 +1,7 @@
-"""Makes the texts of the biography study: people, biographies of them, questions, and a tokenizer.
+r"""Makes the texts of the biography study: people, biographies of them, questions, and a tokenizer.
 
-    python -m studies.biographies.make_texts --people 4000 --pool-fraction 0.1 --output runs/biography/texts
+    python -m studies.biographies.make_texts --people 4000 --pool-fraction 0.1 \
+        --output runs/biography/texts
 
 The same arguments give the same bytes:
 
@@ -67,7 +68,8 @@ _UNIVERSITY_FORMS = (
     "{} College",
 )
 _MAJOR = (
-    "Applied Clinical Comparative Digital Experimental General Global Industrial Modern Theoretical",
+    "Applied Clinical Comparative Digital Experimental General Global Industrial Modern "
+    "Theoretical",
     "Biology Chemistry Design Economics Geography History Law Linguistics Music Physics",
 )
 _COMPANY = (
@@ -151,8 +153,8 @@ def _joined(firsts: str, seconds: str, between: str = "") -> list[str]:
 
 
 MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-    "December",
+    "January", "February", "March", "April", "May", "June",
+    "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
 YEARS = (1900, 2099)
 DAYS = (1, 28)

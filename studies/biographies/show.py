@@ -50,7 +50,7 @@ def read_summary(study: Path) -> list[Row]:
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """Both tasks at the end of the run at each learning rate, chosen or not, with the first seed."""
+    """Both tasks at the end, at each learning rate, chosen or not, with the first seed."""
     lines: list[list[str]] = []
     for row in rows:
         if row.seed != rows[0].seed:
@@ -79,9 +79,10 @@ def end_table(rows: Sequence[Row]) -> str:
 
 
 def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
-    """Task 0 where Task 1 first reaches `learned`, which compares methods that learn at different speeds.
+    """Task 0 where Task 1 first reaches `learned`.
 
-    Means over the seeds that reach it; where not all do, their number is in the last column.
+    This compares methods that learn at different speeds. Means are over the seeds that reach it;
+    where not all do, their number is in the last column.
     """
     header = [f"Where Task 1 reaches {learned:.0%}, hard", "step", "Task 1", "Task 0", ""]
     lines: list[list[str]] = []
@@ -94,13 +95,18 @@ def matched_table(rows: Sequence[Row], learned: float = 0.9) -> str:
         if not reached:
             lines.append([own.label, "never", "", "", ""])
             continue
-        step = mean([validation.step for validation in reached])
-        task1 = mean([mean_figure(validation.figures, "task1") for validation in reached])
-        task0 = mean([mean_figure(validation.figures, "task0") for validation in reached])
+        steps: list[float] = []
+        task0: list[float] = []
+        task1: list[float] = []
+        for validation in reached:
+            steps.append(validation.step)
+            task0.append(mean_figure(validation.figures, "task0"))
+            task1.append(mean_figure(validation.figures, "task1"))
         some = ""
         if len(reached) < len(own.rows):
             some = f"{len(reached)} of {len(own.rows)} seeds"
-        lines.append([own.label, f"{step:.0f}", f"{task1:.1%}", f"{task0:.1%}", some])
+        means = [f"{mean(steps):.0f}", f"{mean(task1):.1%}", f"{mean(task0):.1%}"]
+        lines.append([own.label, *means, some])
     return table(header, lines)
 
 
@@ -115,13 +121,18 @@ def _first_learned(row: Row, learned: float) -> ValidationRecord | None:
 def _end_line(own: Sequence[Row]) -> list[str]:
     first = own[0]
     cells = [first.label, cell(first.trainable_parameters, ","), cell(first.learning_rate, "g")]
-    ends = [row.after for row in own]
     for task in TASKS:
-        hard = [mean_figure(figures, task) for figures in ends]
-        before = [mean_figure(row.before, task) for row in own]
-        soft = [mean_figure(figures, task, SOFT) for figures in ends]
-        exact = [mean_figure(figures, task, EXACT) for figures in ends]
-        city = [mean_figure(figures, task, attributes=ATTRIBUTES[-1:]) for figures in ends]
+        hard: list[float] = []
+        before: list[float] = []
+        soft: list[float] = []
+        exact: list[float] = []
+        city: list[float] = []
+        for row in own:
+            hard.append(mean_figure(row.after, task))
+            before.append(mean_figure(row.before, task))
+            soft.append(mean_figure(row.after, task, SOFT))
+            exact.append(mean_figure(row.after, task, EXACT))
+            city.append(mean_figure(row.after, task, attributes=ATTRIBUTES[-1:]))
         cells.append(over_seeds(hard, "{:.1%}".format))
         for values in (before, soft, exact, city):
             cells.append(f"{mean(values):.1%}")

@@ -2,8 +2,8 @@
 
     python -m studies.chat.score runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
 
-Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain names
-the study that trains the base as it was before its chats, for the chat vector: its fully fine-tuned
+Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain
+names the study that trains the base as it was before its chats, for the chat vector: its fully fine-tuned
 weights, plus what the chats changed in the base's. Prints a table and writes it, as STUDY/chats.md.
 """
 
@@ -79,7 +79,7 @@ def models(study: Path, plain: Path | None) -> Iterator[tuple[str, float | None,
 
 
 def with_chat_vector(trained: Path, chat: Path, plain: Path) -> Path:
-    """The model in `trained`, whose base was `plain`, plus the difference of `chat` from `plain`."""
+    """The model in `trained`, whose base was `plain`, plus `chat` minus `plain`."""
     output = trained.parent / "hf_chat_vector"
     if output.exists():
         return output

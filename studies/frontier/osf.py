@@ -1,4 +1,4 @@
-"""A published rival on the base of a frontier study: orthogonal subspace fine-tuning (OSF), as PEFT has it.
+"""A published rival on the base of a frontier study: PEFT's orthogonal subspace fine-tuning (OSF).
 
     python -m studies.frontier.osf studies/configs/frontier_quick.yaml
 
@@ -15,12 +15,10 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from peft import OSFConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -43,10 +41,10 @@ _logger = log.get_logger(__name__)
 
 def mean_nll(model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, int]:
     """The mean nll of the predicted tokens, and their number; attention stays within documents."""
-    tokens = _stacked([sample.tokens for sample in samples])
-    targets = _stacked([sample.targets for sample in samples])
-    positions = _stacked([sample.positions for sample in samples])
-    documents = _stacked([sample.document_ids for sample in samples])
+    tokens = _stacked(samples, "tokens")
+    targets = _stacked(samples, "targets")
+    positions = _stacked(samples, "positions")
+    documents = _stacked(samples, "document_ids")
     seen = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # [B, 1, S, S]
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     logits = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -54,9 +52,9 @@ def mean_nll(model: nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, int]:
     return nll, int((targets != IGNORED).sum())
 
 
-def _stacked(arrays: Sequence[NDArray[Any]]) -> Tensor:
-    """Arrays of shape [S] as one tensor [B, S]."""
-    return torch.from_numpy(np.stack(arrays))
+def _stacked(samples: Sequence[Sample], field: str) -> Tensor:
+    """A field of all samples, of shape [S] each, as one tensor: [B, S]."""
+    return torch.from_numpy(np.stack([getattr(sample, field) for sample in samples]))
 
 
 @torch.no_grad()

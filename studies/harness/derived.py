@@ -55,7 +55,7 @@ class AveragedModel(TrainedModel):
 def derived_perplexities(
     config: RunConfig, averages: Sequence[float], gated: RunConfig | None
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """The models that are made of a run, each as the end of its label and its perplexities by corpus.
+    """The models made of a run, each as the end of its label and its perplexities by corpus.
 
     Args:
         averages: the share of the trained weights in each average with the base's.

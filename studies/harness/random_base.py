@@ -1,4 +1,4 @@
-"""A base with random weights: an architecture and a tokenizer, as an ordinary Hugging Face folder."""
+"""A base with random weights: architecture and tokenizer, as an ordinary Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_random_base(wanted: RandomBase, folder: Path) -> None:
     """Writes the base into `folder`, unless it exists.
 
     Raises:
-        OutputError, ConfigError: the folder holds something else, or a base that was made of something else.
+        OutputError, ConfigError: the folder holds something else, or a base made of something else.
         BaseModelError: the architecture is not supported.
         DataError: the tokenizer cannot be read, or cannot be trained on these texts.
     """
@@ -110,7 +110,7 @@ def train_tokenizer(
     character_coverage: float = 0.9999,
     model_type: ModelType = "bpe",
 ) -> Tokenizer:
-    """A tokenizer like Llama's, with byte fallback, which SentencePiece learns from these documents.
+    """A tokenizer like Llama's, with byte fallback, which SentencePiece learns from documents.
 
     Raises:
         DataError: there is too little text, or it is too uniform, for this vocabulary size.

@@ -1,4 +1,4 @@
-"""Runs a study on this machine: its pending tasks as processes, several at a time, until none is left.
+"""Runs a study on this machine: pending tasks as processes, several at a time, until none is left.
 
 Each task is a call of slurm/cpt_korean.sh, as for any run. Finished runs are skipped, others resume
 from their checkpoints.
@@ -95,7 +95,7 @@ def _deferred_signals() -> Iterator[list[int]]:
 
 
 class _Scheduler:
-    """Starts pending tasks as processes, at most `jobs` at a time, and collects those that ended."""
+    """Starts pending tasks as processes, at most `jobs` at a time; collects those that ended."""
 
     def __init__(self, runs: StudyRuns, jobs: int) -> None:
         self.runs = runs
@@ -116,10 +116,16 @@ class _Scheduler:
 
     def collect_ended(self) -> None:
         """Removes the processes that ended, logs how, and asks anew what is pending."""
-        ended = [process for process in self.running if process.popen.poll() is not None]
+        ended: list[_Process] = []
+        running: list[_Process] = []
+        for process in self.running:
+            if process.popen.poll() is None:
+                running.append(process)
+            else:
+                ended.append(process)
         if not ended:
             return
-        self.running = [process for process in self.running if process not in ended]
+        self.running = running
         self.tasks = self.runs.pending_tasks()
         pending = {task.name for task in self.tasks}
         for process in ended:

@@ -1,7 +1,7 @@
 """The runs of a study, each an ordinary run in a folder of its own, and which of them are pending.
 
-What the folders hold says which. No other state is kept: it is determined again whenever a run ends,
-by one process or by a chain of jobs.
+What the folders hold says which. No other state is kept: it is determined again whenever a run
+ends, by one process or by a chain of jobs.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _source(folder: Path | str) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """Some stages of slurm/cpt_korean.sh for one run; `ranks` is the number of processes on this machine."""
+    """Some stages of slurm/cpt_korean.sh for one run, by `ranks` processes on this machine."""
 
     run: StudyRun
     stages: tuple[str, ...]
@@ -236,7 +236,7 @@ class StudyRuns:
 
         Raises:
             ConfigError: the base cannot be trained by one of the methods.
-            DataError: a file that is yet to be tokenized is missing, empty, or of an unknown format.
+            DataError: a file that is not tokenized yet is missing, empty, or of an unknown format.
         """
         if self.base.exists():
             spec = read_spec(self.base)
@@ -322,7 +322,7 @@ class StudyRuns:
         ended: an error, `scancel`, a lost node.
 
         Raises:
-            StudyError: a method diverged at every learning rate, or some of `ended` are still pending.
+            StudyError: a method diverged at every learning rate, or one of `ended` is pending.
         """
         tasks = self._pending()
         unfinished = [task for task in tasks if task.name in ended]

@@ -52,7 +52,7 @@ def _each_once(values: list[Any]) -> list[Any]:
     return values
 
 
-# The study decides these; given in `settings` they would be ignored, or make two runs share a folder.
+# The study decides these. In `settings` they would be ignored, or make two runs share a folder.
 _FROM_STUDY = ("name", "folder", "base")
 StageSettings = Annotated[RunSettings, _without(*_FROM_STUDY)]
 ComparedSettings = Annotated[
@@ -152,12 +152,14 @@ class Study(Section):
         for name in sorted(self.stages):
             if name in (SCRATCH, TOKENS):
                 raise ValueError(
-                    f"stages.{name}: the study uses a folder of that name itself; choose another name"
+                    f"stages.{name}: the study uses a folder of that name itself; choose "
+                    "another name"
                 )
         for name, compared in self.methods.items():
             if compared.averages and compared.method.name != "fft":
                 raise ValueError(
-                    f"methods.{name}.averages: only of method fft, whose parameters are the base's own"
+                    f"methods.{name}.averages: only of method fft, whose parameters are the "
+                    "base's own"
                 )
             if compared.chosen_by is not None and not self._has_gate(compared.chosen_by):
                 raise ValueError(

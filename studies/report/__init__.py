@@ -1,1 +1,1 @@
-"""The report: what runs learned and forgot, as one HTML page with figures and tables, and as PNG files."""
+"""The report: what runs learned and forgot, as one HTML page with figures, and as SVG files."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -103,9 +104,10 @@ class Drawing:
 
     def line(self, points: Sequence[Point], color: str, width: float) -> None:
         """A line through points of the figure, above all axes."""
+        places = np.array(points)
         line = Line2D(
-            [x / self.width for x, _ in points],
-            [1 - y / self.height for _, y in points],
+            places[:, 0] / self.width,
+            1 - places[:, 1] / self.height,
             color=color,
             linewidth=width,
             transform=self.figure.transFigure,
@@ -205,7 +207,7 @@ def set_log_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between 10^low and 10^high, at most nine; within few decades also 2 and 5 times.
+    """Powers of ten between 10^low and 10^high, at most nine; of few decades also 2 and 5 times.
 
     matplotlib's LogLocator overflows near the largest float.
     """

@@ -37,7 +37,7 @@ def plots_of(groups: Sequence[Group]) -> list[Plot]:
 
 
 def _tradeoff(groups: Sequence[Group]) -> Plot | None:
-    """The mean of each method as a large, labelled mark; each run as a small one, with its course."""
+    """The mean of each method as a large mark; each run as a small one, with its course."""
     measure = measure_of(groups)
     places: list[tuple[str, Standing]] = []
     absent: list[str] = []
@@ -58,8 +58,7 @@ def _tradeoff(groups: Sequence[Group]) -> Plot | None:
         return None
 
     # Methods on the frontier come first: they get a label for certain.
-    best = [pair for pair in places if on_frontier(pair[1], places)]
-    others = [pair for pair in places if pair not in best]
+    named = sorted(places, key=lambda pair: not on_frontier(pair[1], places))
     caption = (
         "Both axes show changes of the base's figures on held-out texts. Large marks are means "
         "over seeds, with bars of one standard deviation; small marks are single runs, thin lines "
@@ -67,7 +66,7 @@ def _tradeoff(groups: Sequence[Group]) -> Plot | None:
     )
     if absent:
         caption += f" Not drawn, because a run has no finite figure: {listed(absent)}."
-    described = [f"{label}: {measure.describe(place)}" for label, place in [*best, *others]]
+    described = [f"{label}: {measure.describe(place)}" for label, place in named]
     return LearningPlot(
         name="stability-plasticity",
         title=f"Learning of {measure.new} against forgetting of {measure.kept}",
@@ -76,7 +75,7 @@ def _tradeoff(groups: Sequence[Group]) -> Plot | None:
         measure=measure,
         lines=lines,
         marks=marks,
-        labels=[*best, *others],
+        labels=named,
     )
 
 
@@ -95,9 +94,13 @@ def _courses(group: Group, measure: Measure) -> list[Line]:
 
 def _spreads(group: Group, measure: Measure, middle: Standing) -> list[Line]:
     """Bars of one standard deviation over seeds on both axes; none of a single run."""
-    ends = [place for _, place in measure.ends(group.rows)]
-    across = spread([end.learned for end in ends])
-    up = spread([end.forgotten for end in ends])
+    ends_learned: list[float] = []
+    ends_forgotten: list[float] = []
+    for _, place in measure.ends(group.rows):
+        ends_learned.append(place.learned)
+        ends_forgotten.append(place.forgotten)
+    across = spread(ends_learned)
+    up = spread(ends_forgotten)
     if across is None or up is None:
         return []
     learned, forgotten = middle

@@ -117,16 +117,19 @@ def _points(share: float) -> str:
 
 
 def _round_changes() -> list[float]:
-    """Changes of a perplexity that are round as percentages or factors, in nats, the roundest first."""
-    powers = range(2, 13)
-    rises = [1.0, 9.0, *(10.0**power - 1 for power in powers)]
-    rises += [0.5, 4.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 2.0]
-    falls = [0.5, 0.9, *(1 - 10.0**-power for power in powers)]
-    falls += [0.2, 0.8, 0.1, 0.95, 0.6, 0.3, 0.7, 0.4, 0.98, 0.05]
-    rounds = [0.0]
-    rounds += [math.log1p(rise) for rise in rises]
-    rounds += [math.log1p(-fall) for fall in falls]
-    return rounds
+    """Changes of a perplexity that are round as percentages or factors, in nats.
+
+    The roundest come first.
+    """
+    changes = [0.0, 1.0, 9.0]
+    for power in range(2, 13):
+        changes.append(10.0**power - 1)
+    changes += [0.5, 4.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.3, 2.0]
+    changes += [-0.5, -0.9]
+    for power in range(2, 13):
+        changes.append(10.0**-power - 1)
+    changes += [-0.2, -0.8, -0.1, -0.95, -0.6, -0.3, -0.7, -0.4, -0.98, -0.05]
+    return [math.log1p(fraction) for fraction in changes]
 
 
 def _round_shares() -> list[float]:
@@ -252,7 +255,7 @@ def parts(groups: Sequence[Group]) -> dict[str, list[str]]:
 
 
 def value_of(figures: Figures, part: Sequence[str], figure: str) -> float | None:
-    """The mean of a figure over corpora, geometric of perplexities; None where none of them has it."""
+    """The mean of a figure over corpora, geometric of perplexities; None where none has it."""
     values: list[float] = []
     for name in part:
         if figure in figures.get(name, {}):

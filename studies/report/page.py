@@ -33,16 +33,23 @@ def page(runs: Sequence[Row], title: str) -> str:
     """The report of `runs`, as HTML."""
     groups = group(runs)
     shown = parts(groups)
-    single = {name: [name] for name in corpora(groups)}
+    single: dict[str, list[str]] = {}
+    for name in corpora(groups):
+        single[name] = [name]
+    marks: dict[int, Markup] = {}
+    model_count = 0
+    for own in groups:
+        marks[own.style] = _mark(own.style)
+        model_count += len(own.rows)
     return _TEMPLATES.get_template("page.html").render(
         title=title,
         style_sheet=Markup(style_sheet()),
         sources=list(dict.fromkeys(run.source for run in runs)),
-        model_count=sum(len(own.rows) for own in groups),
+        model_count=model_count,
         method_count=len(groups),
         findings=findings(groups),
         figures=[_both_widths(plot) for plot in plots_of(groups)],
-        marks={own.style: _mark(own.style) for own in groups},
+        marks=marks,
         results=tables.results(groups, shown),
         details=tables.results(groups, single) if shown != single else None,
         costs=tables.costs(groups),
@@ -83,7 +90,10 @@ def findings(groups: Sequence[Group]) -> list[str]:
 
     most, at_most = max(placed, key=lambda pair: pair[1].learned)
     least, at_least = min(placed, key=lambda pair: pair[1].forgotten)
-    best = [label for label, place in placed if on_frontier(place, placed)]
+    best: list[str] = []
+    for label, place in placed:
+        if on_frontier(place, placed):
+            best.append(label)
     sentences = [f"{most} learned most: {measure.noun} {measure.describe(at_most)}."]
     if least != most:
         sentences.append(f"{least} forgot least: {measure.noun} {measure.describe(at_least)}.")

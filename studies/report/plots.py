@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter
 
 from pipeline.run_folder.metrics import mean
@@ -121,29 +123,37 @@ class LearningPlot(Plot):
 
     def _set_axes(self, axes: Axes, area: Box) -> None:
         """Limits around all places and the base, and ticks at round changes."""
-        places = [one.place for one in self.marks]
-        for line in self.lines:
-            places += line.places
-        learned = [0.0, *(place.learned for place in places)]
-        forgotten = [0.0, *(place.forgotten for place in places)]
-        measure = self.measure
+        learned = [0.0]
+        forgotten = [0.0]
+        for place in self._places():
+            learned.append(place.learned)
+            forgotten.append(place.forgotten)
 
+        measure = self.measure
         limits = padded(min(learned), max(learned))
         axes.set_xlim(*limits)
+        # What was learned is a change to the better, what was forgotten one to the worse.
         rounds = [measure.better * size for size in measure.rounds]
         gap = _TICK_GAPS[0] * (limits[1] - limits[0]) / (area.right - area.left)
-        ticks = fitting_ticks(rounds, limits, gap)
-        set_ticks(axes.xaxis, ticks, [measure.on_new(tick) if tick else "0" for tick in ticks])
+        _set_change_ticks(axes.xaxis, fitting_ticks(rounds, limits, gap), measure.on_new)
 
         limits = padded(min(forgotten), max(forgotten))
         axes.set_ylim(*limits)
         rounds = [-measure.better * size for size in measure.rounds]
         gap = _TICK_GAPS[1] * (limits[1] - limits[0]) / (area.bottom - area.top)
-        ticks = fitting_ticks(rounds, limits, gap)
-        set_ticks(axes.yaxis, ticks, [measure.on_kept(tick) if tick else "0" for tick in ticks])
+        _set_change_ticks(axes.yaxis, fitting_ticks(rounds, limits, gap), measure.on_kept)
 
         axes.axvline(0.0, color=SOFT, linewidth=1.0, zorder=1)
         axes.axhline(0.0, color=SOFT, linewidth=1.0, zorder=1)
+
+    def _places(self) -> list[Standing]:
+        """All places that the axes must show."""
+        places: list[Standing] = []
+        for one in self.marks:
+            places.append(one.place)
+        for line in self.lines:
+            places += line.places
+        return places
 
     def _draw_texts(self, drawing: Drawing, area: Box) -> None:
         measure = self.measure
@@ -207,9 +217,16 @@ class Series(NamedTuple):
     @property
     def mean_line(self) -> list[Point]:
         """The mean over the runs, at the steps where all of them have a point."""
-        values = [dict(line) for line in self.lines]
-        shared = set.intersection(*(set(line) for line in values))
-        return [(x, mean([line[x] for line in values])) for x in sorted(shared)]
+        values: dict[float, list[float]] = {}
+        for line in self.lines:
+            # A run that resumed may have validated a step twice: the later one counts.
+            for x, y in dict(line).items():
+                values.setdefault(x, []).append(y)
+        points: list[Point] = []
+        for x in sorted(values):
+            if len(values[x]) == len(self.lines):
+                points.append((x, mean(values[x])))
+        return points
 
 
 class Panel(NamedTuple):
@@ -237,13 +254,16 @@ class Panel(NamedTuple):
         self._draw_means(drawing, axes, area, label_width)
 
     def _set_axes(self, axes: Axes, area: Box) -> None:
-        points: list[Point] = []
+        steps: list[float] = []
+        values: list[float] = []
         for own in self.series:
             for line in own.lines:
-                points += line
-        set_step_axis(axes, max(step for step, _ in points), area.right - area.left)
+                for step, value in line:
+                    steps.append(step)
+                    values.append(value)
+        set_step_axis(axes, max(steps), area.right - area.left)
         if self.is_logarithmic:
-            set_log_axis(axes, [value for _, value in points])
+            set_log_axis(axes, values)
         else:
             axes.set_ylim(0.0, 1.0)
             axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
@@ -251,7 +271,7 @@ class Panel(NamedTuple):
         axes.spines["bottom"].set(visible=True, color=SOFT, linewidth=1.0)
 
     def _draw_means(self, drawing: Drawing, axes: Axes, area: Box, label_width: float) -> None:
-        """Each group's mean, with its name at its end; names are moved apart where ends are close."""
+        """Each group's mean, with its name at its end; names of close ends are moved apart."""
         ends = [drawing.position(axes, own.mean_line[-1]) for own in self.series]
         heights = moved_apart([y for _, y in ends], 16, area.top, area.bottom)
         for own, end, height in zip(self.series, ends, heights, strict=True):
@@ -294,11 +314,19 @@ class StepsPlot(Plot):
         return drawing
 
 
+def _set_change_ticks(axis: Axis, ticks: Sequence[float], words: Callable[[float], str]) -> None:
+    labels: list[str] = []
+    for tick in ticks:
+        labels.append(words(tick) if tick else "0")
+    set_ticks(axis, ticks, labels)
+
+
 def _draw_line(axes: Axes, kind: str, style: int, points: Sequence[Point]) -> None:
     width, opacity = _LINES[kind]
+    line = np.array(points, dtype=float).reshape(-1, 2)
     axes.plot(
-        [x for x, _ in points],
-        [y for _, y in points],
+        line[:, 0],
+        line[:, 1],
         color=color_of(style),
         linewidth=width,
         alpha=opacity,

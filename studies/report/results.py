@@ -1,4 +1,4 @@
-"""The results of runs as rows: those of a study's summary.json, or that of a single run's folder."""
+"""The results of runs as rows: those of a study's summary.json, or that of a run's folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def with_perplexities(
         before = row.before[name]
         after[name] = {"perplexity": perplexity}
         if "bits_per_byte" in before and 1 < before["perplexity"] < math.inf:
-            # Bits per byte are proportional to the logarithm of the perplexity: both are of one text.
+            # Of one text, bits per byte are proportional to the logarithm of the perplexity.
             bits = before["bits_per_byte"] * math.log(perplexity) / math.log(before["perplexity"])
             after[name]["bits_per_byte"] = bits
     own: dict[str, object] = {
@@ -161,7 +161,8 @@ def read_runs(folders: Iterable[Path]) -> list[Row]:
     """The rows of each folder: all of a study's summary.json, or that of a single run.
 
     Raises:
-        RunFolderError: a folder is neither, a file in it cannot be read, or the runs have different bases.
+        RunFolderError: a folder is neither, a file in it cannot be read, or the runs have
+            different bases.
     """
     unique = list(dict.fromkeys(path.resolve() for path in folders))
     names = [folder.name for folder in unique]
@@ -202,7 +203,7 @@ def _rows_of_run(folder: Path, name: str) -> list[Row]:
 
 
 def _has_gate(folder: Path) -> bool:
-    """Whether the run in `folder` is to have a gate, or, where its configuration is missing, has one."""
+    """Whether the run is to have a gate, or, where its configuration is missing, has one."""
     if (folder / RUN_FILE).exists():
         return read_settings(folder).get("gate") is not None
     return (folder / GATE_FOLDER / GATE_RECORD).exists()
@@ -225,7 +226,7 @@ def _with_chats(row: Row, folder: Path) -> Row:
 
 
 def _check_same_base(runs: Sequence[Row]) -> None:
-    """Checks that all runs began with the same figures of a corpus: else distances are of two bases.
+    """Checks that all runs began with the same figures: distances from two bases do not compare.
 
     Raises:
         RunFolderError: two runs have different bases, tokenizers or held-out texts.

@@ -58,8 +58,12 @@ def results(groups: Sequence[Group], shown: Mapping[str, Sequence[str]]) -> Tabl
     for own in groups:
         cells = [_result(own, figure, shown[part]) for figure, part in columns]
         rows.append((own.label, own.style, cells))
-    spans = Counter(figure.replace("_", " ") for figure, _ in columns)
-    return Table([part for _, part in columns], rows, list(spans.items()))
+    header: list[str] = []
+    spans: Counter[str] = Counter()
+    for figure, part in columns:
+        header.append(part)
+        spans[figure.replace("_", " ")] += 1
+    return Table(header, rows, list(spans.items()))
 
 
 def _figures(groups: Sequence[Group]) -> list[str]:

@@ -1,4 +1,5 @@
-"""The benchmarks of tokenizing and cleaning run at their smallest size, and leave nothing but their rows."""
+"""The benchmarks of tokenizing and cleaning run at their smallest size, and leave nothing but their
+rows."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_every_check_is_used_and_says_what_it_checks():
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> tuple[Path, Path]:
-    """A run with tokens, an expansion and a checkpoint after one step, of which only the manifest exists."""
+    """A run with tokens, an expansion, and the manifest alone of a checkpoint after one step."""
     run, tokens = tmp_path_factory.mktemp("run"), make_tokens(tmp_path_factory.mktemp("tokens"))
     config = load_config(make_run(run, tokens))
     base = open_base(config.base)

@@ -80,7 +80,8 @@ def test_a_group_with_a_wrong_or_slow_sum_is_named():
         "all-reduce over the data-parallel group of ranks 1, 5 (a, b): a wrong sum on rank(s) 5 (b)"
     )
     assert slow.startswith(
-        "all-reduce over the data-parallel group of ranks 2, 6 (a, b): 0.1 GB/s, expected at least 0.5"
+        "all-reduce over the data-parallel group of ranks 2, 6 (a, b): 0.1 GB/s, "
+        "expected at least 0.5"
     )
 
 

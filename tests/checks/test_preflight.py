@@ -31,7 +31,10 @@ from tests.training.runs import write_config
 def on_rank(
     config_path: Path, prepare: Callable[..., None] = lambda: None, *arguments: Any
 ) -> str | list[str]:
-    """Checks the allocation on simulated nodes of two ranks; returns the logged lines, or how the rank ended."""
+    """Checks the allocation on simulated nodes of two ranks.
+
+    Returns the logged lines, or how the rank ended.
+    """
     rank, lines = dist.get_rank(), []
     os.environ["SLURMD_NODENAME"] = f"n{rank // 2 + 1}"
     handler = logging.Handler()
@@ -77,8 +80,8 @@ def test_damaged_tokens_are_found(tmp_path, tokens: Path):
     flip_bit(damaged, -5)
     line = refusal(configured(tmp_path), 2)
     assert (
-        f"preflight: 1 fault(s): {damaged}: damaged: expected {damaged.stat().st_size} bytes, found other ones"
-        in line
+        f"preflight: 1 fault(s): {damaged}: damaged: expected {damaged.stat().st_size} bytes, "
+        "found other ones" in line
     )
     assert line.endswith("text that the base writes) (seen on n1)")
 

@@ -1,4 +1,5 @@
-"""A text is scored and answered beside others as alone, also where a model's rotary frequencies change with length."""
+"""A text is scored and answered beside others as alone, also where a model's rotary frequencies
+change with length."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def test_a_continuation_that_is_too_long_is_cut_into_parts():
 
 @pytest.mark.parametrize("kind", ["stories", "longrope"])
 def test_an_answer_is_not_that_of_the_batch(kind, longrope, tmp_path, monkeypatch):
-    """A chat that nearly fills the context leaves the others their own room; longrope's frequencies are each one's."""
+    """A chat that nearly fills the context leaves the others their own room; longrope's frequencies
+    are each one's."""
     folder = longrope
     if kind == "stories":
         settings = {

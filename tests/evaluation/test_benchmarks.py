@@ -1,4 +1,5 @@
-"""lm-eval's tasks on local files: real models, compared with accuracies from transformers' logits."""
+"""lm-eval's tasks on local files: real models, compared with accuracies from transformers'
+logits."""
 
 from __future__ import annotations
 

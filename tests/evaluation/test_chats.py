@@ -1,4 +1,5 @@
-"""Chats with references, answered by a real small model: compared with transformers' own greedy decoding."""
+"""Chats with references, answered by a real small model: compared with transformers' own greedy
+decoding."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers() -> list[list[int]]:
-    """What transformers writes to each chat alone, without the end; as long as the limit where there is none."""
+    """What transformers writes to each chat alone, without the end; as long as the limit where
+    there is none."""
     library, tokenizer = (
         AutoModelForCausalLM.from_pretrained(STORIES),
         AutoTokenizer.from_pretrained(STORIES),
@@ -99,7 +101,8 @@ def test_a_score_is_of_transformers_greedy_answers(
 
 
 def test_thoughts_are_no_part_of_an_answer(answers, tmp_path):
-    """The model writes what it always does; its tokenizer shows the first word as the end of thoughts."""
+    """The model writes what it always does; its tokenizer shows the first word as the end of
+    thoughts."""
     asked, text = next(
         (asked, AutoTokenizer.from_pretrained(STORIES).decode(answer))
         for asked, answer in zip(ASKED, answers, strict=True)

@@ -92,7 +92,8 @@ def test_only_the_answer_to_a_prompt_is_scored():
 
 @pytest.mark.parametrize("has_start", [True, False])
 def test_a_document_is_scored_as_it_is_trained(has_start, tmp_path):
-    """The nll of documents in a packed sample, under the document mask, is that of the same documents scored alone."""
+    """The nll of documents in a packed sample, under the document mask, is that of the same
+    documents scored alone."""
     base = (
         STORIES
         if has_start

@@ -44,7 +44,10 @@ def random_gate(
     layer: int | None = None,
     opens: Opens = "sometimes",
 ) -> FittedGate:
-    """A gate at the deepest layer that the model allows; "sometimes" opens for about half of `tokens`."""
+    """A gate at the deepest layer that the model allows.
+
+    "sometimes" opens for about half of `tokens`.
+    """
     assert model.plan is not None
     size = model.spec.widths.hidden_size * (1 + (features != "token"))
     random = torch.Generator().manual_seed(3)

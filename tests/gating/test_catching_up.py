@@ -1,4 +1,5 @@
-"""Generation with a gate: a text pays for the expansion from where the gate first opens, and gets the same tokens."""
+"""Generation with a gate: a text pays for the expansion from where the gate first opens, and gets
+the same tokens."""
 
 from __future__ import annotations
 
@@ -165,7 +166,8 @@ def test_a_cache_of_the_base_alone_is_not_read_with_the_expansion():
 
 @torch.no_grad()
 def test_of_a_long_text_only_what_the_running_mean_reads_is_kept():
-    """Its decisions are those of a cache that keeps everything, to the bit; so are those after tokens are cropped."""
+    """Its decisions are those of a cache that keeps everything, to the bit; so are those after
+    tokens are cropped."""
     model, random = gated("running mean", 0.0), torch.Generator().manual_seed(2)
     stream = torch.randn(2, 700, model.config.hidden_size, generator=random)
 

@@ -33,7 +33,8 @@ def trained(base, name, variant, dtype=torch.float32):
 
 
 def batch_of(model):
-    """Tokens of two rows, with two documents in the first and three in the second, and their positions."""
+    """Tokens of two rows, with two documents in the first and three in the second, and their
+    positions."""
     return some_tokens(model.spec, 2, 24), *packed((9, 15), (4, 8, 12))
 
 
@@ -101,7 +102,8 @@ def decisions(model, tokens, positions=None, documents=None):
 
 @pytest.mark.parametrize(("name", "dtype"), BASES)
 def test_in_mixed_text_adapt_is_the_bases_until_a_token_opens(name, dtype, base):
-    """Later closed tokens read what open ones left behind; they differ from the trained model all the same."""
+    """Later closed tokens read what open ones left behind; they differ from the trained model all
+    the same."""
     model = trained(base, name, "adapt", dtype)
     batch = batch_of(model)
     ungated, base_logits = model.logits(*batch), model.logits(*batch, path="base")

@@ -17,7 +17,8 @@ from pipeline.gating.windows import as_windows, joined, spliced
 
 
 def problem(count, shift):
-    """Two classes of features [N, 6], a third of them new, whose means are `shift` apart along one direction."""
+    """Two classes of features [N, 6], a third of them new, whose means are `shift` apart along one
+    direction."""
     random = torch.Generator().manual_seed(0)
     is_new = torch.arange(count) % 3 == 0
     direction = torch.randn(6, generator=random)
@@ -70,7 +71,8 @@ def test_the_threshold_keeps_within_the_budget_and_away_from_every_score(scores,
 
 
 def test_the_threshold_does_not_split_tokens_of_one_state():
-    """The first tokens of all documents have one score, up to rounding; they are more than may open."""
+    """The first tokens of all documents have one score, up to rounding; they are more than may
+    open."""
     first = 0.7 + 1e-6 * torch.randn(50, generator=torch.Generator().manual_seed(0))
     scores = torch.cat([first, torch.linspace(-9, -3, 900), torch.tensor([1.5, 3.0])])
     threshold = threshold_for(scores, 0.01)

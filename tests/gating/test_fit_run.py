@@ -47,7 +47,8 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def runs(tokens, tmp_path_factory):
-    """Finished runs by variant: the configuration's path. Their gates are fitted and converted by the tests."""
+    """Finished runs by variant: the configuration's path. Their gates are fitted and converted by
+    the tests."""
     folder = tmp_path_factory.mktemp("gated")
     made = {
         name: make_run(
@@ -66,7 +67,8 @@ def with_changes(path: Path, **changes) -> RunConfig:
 
 
 def copied(path: Path, folder: Path, **gate) -> RunConfig:
-    """The same run in another folder, with its checkpoints, no gate, and changes of the section gate."""
+    """The same run in another folder, with its checkpoints, no gate, and changes of the section
+    gate."""
     config = with_changes(path, folder=str(folder), gate={**GATE, **gate})
     shutil.copytree(load_config(path).folder / "checkpoints", folder / "checkpoints")
     return config

@@ -1,4 +1,5 @@
-"""A gate with an extended vocabulary: new pieces are open, none follows a closed token, old text is the base's."""
+"""A gate with an extended vocabulary: new pieces are open, none follows a closed token, old text is
+the base's."""
 
 from __future__ import annotations
 

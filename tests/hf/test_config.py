@@ -1,4 +1,6 @@
-"""An architecture survives the entries of a config.json, of every family and of architectures that none has yet."""
+"""An architecture survives the entries of a config.json, of every family and of architectures that
+none has yet.
+"""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_loss_and_gradients_equal_plain_cross_entropy(base, name, method, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["adapt", "fft"])
-def test_rehearsal_gives_new_pieces_no_probability(base, method, tmp_path):
+def test_the_base_gives_new_tokens_no_probability(base, method, tmp_path):
     model = model_of(extended(base("llama")), method, tmp_path)
     if not model.keeps_base:
         model.add_reference()

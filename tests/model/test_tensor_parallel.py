@@ -168,7 +168,7 @@ EVERY_METHOD = [
     for base in ("llama", "neox")
     for method in ("preserve", "adapt", "route", "fft")
 ]
-REHEARSING = [
+WITH_KL = [
     Case("llama", "preserve", uses_kl=True, sequence_parallel=True),
     Case("neox", "adapt", BOTH, uses_kl=True, documents=True),
     Case("llama tied", "route", BOTH, uses_kl=True),
@@ -198,7 +198,7 @@ CASES = {
     2: [
         *EVERY_METHOD[:4],
         *SEQUENCE_PARALLEL[4:],
-        *REHEARSING,
+        *WITH_KL,
         *FEATURED,
         *EXTENDED,
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
@@ -224,7 +224,7 @@ CASES = {
     4: [
         *EVERY_METHOD[4:],
         *SEQUENCE_PARALLEL[:4],
-        *REHEARSING[2:4],
+        *WITH_KL[2:4],
         *FEATURED[-2:],
         *(replace(case, base="llama eight heads") for case in EXTENDED),
         Case(

@@ -1,4 +1,4 @@
-"""The package as `pip install` gives it: built, installed without the checkout, and used from an empty folder."""
+"""The package as `pip install` gives it: built, installed alone, and used from an empty folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pip(*arguments: object) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from the source distribution of a copy of the project's files: a build writes beside them."""
+    """Built from the source distribution of a copy of the project, as a build writes beside it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -80,9 +80,10 @@ def test_the_code_of_exports_has_a_copy_of_the_formulas(wheel):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The folder `bin` of an environment with the wheel. Its dependencies are this environment's, through a .pth file.
+    """The folder `bin` of an environment with the wheel.
 
-    Such a file's folders are searched, but their own .pth files, which name the checkout, are not read.
+    Its dependencies are this environment's, through a .pth file. Such a file's folders are
+    searched, but their own .pth files, which name the checkout, are not read.
     """
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)

@@ -103,7 +103,7 @@ def test_stopped_and_continued_by_any_workers_it_has_the_same_bytes(
     assert [*contents(output).values()] == [*contents(written).values()]
 
 
-def test_documents_continue_their_openings(tmp_path: Path):
+def test_documents_continue_their_prompts(tmp_path: Path):
     """With fewer prompts than documents, each is used about equally often."""
     texts = [f"{text} ran home and slept" for text in documents(9, words=8)]
     files = [str(write_jsonl(tmp_path / f"{n}.jsonl", texts[n::2])) for n in range(2)]
@@ -118,7 +118,7 @@ def test_documents_continue_their_openings(tmp_path: Path):
     ]
 
 
-def test_openings_are_used_whole_and_longer_ones_left_out(
+def test_prompts_are_used_whole_and_longer_ones_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     questions = ["Who ran?", "Is the dog big?", "word " * 50]
@@ -168,12 +168,12 @@ def test_the_base_writes_each_answer_of_a_chat(tmp_path: Path):
         sample(tmp_path / "other", base, max_tokens=60, **chats)
 
 
-def test_openings_are_framed_by_the_chat_template_in_which_the_base_thinks_or_not(tmp_path: Path):
+def test_prompts_are_framed_by_the_chat_template_in_which_the_base_thinks_or_not(tmp_path: Path):
     thinks = "{% if enable_thinking %}<think>{% elif enable_thinking is false %}<think></think>{% endif %}"
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": TEMPLATE + thinks})
     file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
     tokenizer = load_tokenizer(base)
-    for thinking, opening in ((None, ""), (True, "<think>"), (False, "<think></think>")):
+    for thinking, begun in ((None, ""), (True, "<think>"), (False, "<think></think>")):
         output = tmp_path / f"thinking {thinking}"
         settings = {
             "prompts": [str(file)],
@@ -182,7 +182,7 @@ def test_openings_are_framed_by_the_chat_template_in_which_the_base_thinks_or_no
             "thinking": thinking,
         }
         manifest = sample(output, base, **settings)
-        ids = tokenizer.reference.encode([f"<s>[user] Hi there=>{opening}"]).ids.tolist()
+        ids = tokenizer.reference.encode([f"<s>[user] Hi there=>{begun}"]).ids.tolist()
         found = documents_in(output)
         assert {tuple(document[: len(ids)]) for document in found} == {tuple(ids)}
         assert manifest.characters == sum(
@@ -190,7 +190,7 @@ def test_openings_are_framed_by_the_chat_template_in_which_the_base_thinks_or_no
         )
 
 
-def test_openings_are_told_a_fixed_date_that_is_part_of_the_corpus(tmp_path: Path):
+def test_prompts_are_told_a_fixed_date_that_is_part_of_the_corpus(tmp_path: Path):
     dated = TEMPLATE.replace("=>", "{{ strftime_now('%Y') }}=>")
     base = copied_stories(tmp_path / "base", tokenizer_config={"chat_template": dated})
     file = write_jsonl(tmp_path / "q.jsonl", ["Hi there"])
@@ -248,7 +248,7 @@ def test_a_chat_without_a_systems_message_gets_one_that_the_seed_draws_for_all_i
     seed=st.integers(0, 5),
     passes=st.integers(1, 3),
 )
-def test_each_pass_over_the_openings_uses_each_once(
+def test_each_pass_over_the_prompts_uses_each_once(
     tmp_path_factory, count: int, stride: int, seed: int, passes: int
 ):
     prefix = tmp_path_factory.mktemp("shard") / "prompts"

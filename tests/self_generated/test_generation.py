@@ -37,9 +37,9 @@ def prompts(*lengths: int, seed: int = 0) -> list[np.ndarray]:
     return [np.array([START, *choice.integers(3, KNOWN_IDS, length - 1)]) for length in lengths]
 
 
-def greedy(decoder: Decoder, opening: np.ndarray, max_tokens: int) -> list[int]:
+def greedy(decoder: Decoder, prompt: np.ndarray, max_tokens: int) -> list[int]:
     """The likeliest continuation, computed without a cache."""
-    ids = opening.tolist()
+    ids = prompt.tolist()
     while len(ids) < max_tokens - 1:
         token = int(known_logits(decoder, np.array(ids))[-1].argmax())
         if token in (START, END):
@@ -61,7 +61,7 @@ def test_at_a_low_temperature_it_is_greedy_decoding(
     )
     decoder = unwidened(open_base(base))
     assert [document.tolist() for document in written] == [
-        greedy(decoder, opening, 24) for opening in given
+        greedy(decoder, prompt, 24) for prompt in given
     ]
 
 
@@ -128,11 +128,11 @@ def test_documents_have_the_form_of_every_corpus_and_only_ids_of_the_tokenizer(t
     base = random_base("llama", tmp_path / "base")
     given = prompts(1, 3, 30, 38, 30, 1)
     written = writer(base).write(given * 8, temperature=2.0, max_tokens=40, batch_size=7, seed=4)
-    for opening, document in zip(given * 8, written, strict=True):
-        assert document[: len(opening)].tolist() == opening.tolist()
+    for prompt, document in zip(given * 8, written, strict=True):
+        assert document[: len(prompt)].tolist() == prompt.tolist()
         assert document[-1] == END
-        assert not {START, END} & set(document[len(opening) : -1].tolist())
-        assert len(opening) < len(document) <= 40
+        assert not {START, END} & set(document[len(prompt) : -1].tolist())
+        assert len(prompt) < len(document) <= 40
     lengths = set(map(len, written))
     assert 40 in lengths and min(len(document) for document in written[::6]) < 40, (
         "some are cut, others are not"

@@ -149,7 +149,7 @@ def test_exports_are_verified_on_the_other_corpora(tmp_path: Path):
     assert set(probe) == {"korean", "english"}
 
 
-def test_a_checkpoint_does_not_record_where_openings_lie(tmp_path: Path):
+def test_a_checkpoint_does_not_record_where_prompts_lie(tmp_path: Path):
     config = load_config(
         run_with_self_generated(tmp_path / "run", tmp_path / "tokens", prompts=["o.jsonl"])
     )

@@ -1,4 +1,5 @@
-"""Steps under real DeepSpeed that count what they hold and send: of real ranks, or of one of many on fake tensors."""
+"""Steps under real DeepSpeed that count what they hold and send: of real ranks, or of one of many
+on fake tensors."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def real_model(
 
 
 def steps_on_rank(configs: list[RunConfig]) -> list[dict[str, Any]]:
-    """Makes three steps of each run in turn; returns what its last step sent and the most that it held."""
+    """Makes three steps of each run in turn; returns what its last step sent and the most that it
+    held."""
     start_deepspeed()
     return [_steps(config) for config in configs]
 
@@ -117,7 +119,8 @@ def steps_on_rank(configs: list[RunConfig]) -> list[dict[str, Any]]:
 def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
     """The same of rank 0 of `gpus` that do not exist, on tensors without values.
 
-    And what a micro-batch adds: until the loss (`forward`: activations, and what ZeRO-3 gathers), and at the `peak`.
+    And what a micro-batch adds: until the loss (`forward`: activations, and what ZeRO-3 gathers),
+    and at the `peak`.
     """
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus)}
     dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
@@ -133,7 +136,8 @@ def simulated_steps(config: RunConfig, gpus: int) -> dict[str, Any]:
 
 
 class _Simulation(LiveMemory):
-    """Zero for those who ask for a value. Adam's kernel, which fake tensors lack, is left out: it changes no size."""
+    """Zero for those who ask for a value. Adam's kernel, which fake tensors lack, is left out: it
+    changes no size."""
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -190,7 +194,8 @@ def _steps(
 
 
 def payloads(messages: Iterable[tuple[str, int, int]]) -> Counter[tuple[str, int]]:
-    """The bytes sent by collective and group size, without messages of one number: a norm, or whether it is finite."""
+    """The bytes sent by collective and group size, without messages of one number: a norm, or
+    whether it is finite."""
     sent: Counter[tuple[str, int]] = Counter()
     for name, length, group_size in messages:
         if group_size > 1 and length > 8:

@@ -1,4 +1,5 @@
-"""The estimate compared with what a real step of DeepSpeed holds (within 5 %) and sends (equal, ZeRO-3's gathers 15 %).
+"""The estimate compared with what a real step of DeepSpeed holds (within 5 %) and sends (equal,
+ZeRO-3's gathers 15 %).
 
 `python -m pytest tests/sizing/test_against_runs.py -k sends -rP` prints both figures.
 """
@@ -39,7 +40,8 @@ CLOSE_GATHERS = 0.15  # ZeRO-3's gathers: a formula instead of DeepSpeed's prefe
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By case, its configuration and what its ranks found; the ranks start once for all cases of a world size."""
+    """By case, its configuration and what its ranks found; the ranks start once for all cases of a
+    world size."""
     configs = [
         run_config(tmp_path_factory.mktemp("run"), zero, method, layout, **changes)
         for zero, method, layout, changes in CASES
@@ -86,7 +88,8 @@ def test_optimizer_states_exist_for_trained_parameters_only(case):
 
 
 def test_what_a_step_sends(case):
-    """Payloads by collective and group size; without the few bytes of the gradient norm and the loss."""
+    """Payloads by collective and group size; without the few bytes of the gradient norm and the
+    loss."""
     estimate, _, ranks = case
     expected: Counter[tuple[str, int]] = Counter()
     for traffic in estimate.traffic:

@@ -112,7 +112,8 @@ def test_the_command_writes_a_file_once_and_shows_the_dry_run(tmp_path, monkeypa
     ],
 )
 def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, added, own):
-    """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without W12."""
+    """Llama-3.2-1B of the paper: 2048 to 2304, 8192 to 9216, 32 to 36 heads, 3 of 16 layers without
+    W12."""
     method = _method(read_spec(ROOT / "configs" / "bases" / "llama-3.2-1b.json"), gated=gated)
     assert method.pop("expansion") == dict(zip(WIDTHS, added, strict=True))
     assert method == {"name": "scale", "variant": "adapt", "l_fp": 3, **own}

@@ -75,7 +75,8 @@ def saved_bytes_of_rank(config):
 
 @pytest.mark.parametrize("method", ["preserve", "fft"])
 def test_sequence_parallel_ranks_save_less(config_of, method):
-    """Norms save half as much on two ranks: their input in fp32, the normalised one in bf16, and one number per token.
+    """Norms save half as much on two ranks: their input in fp32, the normalised one in bf16, and
+    one number per token.
 
     Frozen gains need no normalised input, and Preserve's base stream nothing at all.
     """

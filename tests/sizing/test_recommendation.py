@@ -1,4 +1,5 @@
-"""Recommended layouts for the model sizes that the method was made for, and the command that prints them."""
+"""Recommended layouts for the model sizes that the method was made for, and the command that prints
+them."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def states_gib(base: str, gpus: int, choice: Choice) -> float:
 
 
 def test_a_70b_base_needs_sharding_and_replicas_of_it_do_not_fit():
-    """Of 80 GiB: 2.2 N bytes replicated do not fit; 64 ZeRO-3 ranks need a few GiB, 8 tensor-parallel ranks over 20."""
+    """Of 80 GiB: 2.2 N bytes replicated do not fit; 64 ZeRO-3 ranks need a few GiB, 8
+    tensor-parallel ranks over 20."""
     choices = {stage: Choice(stage, 1, "none") for stage in (1, 3)}
     assert states_gib("llama-3.1-70b", 64, choices[1]) > 150
     assert 3 < states_gib("llama-3.1-70b", 64, choices[3]) < 6
@@ -159,7 +161,8 @@ def test_what_recomputes_more_than_it_must_is_neither_estimated_nor_listed(tmp_p
 
 
 def test_a_layout_of_the_run_that_does_not_fit_or_is_impossible_is_named_so(tmp_path):
-    """The first has the least recomputation that fits in its row, and its own row because it is the run's."""
+    """The first has the least recomputation that fits in its row, and its own row because it is the
+    run's."""
     opened = small_estimator(tmp_path, Cluster(8))
     total = opened.estimate(opened.own_choice).memory.total
     of_memory = {}

@@ -1,10 +1,10 @@
 """A real Slurm cluster of two nodes on this machine, for tests and for experiments by hand.
 
-    python -m tests.slurm.cluster        starts a cluster, prints how to use it, and stops it at Ctrl-D
+    python -m tests.slurm.cluster      starts a cluster, says how to use it, and stops it at Ctrl-D
 
-It has its own munged, slurmctld and two slurmds, on free ports and in one temporary folder. It does not use the
-machine's daemons or /etc/slurm. It needs root, as slurmd does. Two `NodeName` lines on one address with different ports
-make two nodes; each has its own `slurmd -N name`.
+It has its own munged, slurmctld and two slurmds, on free ports and in one temporary folder. It does
+not use the machine's daemons or /etc/slurm. It needs root, as slurmd does. Two `NodeName` lines on
+one address with different ports make two nodes; each has its own `slurmd -N name`.
 """
 
 # ruff: noqa: T201  (also a command line)
@@ -46,7 +46,8 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _CPUS_PER_NODE = 16
 """More than the machine has: most of the tests' jobs wait, and run at the same time."""
 
-# FirstJobId: jobs meet on ports made from their numbers; another cluster on this machine should have others.
+# FirstJobId: jobs meet on ports made from their numbers; another cluster on this machine should
+# have others.
 # MessageTimeout: how many seconds a command waits for a daemon that is busy.
 _SLURM_CONF = """\
 ClusterName=scale-cpt-test
@@ -84,7 +85,10 @@ class ClusterError(Exception):
 
 
 class JobEnd(NamedTuple):
-    """How a job ended: Slurm's state, the batch script's exit code as a shell sees it, how often it was requeued."""
+    """How a job ended.
+
+    Slurm's state, the batch script's exit code as a shell sees it, and how often it was requeued.
+    """
 
     state: str
     exit_code: int
@@ -128,7 +132,8 @@ class Cluster:
         )
         if result.returncode != 0:
             raise ClusterError(
-                f"{' '.join(command)} ended with {result.returncode}: {result.stderr}{result.stdout}"
+                f"{' '.join(command)} ended with {result.returncode}: "
+                f"{result.stderr}{result.stdout}"
             )
         return result.stdout
 
@@ -150,7 +155,7 @@ class Cluster:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def evidence(self, job_id: int) -> str:
-        """Output, Slurm's record and the end of the daemons' logs, for the message of a failed test."""
+        """Output, Slurm's record and the end of the daemons' logs, for a failed test's message."""
         logs = [
             log.read_text(errors="replace")[-2000:] for log in sorted(self.folder.glob("*.log"))
         ]
@@ -170,7 +175,7 @@ class Cluster:
         """Waits until `condition` holds for what `job` returns, and returns that.
 
         Raises:
-            ClusterError: it did not hold in time, or a slurmd crashed meanwhile, as a node that dies.
+            ClusterError: It did not hold in time, or a slurmd crashed meanwhile.
         """
         crashes = self.slurmd_restarts
         if not wait_until(
@@ -188,15 +193,19 @@ class Cluster:
     def start_now(self, job_id: int) -> None:
         """Starts a requeued job after five seconds instead of Slurm's two minutes.
 
-        Not earlier: slurmd refuses credentials from the second in which it revoked those of the attempt before. On a
-        busy machine the signal that ends that attempt may also come late, and would end the new one.
+        Not earlier: slurmd refuses credentials from the second in which it revoked those of the
+        attempt before. On a busy machine the signal that ends that attempt may also come late, and
+        would end the new one.
         """
         self.wait_for(job_id, lambda job: job["JobState"] == "PENDING")
         self.scontrol("update", f"JobId={job_id}", "StartTime=now+5")
 
     @property
     def slurmd_restarts(self) -> int:
-        """How often a slurmd ended, and was started again. That of Slurm 22.05 crashes once in many launches."""
+        """How often a slurmd ended, and was started again.
+
+        The slurmd of Slurm 22.05 crashes once in many launches.
+        """
         restarts = self.folder / "restarts"
         return restarts.stat().st_size if restarts.exists() else 0
 
@@ -215,16 +224,15 @@ class Cluster:
 @contextlib.contextmanager
 def guarded_cluster() -> Iterator[Cluster]:
     """A cluster that a process of its own holds, which removes it even if this one is killed."""
-    with (
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.slurm.cluster"],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the tests; the guard follows when they let go of its stdin
-        ) as guard
-    ):
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.slurm.cluster"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Ctrl-C is for the tests; the guard follows when they let go of its stdin.
+        start_new_session=True,
+    ) as guard:
         assert guard.stdin is not None and guard.stdout is not None
         _, _, conf = guard.stdout.readline().strip().partition("=")
         if not conf:
@@ -233,7 +241,10 @@ def guarded_cluster() -> Iterator[Cluster]:
 
 
 class Daemons:
-    """A cluster's daemons, children of this process, each started again when it ends, as a service manager does."""
+    """A cluster's daemons, children of this process.
+
+    Each is started again when it ends, as a service manager does.
+    """
 
     def __init__(self, cluster: Cluster, ports: Sequence[int]) -> None:
         self._cluster = cluster
@@ -329,7 +340,8 @@ def main() -> int:
         print(f"no cluster: {reason}", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # PR_SET_CHILD_SUBREAPER: processes that outlive a daemon of this cluster become children of this process.
+    # PR_SET_CHILD_SUBREAPER: processes that outlive a daemon of this cluster become children of
+    # this process.
     ctypes.CDLL(None).prctl(36, 1)
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="scale-cpt-slurm-")))
     with contextlib.ExitStack() as held:  # a daemon that is killed shall find its port again

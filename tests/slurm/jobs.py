@@ -15,7 +15,7 @@ ON_THE_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def stage_script(folder: Path, body: str, *options: str) -> Path:
-    """A script with an #SBATCH line for each option and a body that uses the functions of slurm/common.sh."""
+    """A script with an #SBATCH line for each option; its body uses functions of common.sh."""
     path = folder / "job.sh"
     head = [
         "#!/usr/bin/env bash",

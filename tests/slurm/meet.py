@@ -1,4 +1,4 @@
-"""The program of a rank in the launch tests: sums the ranks by an all-reduce, and prints where it ran."""
+"""A rank's program in the tests of launches: sums the ranks by an all-reduce, prints its place."""
 
 import os
 

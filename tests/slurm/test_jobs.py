@@ -1,4 +1,7 @@
-"""What becomes of jobs that are stopped, killed or cancelled, on a real Slurm. They mostly wait, at the same time."""
+"""What becomes of jobs that are stopped, killed or cancelled, on a real Slurm.
+
+They mostly wait, so they run at the same time.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ BETWEEN_STARTS_S = 0.5
 ATTEMPTS = 3
 REQUEUED = ("--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append")
 
-# A stage of two ranks that saves and stops at a signal, as training does, rank 1 later than rank 0. The next attempt
-# goes on.
+# A stage of two ranks that saves and stops at a signal, as training does, rank 1 later than rank 0.
+# The next attempt goes on.
 TRAINING = """\
 run_stage train on_every_rank bash -c '
     [[ ${SLURM_RESTART_COUNT:-0} == 0 ]] || { echo "rank $RANK went on"; exit 0; }
@@ -59,7 +62,7 @@ def goes_on(cluster: Cluster, job: int) -> None:
 
 def a_time_limit_saves_and_requeues(cluster: Cluster, folder: Path) -> None:
     job = training(cluster, folder, "--time=30", "--signal=B:USR1@900")
-    # Less than the 900 s of --signal: Slurm sends the signal at its next check, within half a minute.
+    # Less than the 900 s of --signal: Slurm sends the signal at its next check, within 30 s.
     cluster.scontrol("update", f"JobId={job}", "TimeLimit=14")
     cluster.wait_for_output(job, "queueing job")
     assert "restart 1, " in cluster.output(job) and "converted" not in lines_of(cluster, job)
@@ -176,7 +179,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def run_scenario(scenario: Scenario, cluster: Cluster, new_folder: Callable[[], Path]) -> None:
-    """Runs a scenario, and again where a slurmd crashed meanwhile: what it saw says nothing about our scripts."""
+    """Runs a scenario, and again where a slurmd crashed meanwhile, which is no fault of ours."""
     for attempt in range(1, ATTEMPTS + 1):
         crashes = cluster.slurmd_restarts
         try:

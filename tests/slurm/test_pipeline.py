@@ -1,4 +1,4 @@
-"""`sbatch slurm/cpt_korean.sh` over two nodes: the demo, shortened, from text to a Hugging Face folder."""
+"""`sbatch slurm/cpt_korean.sh` over two nodes: a short demo, from text to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 12
 
 
 def short_demo(folder: Path) -> Path:
-    """configs/demo.yaml without its gate, with fewer documents and steps, and everything it writes in `folder`."""
+    """configs/demo.yaml in `folder`, without its gate, with fewer documents and steps."""
     run = yaml.safe_load((PROJECT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
     run.update(name="short", folder=str(folder / "run"))
     run["data"]["folder"] = str(folder / "tokens")
@@ -82,7 +82,8 @@ def test_an_interrupted_job_goes_from_text_to_a_tested_model(
     )
     assert len(losses(tmp_path / "run")) == STEPS
 
-    # The base is unchanged at step 0, Korean is learned, little is trained, and the export agrees with the model.
+    # The base is unchanged at step 0, Korean is learned, little is trained, and the export agrees
+    # with the model.
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["step0_max_abs_logit_difference"] == 0.0
     before, after = (

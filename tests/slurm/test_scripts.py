@@ -41,14 +41,15 @@ def test_a_mistake_on_the_command_line_ends_in_one_line(
 
 @dataclass
 class Recorded:
-    """A host whose `programs` write down how they were called, and whose PATH has no python but theirs."""
+    """A host whose `programs` write down their calls, and whose PATH has no python but theirs."""
 
     folder: Path
 
     def program(self, name: str, then: str = "") -> None:
         path = self.folder / name
         path.write_text(
-            f'#!/bin/bash\necho "{name} $@" >> {self.folder}/calls\nenv > {self.folder}/{name}.env\n{then}\n'
+            f'#!/bin/bash\necho "{name} $@" >> {self.folder}/calls\n'
+            f"env > {self.folder}/{name}.env\n{then}\n"
         )
         path.chmod(0o755)
 
@@ -57,7 +58,7 @@ class Recorded:
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
     def run(self, name: str, *arguments: str, cwd: Path = PROJECT, **environment: str) -> list[str]:
-        """The calls that a script of slurm/ makes; `name` is its path in `cwd`, or else in slurm/."""
+        """The calls that a script makes; `name` is its path in `cwd`, or else in slurm/."""
         tools = {"PATH": str(self.folder), "VENV": str(self.folder), **environment}
         script = name if (cwd / name).exists() else str(PROJECT / "slurm" / name)
         command = ["bash", script, *arguments]
@@ -262,12 +263,13 @@ def test_the_jobs_of_a_study_do_not_inherit_their_submitters_allocation(host: Re
 
 
 def test_ranks_see_the_gpus_of_their_node_and_wait_for_a_trackers_end(host: Recorded):
-    """Also where the job was submitted with --gpus-per-task, which srun would bind; W&B takes up to a minute."""
+    """Also with --gpus-per-task, which srun would bind; W&B takes up to a minute."""
     host.program("srun")
     host.program("python")
     host.program(
         "scontrol",
-        '[[ $* != *hostnames* ]] && echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1 x" || echo n1',
+        "[[ $* != *hostnames* ]]"
+        ' && echo "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1 x" || echo n1',
     )
     job = {
         "SLURM_JOB_ID": "7",

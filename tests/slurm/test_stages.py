@@ -1,4 +1,4 @@
-"""Stages without Slurm: stopped, they save and end the script; after a fault that is not the user's they run again."""
+"""Stages without Slurm: stopped, they save and end the script; after a fault they may run again."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ def test_the_ranks_meet_on_this_machine(tmp_path: Path):
 
 @pytest.mark.parametrize("code", [2, 75])
 def test_the_script_ends_as_its_ranks_do(tmp_path: Path, code: int):
-    """Two lines on stderr, the ranks' and the script's, where torchrun alone adds a traceback and ends with 1."""
+    """Two lines on stderr, the ranks' and the script's.
+
+    torchrun alone adds a traceback, and ends with 1.
+    """
     (program := tmp_path / "program.py").write_text(
-        f"import os, sys\nif os.environ['RANK'] == '0': print('error: why', file=sys.stderr)\nsys.exit({code})"
+        "import os, sys\n"
+        f"if os.environ['RANK'] == '0': print('error: why', file=sys.stderr)\nsys.exit({code})"
     )
     body = f"run_stage train on_every_rank python {program}\nrun_stage second here echo second"
     result = bash(stage_script(tmp_path, body), NPROC="2", EXIT_GRACE_S="300")
@@ -107,7 +111,8 @@ def test_a_stage_is_run_again_after_a_fault(tmp_path: Path, fault: str):
 
 def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
     """The run's configuration cannot be read when scale-cpt may-retry wants to."""
-    body = "fail_once() { rm -f $CONFIG; [[ $ATTEMPT != *.0 ]] || exit 70; }\nrun_stage train fail_once"
+    fail_once = "fail_once() { rm -f $CONFIG; [[ $ATTEMPT != *.0 ]] || exit 70; }"
+    body = f"{fail_once}\nrun_stage train fail_once"
     result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
     assert result.returncode == 0, result.stderr
     assert (
@@ -117,7 +122,10 @@ def test_a_decision_that_cannot_be_made_does_not_end_the_run(tmp_path: Path):
 
 
 def test_without_python_the_scripts_decide_as_python_does(tmp_path: Path):
-    body = "PATH=/nowhere; for code in {1..255}; do if may_go_on train $code >&2; then echo $code; fi; done"
+    body = (
+        "PATH=/nowhere; for code in {1..255}; do"
+        " if may_go_on train $code >&2; then echo $code; fi; done"
+    )
     result = bash(stage_script(tmp_path, body), CONFIG=str(run_config(tmp_path)))
     assert result.stdout.split() == [
         str(code) for code in range(1, 256) if worth_another_attempt(code)

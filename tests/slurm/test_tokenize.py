@@ -1,4 +1,4 @@
-"""Tokenizing as a job array, and over MPI ranks, on two nodes: killed, submitted again, the same bytes."""
+"""Tokenizing as a job array and over MPI ranks: killed, submitted again, the same bytes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,13 @@ def test_the_tutorial_ends_with_a_model_on_one_machine_and_on_a_cluster(
     assert here["closed_max_abs_logit_difference"] in (0.0, None)
     assert 0 <= here["gate_open"]["old"] < 0.5 < here["gate_open"]["new"] <= 1
     assert "Once upon a time" in printed
-    assert (folder / "my-korean.html").exists()
+    report = folder / "my-korean.html"
+    subprocess.run(
+        [sys.executable, "-m", "studies", "report", folder / "runs/my-korean", "--output", report],
+        cwd=PROJECT,
+        check=True,
+    )
+    assert "my-korean" in report.read_text(encoding="utf-8")
     job = int(re.search(r"Submitted batch job (\d+)", printed)[1])
     end = slurm_cluster.wait(job)
     assert end.state == "COMPLETED", slurm_cluster.evidence(job)

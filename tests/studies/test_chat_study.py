@@ -98,7 +98,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     """With the chat vector, and a gated model with and without its gate."""
     monkeypatch.chdir(PROJECT)
     small = {"schedule": {"steps": 2}, "validation": {"every_steps": 2, "max_sequences": 2}}
-    kept = ("fft_1e-3", "preserve_rehearsed")
+    kept = ("fft_1e-3", "preserve_self_generated")
     quick = PROJECT / "studies/configs/chat_quick.yaml"
     changes = {
         "extends": str(quick),
@@ -118,7 +118,7 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
         "methods": {name: None for name in load_study(quick, texts).methods if name not in kept},
     }
     gate = {"settings": {"gate": {"tokens": 200, "max_open_fraction": 0.5}}}
-    changes["methods"]["preserve_rehearsed"] = gate
+    changes["methods"]["preserve_self_generated"] = gate
     plain = {
         "extends": str(PROJECT / "studies/configs/chat_plain.yaml"),
         "folder": str(tmp_path / "plain"),
@@ -144,8 +144,13 @@ def test_the_smallest_study_from_text_to_table(texts, tmp_path, monkeypatch, cap
     table = (tmp_path / "study" / "chats.md").read_text()
     assert table in capsys.readouterr().out
     labels = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    assert labels == ["Base", "Full fine-tuning, 1e-3", "Preserve 1/2, rehearsed", "Preserve 1/2, rehearsed + gate",
-                      "Chat vector"]  # fmt: skip
+    assert labels == [
+        "Base",
+        "Full fine-tuning, 1e-3",
+        "Preserve 1/2, self-generated text",
+        "Preserve 1/2, self-generated text + gate",
+        "Chat vector",
+    ]
     assert all(line.count("|") == 11 for line in table.splitlines())
     monkeypatch.setattr(score, "score_chats", None)  # what was scored is not scored again
     score.main()

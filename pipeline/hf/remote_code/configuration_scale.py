@@ -16,10 +16,11 @@ require_version(
 
 
 class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
-    """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the rest is the base's.
-    `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which of them each layer has (None: none).
-    The FFN of `expert_layers` is the `mixture` of experts. The first `base_vocab_size` tokens (None: all) are the
-    base's: Route compares their logits alone, as in training.
+    """Sizes: what was added is `expansion_…`. Heads are all heads, as caches are sized by them; the
+    rest is the base's. `rotary` lists rotary embeddings as numbers, and `layer_rotary` says which
+    of them each layer has (None: none). The FFN of `expert_layers` is the `mixture` of experts. The
+    first `base_vocab_size` tokens (None: all) are the base's: Route compares their logits alone, as
+    in training.
     """
 
     model_type = "scale"
@@ -107,7 +108,9 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         return None
 
     def packing_unsupported_reason(self) -> str | None:
-        """Why the texts of several requests cannot be one row of tokens, as servers batch them; None if they can."""
+        """Why the texts of several requests cannot be one row of tokens, as servers batch them;
+        None if they can.
+        """
         if any(spec["context"] is not None for spec in self.rotary):
             return "its rotary frequencies change with a text's length"
         if self.gate_layer is not None and self.gate_features == "token+running_mean":

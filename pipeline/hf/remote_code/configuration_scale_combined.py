@@ -13,7 +13,8 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]{0,63}", re.ASCII)
 
 
 class CombinedConfig(ScaleConfig):
-    """The base's sizes, an expansion of none, and the entries of a ScaleConfig for each of `expansions`.
+    """The base's sizes, an expansion of none, and the entries of a ScaleConfig for each of
+    `expansions`.
 
     `active` are the names of those that may open; None: all.
     """
@@ -30,30 +31,39 @@ class CombinedConfig(ScaleConfig):
         return "a model with several expansions is for inference"
 
     def names(self) -> list[str]:
-        """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer has.
+        """The expansions to be loaded: the active ones, and those whose vocabulary the tokenizer
+        has.
 
-        Sorted, as a config that was saved again is, so that every piece keeps its id.
+        Sorted, as a config that was saved again is, so that every new token keeps its id.
 
-        Raises ValueError: a name that is not there, or that names no folder.
+        Raises:
+            ValueError: a name that is not there, or that names no folder.
         """
-        if bad := [name for name in self.expansions if not NAME.fullmatch(name)]:
-            raise ValueError(
-                f"expansions: expected names of ASCII letters, digits, - and _, found {bad[0]!r}"
-            )
-        active = (
-            list(self.expansions) if self.active is None else chosen(self.active, self.expansions)
-        )
-        owners = [
-            name
-            for name, own in self.expansions.items()
-            if own["vocab_size"] > own["base_vocab_size"]
-        ]
-        return [name for name in sorted(self.expansions) if name in (*active, *owners)]
+        for name in self.expansions:
+            if not NAME.fullmatch(name):
+                raise ValueError(
+                    f"expansions: expected names of ASCII letters, digits, - and _, found {name!r}"
+                )
+        active = list(self.expansions)
+        if self.active is not None:
+            active = chosen(self.active, self.expansions)
+        loaded = []
+        for name in sorted(self.expansions):
+            own = self.expansions[name]
+            has_new_tokens = own["vocab_size"] > own["base_vocab_size"]
+            if name in active or has_new_tokens:
+                loaded.append(name)
+        return loaded
 
 
 def chosen(names: Iterable[str], among: Iterable[str]) -> list[str]:
-    """`names` as a list. Raises ValueError where one is not `among` those there are."""
-    listed, there = [names] if isinstance(names, str) else list(names), list(among)
+    """`names`, or one name, as a list.
+
+    Raises:
+        ValueError: a name is not `among` those there are.
+    """
+    listed = [names] if isinstance(names, str) else list(names)
+    there = list(among)
     for name in listed:
         if name not in there:
             raise ValueError(

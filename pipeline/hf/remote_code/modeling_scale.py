@@ -2,17 +2,18 @@
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-A frozen base of width D has an expansion of width U: the residual stream is two tensors, `x` and `x_up`
-(`scale_streams.py`). A routed model runs the layers above `l_fp` twice, with and without expansion_to_base blocks, and
-takes per token the path that the router chooses (the paper's Eq. 5).
+A frozen base of width D has an expansion of width U: the residual stream is two tensors, `x` and
+`x_up` (`scale_streams.py`). A routed model runs the layers above `l_fp` twice, with and without
+expansion_to_base blocks, and takes per token the path that the router chooses (the paper's Eq. 5).
 
-With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether the text is new. A
-closed token takes no expansion_to_base block and nothing of the expansion's logits; a routed model gives it the path
-without those blocks, and an open one the other. Tokens that the base does not have (from `base_vocab_size` on) are
-open, and none follows a closed token.
+With a gate (`gate_layer` is not None) a probe on the base's own stream decides per token whether
+the text is new. A closed token takes no expansion_to_base block and nothing of the expansion's
+logits; a routed model gives it the path without those blocks, and an open one the other. Tokens
+that the base does not have (from `base_vocab_size` on) are open, and none follows a closed token.
 
-In inference the base runs alone until the gate first opens. Then the text for which it opens is computed anew, with the
-expansion, which from there on runs for all texts of the batch. See `ScaleForCausalLM._from_open_on`.
+In inference the base runs alone until the gate first opens. Then the text for which it opens is
+computed anew, with the expansion, which from there on runs for all texts of the batch. See
+`ScaleForCausalLM._from_open_on`.
 
 Shapes: B batch, S sequence, D hidden, U expansion, H heads, K head dim, V vocabulary.
 """
@@ -78,8 +79,9 @@ class LastStreams(NamedTuple):
 class ScaleBackbone(nn.Module):
     """The model without its output projection: what `base_model` is in other models of the library.
 
-    Some trainers take hidden states from it, and `weight` of `get_output_embeddings()`, to make the logits of a few
-    tokens at a time. It shares the model's modules, and is made anew where it is asked for.
+    Some trainers take hidden states from it, and `weight` of `get_output_embeddings()`, to make the
+    logits of a few tokens at a time. It shares the model's modules, and is made anew where it is
+    asked for.
     """
 
     # The library asks the backbone of any model for them.
@@ -95,7 +97,8 @@ class ScaleBackbone(nn.Module):
         self._models = (model,)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` is [x, x_up], [B, S, D + U].
+        """`ScaleForCausalLM.forward` without logits: `last_hidden_state` is [x, x_up], [B, S, D +
+        U].
 
         Raises ValueError: the logits are no product of one hidden state and one matrix.
         """
@@ -104,7 +107,8 @@ class ScaleBackbone(nn.Module):
         if reason is not None:
             raise ValueError(
                 f"this model has no backbone whose hidden states give its logits: {reason}; "
-                "take the loss, or the logits, of model(input_ids, labels=labels), as transformers' Trainer does"
+                "take the loss, or the logits, of model(input_ids, labels=labels), as "
+                "transformers' Trainer does"
             )
         streams, cache, states = model.hidden_states(*args, **kwargs)
         [path] = streams.paths
@@ -167,7 +171,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return ScaleBackbone(self)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output projection, whose `weight` is [V, D + U]; None where logits are no product of one matrix."""
+        """The output projection, whose `weight` is [V, D + U]; None where logits are no product of
+        one matrix.
+        """
         if self.config.backbone_unsupported_reason() is not None:
             return None
         return self.output
@@ -198,10 +204,12 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens (0: all), or those.
+        """input_ids, position_ids, labels: [B, S]. Logits come for the last `logits_to_keep` tokens
+        (0: all), or those.
 
-        inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its score. Hidden states
-        are such streams of the adapted path: before each layer, and after the last norm.
+        inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its
+        score. Hidden states are such streams of the adapted path: before each layer, and after the
+        last norm.
         """
         streams, past_key_values, states = self.hidden_states(
             input_ids,
@@ -236,7 +244,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> tuple[LastStreams, Any, tuple[Tensor, ...] | None]:
-        """What `output` reads (`streams`), the cache, and all hidden states if asked for. Arguments: `forward`."""
+        """What `output` reads (`streams`), the cache, and all hidden states if asked for.
+        Arguments: `forward`.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds")
         embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -281,13 +291,14 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     ) -> LastStreams:
         """What `output` reads: one path or two, after the last norm and the gate.
 
-        Arguments: `forward`. `recorded` receives the streams before the layers that it names, and the last; `tokens`
-        [B, S] are those embedded, if known.
+        Arguments: `forward`. `recorded` receives the streams before the layers that it names, and
+        the last; `tokens` [B, S] are those embedded, if known.
         """
         start = self._start(embedded)
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-            # Added, not given to arange: a cache of fixed size counts on the device, and arange would wait for it.
+            # Added, not given to arange: a cache of fixed size counts on the device, and arange
+            # would wait for it.
             positions = torch.arange(embedded.shape[1], device=embedded.device) + seen
             position_ids = positions.unsqueeze(0)
         inputs = PassInputs(tokens, attention_mask, position_ids, past_key_values, options)
@@ -297,7 +308,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             paths, opens = self._from_open_on(start, inputs)
         elif lacks_expansion(past_key_values):
             raise ValueError(
-                "past_key_values: of the base alone, as its gate was shut; give the text from its start"
+                "past_key_values: of the base alone, as its gate was shut; give the text from its "
+                "start"
             )
         else:
             paths, opens = self._run([start], inputs, recorded)
@@ -325,7 +337,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         recorded: dict[int, Any] | None = None,
         decided: Tensor | None = None,
     ) -> tuple[list[StreamPath], Tensor | None]:
-        """The paths after the last layer, and for which tokens the gate opens [B, S, 1] if there is one, or `decided`.
+        """The paths after the last layer, and for which tokens the gate opens [B, S, 1] if there is
+        one, or `decided`.
 
         Ends at the gate where the base ran alone and it opens for all.
         """
@@ -381,7 +394,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return changed
 
     def _waits_for_open(self, attention_mask: Any, cache: Any) -> bool:
-        """Whether sequences may do without the expansion until the gate opens: where their text can be run again."""
+        """Whether sequences may do without the expansion until the gate opens: where their text can
+        be run again.
+        """
         config = self.config
         if config.gate_layer is None or config.routed:
             return False
@@ -416,10 +431,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _from_open_on(
         self, start: StreamPath, inputs: PassInputs
     ) -> tuple[list[StreamPath], Tensor | None]:
-        """`_run` of the base alone until the gate opens for a sequence of the batch, then with the expansion.
+        """`_run` of the base alone until the gate opens for a sequence of the batch, then with the
+        expansion.
 
-        A sequence for which it opens is computed again from its start, all closed but the end. The past of the others
-        has zeros for the expansion: closed tokens do not read it.
+        A sequence for which it opens is computed again from its start, all closed but the end. The
+        past of the others has zeros for the expansion: closed tokens do not read it.
         """
         inputs = inputs._replace(positions=inputs.positions.expand_as(inputs.tokens))
         cache = inputs.cache
@@ -436,7 +452,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if not rows.any():
             return [path], opens
 
-        # The sequences `rows` are computed again from their start, with the decisions that were taken.
+        # The sequences `rows` are computed again from their start, with the decisions that were
+        # taken.
         own = empty_like(cache, self.config)
         text.has_expansion = True
         again = inputs._replace(tokens=whole[:, 0, :, 0], positions=whole[:, 0, :, 1])
@@ -465,7 +482,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return StreamPath(x, x_up)
 
     def _opens(self, paths: list[StreamPath], inputs: PassInputs) -> Tensor:
-        """For which tokens the gate opens [B, S, 1], on the path that no expansion_to_base block has changed."""
+        """For which tokens the gate opens [B, S, 1], on the path that no expansion_to_base block
+        has changed.
+        """
         assert self.token_gate is not None, "`_run` has seen a gate"
         x = paths[0].x
         is_text, documents = texts_of(x, inputs.attention_mask, inputs.positions, inputs.cache)
@@ -487,7 +506,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """A text that outgrows a context with other frequencies beyond it (longrope) is computed from its start."""
+        """A text that outgrows a context with other frequencies beyond it (longrope) is computed
+        from its start.
+        """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         for spec in self.config.rotary:
             has_outgrown = (
@@ -509,7 +530,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 
 def kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """The argument `logits_to_keep` as an index: the last so many tokens (0: all), or the tokens that it names."""
+    """The argument `logits_to_keep` as an index: the last so many tokens (0: all), or the tokens
+    that it names.
+    """
     if isinstance(logits_to_keep, int):
         return slice(-logits_to_keep or None, None)
     return logits_to_keep

@@ -1,20 +1,23 @@
-"""One base with several expansions beside each other, for `transformers`. It is shipped with the weights:
+"""One base with several expansions beside each other, for `transformers`. It is shipped with the
+weights:
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)                      # all expansions
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["korean"])   # only this one
 
-Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact stream. Of several,
-the expansion whose margins (its score, the log odds of its text, less its threshold) were largest over the last tokens
-is in use; where its gate is open, it gives the probabilities that it would give alone. Where it is closed, the one that
-was open last gives those that it would give of a closed token alone, and before the first the base its own. So no
-expansion changes what another, or the base, says of a token.
+Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact
+stream. Of several, the expansion whose margins (its score, the log odds of its text, less its
+threshold) were largest over the last tokens is in use; where its gate is open, it gives the
+probabilities that it would give alone. Where it is closed, the one that was open last gives those
+that it would give of a closed token alone, and before the first the base its own. So no expansion
+changes what another, or the base, says of a token.
 
-A text pays for an expansion from the first token on which it is used: then the text so far is computed with it, once.
-One without expansion_to_base blocks (Preserve) computes the base's stream too, in the same pass; beside one with such
-blocks (Adapt) the base runs on, as the gates and closed tokens need its stream.
+A text pays for an expansion from the first token on which it is used: then the text so far is
+computed with it, once. One without expansion_to_base blocks (Preserve) computes the base's stream
+too, in the same pass; beside one with such blocks (Adapt) the base runs on, as the gates and closed
+tokens need its stream.
 
-Shapes: B batch, R some of its sequences, S sequence, T the text so far, D hidden, U expansion, V vocabulary,
-E expansions, P = 1 + E paths.
+Shapes: B batch, R some of its sequences, S sequence, T the text so far, D hidden, U expansion, V
+vocabulary, E expansions, P = 1 + E paths.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ from .scale_streams import StreamPath
 EXPANSIONS = "expansions"
 """The folder of expansions, each in a folder with its name."""
 NEW_ROWS = ("new_rows.embedding", "new_rows.output")
-"""Tensors of an expansion with an extended vocabulary: rows that follow the base's in two of its matrices."""
+"""Tensors of an expansion with an extended vocabulary: rows that follow the base's in two of its
+matrices.
+"""
 RECENT = 128
 """How many tokens' margins are compared where several gates are open."""
 LARGEST_MARGIN = 64.0
@@ -63,12 +68,14 @@ class AddedLogits(NamedTuple):
 
 
 class CombinedForCausalLM(ScaleForCausalLM):
-    """A base, as a ScaleForCausalLM without an expansion, and models of its expansions, which share its weights.
+    """A base, as a ScaleForCausalLM without an expansion, and models of its expansions, which share
+    its weights.
 
     Attributes:
         names: the expansions that are loaded, in the order of the paths.
         expansions: their models.
-        new_tokens: the ids of each expansion's own vocabulary, behind those of the base and of expansions before it.
+        new_tokens: the ids of each expansion's own vocabulary, behind those of the base and of
+            expansions before it.
         active: the names of those that may open.
     """
 
@@ -86,19 +93,22 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """The library's, which loads the base; then its expansions, or those that the argument `active` names.
+        """The library's, which loads the base; then its expansions, or those that the argument
+        `active` names.
 
         The model is for inference.
 
         Raises:
-            ValueError: `active` names one that is not there, or the base would be quantised or on several devices.
+            ValueError: `active` names one that is not there, or the base would be quantised or on
+                several devices.
         """
         found = super().from_pretrained(name, *args, **kwargs)
         model: CombinedForCausalLM = found[0] if isinstance(found, tuple) else found
         is_on_several = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         if is_on_several or hasattr(model, "hf_quantizer"):
             raise ValueError(
-                "a model with several expansions runs on one device, with its weights as they are stored"
+                "a model with several expansions runs on one device, with its weights as they are "
+                "stored"
             )
         folder = Path(name)
         part = Path(kwargs.get("subfolder") or "")
@@ -126,7 +136,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
         return [self, *self._expansion_models]
 
     def load_expansion(self, name: str, folder: Path) -> None:
-        """Adds the expansion `name`, an entry of the config, from its `folder`, without its base: see `share_base`."""
+        """Adds the expansion `name`, an entry of the config, from its `folder`, without its base:
+        see `share_base`.
+        """
         config = ScaleConfig(**self.config.expansions[name])
         config._attn_implementation = self.config._attn_implementation
         with no_init_weights(), torch.device("meta"):
@@ -150,10 +162,13 @@ class CombinedForCausalLM(ScaleForCausalLM):
     def _add_new_tokens(
         self, model: ScaleForCausalLM, embedding_rows: Tensor, output_rows: Tensor
     ) -> None:
-        """Gives the new tokens of an expansion's `model` the next ids, and adds their rows [n, D] to the base's."""
+        """Gives the new tokens of an expansion's `model` the next ids, and adds their rows [n, D]
+        to the base's.
+        """
         count = len(embedding_rows)
         first = self.config.vocab_size
-        # The expansion knows nothing of the tokens of expansions before it: its rows for them are zeros.
+        # The expansion knows nothing of the tokens of expansions before it: its rows for them are
+        # zeros.
         old_up, new_up = model.embedding.expansion.weight.split(
             [model.config.base_vocab_size, count]
         )
@@ -195,7 +210,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
             missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
             if missing:
                 raise ValueError(
-                    f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it again"
+                    f"expansion {name}: lacks {missing[0]} and {len(missing) - 1} more; combine it "
+                    "again"
                 )
 
     def set_active(self, names: Iterable[str]) -> None:
@@ -207,7 +223,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         self.active = chosen(names, self.names)
 
     def allowed(self, requests: Sequence[Iterable[str]]) -> Tensor:
-        """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of `generate`.
+        """For each sequence of a batch, which expansions may open: the argument `active` [B, E] of
+        `generate`.
 
         Raises:
             ValueError: one is not loaded.
@@ -231,7 +248,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         active: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """input_ids, position_ids, labels: [B, S]; attention_mask: [B, T]; active: [B, E], as `allowed` makes it.
+        """input_ids, position_ids, labels: [B, S]; attention_mask: [B, T]; active: [B, E], as
+        `allowed` makes it.
 
         Logits come for the last `logits_to_keep` tokens (0: all), or those.
 
@@ -272,7 +290,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         is_padding = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         if attention_mask is not None and not is_padding:
             raise ValueError(
-                "attention_mask: expected a tensor [B, T]: a text may be computed again from its start"
+                "attention_mask: expected a tensor [B, T]: a text may be computed again from its "
+                "start"
             )
         if active is not None:
             shape = (len(input_ids), len(self.names))
@@ -293,7 +312,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         allowed = F.pad(active, (1, 0), value=True).unsqueeze(1)
         winner, used = self._choice(margins, totals, allowed, state)
 
-        # Gates and totals are stored as if alone: a later token's request may allow another expansion.
+        # Gates and totals are stored as if alone: a later token's request may allow another
+        # expansion.
         decided = torch.cat([used.unsqueeze(-1), margins[..., 1:] > 0, totals[:, RECENT:]], dim=-1)
         new_text = torch.stack([inputs.tokens, inputs.positions], dim=-1)
         text, stored = state.text.update(new_text.unsqueeze(1), decided.unsqueeze(1))
@@ -339,7 +359,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
         winner [B, S']: the path whose gate opens each token, or BASE.
         """
-        # In products of their own, columns are the base's, or an expansion's alone, whatever others follow.
+        # In products of their own, columns are the base's, or an expansion's alone, whatever others
+        # follow.
         base_columns = self.output.base_columns
         rows = [base_columns, *(len(tokens) for tokens in self.new_tokens if len(tokens))]
         z = separate_products(x, self.output.base, rows).float()
@@ -357,9 +378,11 @@ class CombinedForCausalLM(ScaleForCausalLM):
         return z
 
     def _totals(self, margins: Tensor, state: CombinedState) -> Tensor:
-        """The sum of each gate's positive margins over the text up to each of the last tokens: [B, RECENT + S, E].
+        """The sum of each gate's positive margins over the text up to each of the last tokens: [B,
+        RECENT + S, E].
 
-        margins: [B, S, P]. Summed one by one, so that a text read in parts has the totals of the whole.
+        margins: [B, S, P]. Summed one by one, so that a text read in parts has the totals of the
+        whole.
         """
         expansions = len(self.names)
         past = margins.new_zeros(len(margins), RECENT, expansions, dtype=torch.double)
@@ -373,11 +396,12 @@ class CombinedForCausalLM(ScaleForCausalLM):
     def _choice(
         self, margins: Tensor, totals: Tensor, allowed: Tensor, state: CombinedState
     ) -> tuple[Tensor, Tensor]:
-        """For each token, the path whose gate opens it, BASE if none does, and the path that is used, both [B, S].
+        """For each token, the path whose gate opens it, BASE if none does, and the path that is
+        used, both [B, S].
 
-        Of the `allowed` [B, 1, P], the one whose margins [B, S, P] were largest over the last tokens wins, if its gate
-        is open, and on a new token the one that has it; of equal ones none. A closed token uses the path of the open
-        one before it, if that is allowed now.
+        Of the `allowed` [B, 1, P], the one whose margins [B, S, P] were largest over the last
+        tokens wins, if its gate is open, and on a new token the one that has it; of equal ones
+        none. A closed token uses the path of the open one before it, if that is allowed now.
         """
         recent = F.pad(totals[:, RECENT:] - totals[:, :-RECENT], (1, 0))
         recent = recent.masked_fill(margins.isposinf(), torch.inf).masked_fill(~allowed, -1)
@@ -399,9 +423,11 @@ class CombinedForCausalLM(ScaleForCausalLM):
     def _base_stream(
         self, inputs: PassInputs, state: CombinedState
     ) -> tuple[dict[int, Tensor], dict[int, StreamPath]]:
-        """The base's stream [B, S, D] before each layer that a gate reads, and under their number after the last.
+        """The base's stream [B, S, D] before each layer that a gate reads, and under their number
+        after the last.
 
-        It is that of the base's path and of all paths that leave it as it is. The second are the latter's streams.
+        It is that of the base's path and of all paths that leave it as it is. The second are the
+        latter's streams.
         """
         last = self.config.num_hidden_layers
         layers = {model.config.gate_layer for model in self._expansion_models}
@@ -432,7 +458,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
         is_text, documents = texts_of(last, inputs.attention_mask, inputs.positions, inputs.cache)
         if documents is not None and documents.any():
             raise ValueError(
-                "position_ids: a model with several expansions takes one text in a row, found several"
+                "position_ids: a model with several expansions takes one text in a row, found "
+                "several"
             )
         margins = [torch.zeros(*tokens.shape, 1, device=tokens.device)]
         for model, stored, own in zip(
@@ -457,7 +484,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
         opens: Tensor,
         recorded: dict[int, Any] | None = None,
     ) -> StreamPath:
-        """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. opens: bool [B, S, 1]."""
+        """The path's streams [R, S, …] after its last layer, on the sequences `rows` [B]. opens:
+        bool [B, S, 1].
+        """
         model = self._path_models[index]
         part = inputs.of(rows, cache)
         start = model._start(model.embedding(part.tokens))
@@ -468,7 +497,8 @@ class CombinedForCausalLM(ScaleForCausalLM):
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "a model with several expansions is not saved: copy the folder that scale-cpt combine wrote"
+            "a model with several expansions is not saved: copy the folder that scale-cpt combine "
+            "wrote"
         )
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:

@@ -17,9 +17,11 @@ BASE = 0
 
 
 class PathCache(DynamicLayer):  # type: ignore[misc]
-    """The keys and values of one path, in all its layers, for the sequences of a batch on which it runs.
+    """The keys and values of one path, in all its layers, for the sequences of a batch on which it
+    runs.
 
-    To the cache of the batch it is one layer more, so that it is reordered and cropped with the others.
+    To the cache of the batch it is one layer more, so that it is reordered and cropped with the
+    others.
     """
 
     def __init__(self, inner: DynamicCache, runs_on: Tensor) -> None:
@@ -73,7 +75,8 @@ class PathCache(DynamicLayer):  # type: ignore[misc]
 
 
 class CombinedState(NamedTuple):
-    """What a text has left behind: its tokens and positions with the gates' decisions, and a cache for each path.
+    """What a text has left behind: its tokens and positions with the gates' decisions, and a cache
+    for each path.
 
     Without a cache it is forgotten after a pass, in which the paths hold no keys and values.
     """
@@ -84,7 +87,8 @@ class CombinedState(NamedTuple):
 
     @classmethod
     def of(cls, cache: Any, tokens: Tensor, configs: list[ScaleConfig]) -> CombinedState:
-        """The state of the text that `tokens` [B, S] continue: what `cache` holds of it, or a new one.
+        """The state of the text that `tokens` [B, S] continue: what `cache` holds of it, or a new
+        one.
 
         Args:
             cache: the argument `past_key_values`; a new state becomes its layers.
@@ -99,7 +103,8 @@ class CombinedState(NamedTuple):
             text, *others = cache.layers
             if type(text) is not TextCache or len(others) != 2 * expansions + 1:
                 raise ValueError(
-                    "past_key_values: expected the cache of this model, with the same expansions loaded"
+                    "past_key_values: expected the cache of this model, with the same expansions "
+                    "loaded"
                 )
             return cls(text, others[:expansions], others[expansions:])
         if cache is not None and (type(cache) is not DynamicCache or cache.offloading):

@@ -1,4 +1,6 @@
-"""The gate: which tokens are new to the base, by a linear score of the base's own stream; and what it caches of a text."""
+"""The gate: which tokens are new to the base, by a linear score of the base's own stream; and what
+it caches of a text.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from .scale_math import WINDOW, gate_scores, running_mean, stream_over_rms
 class ScaleGate(nn.Module):
     """Which tokens are open, by a linear score of the base's x [B, S, D].
 
-    Read are x over its root mean square, standardised, and with `token+running_mean` also its mean over the text so
-    far, in which each token counts less by `gate_decay` with every token after it. All is computed in fp32.
+    Read are x over its root mean square, standardised, and with `token+running_mean` also its mean
+    over the text so far, in which each token counts less by `gate_decay` with every token after it.
+    All is computed in fp32.
     """
 
     def __init__(self, config: ScaleConfig) -> None:
@@ -28,7 +31,8 @@ class ScaleGate(nn.Module):
         self.threshold = config.gate_threshold
         self.has_mean = config.gate_features == "token+running_mean"
         size = config.hidden_size * (2 if self.has_mean else 1)
-        # Servers build a model in the type of its weights; a gate in 16 bits would decide otherwise.
+        # Servers build a model in the type of its weights; a gate in 16 bits would decide
+        # otherwise.
         self.mean = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         self.std = nn.Parameter(torch.ones(size, dtype=torch.float32))
         self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float32))
@@ -48,7 +52,8 @@ class ScaleGate(nn.Module):
             x: [B, S, D], the base's stream.
             is_text: bool [B, S], false for padding; None: all is text.
             documents: [B, S], equal numbers for the tokens of one document; None: each row is one.
-            cache: what the running mean reads of earlier tokens, to which these are added; None: there are none.
+            cache: what the running mean reads of earlier tokens, to which these are added; None:
+                there are none.
         """
         features = stream_over_rms(x)
         if self.has_mean:
@@ -78,14 +83,16 @@ class ScaleGate(nn.Module):
 def texts_of(
     x: Tensor, attention_mask: Any, position_ids: Tensor, cache: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What a gate reads beside x [B, S, D]: which tokens are text and no padding, and of which document each token is.
+    """What a gate reads beside x [B, S, D]: which tokens are text and no padding, and of which
+    document each token is.
 
     Both are [B, S]. None: all are text, or of one document in each row.
     """
     is_text: Tensor | None = None
     documents: Tensor | None = None
     if attention_mask is None and cache is None:
-        # As for attention (`create_causal_mask`): positions that begin again are another text in the same row.
+        # As for attention (`create_causal_mask`): positions that begin again are another text in
+        # the same row.
         breaks = position_ids.expand(x.shape[:2]).diff(dim=1) != 1
         documents = F.pad(breaks.cumsum(dim=1), (1, 0))
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
@@ -94,10 +101,11 @@ def texts_of(
 
 
 class GateCache(DynamicLayer):  # type: ignore[misc]
-    """What a gate's running mean reads of the last tokens, and of WINDOW before, so that as many can be cropped.
+    """What a gate's running mean reads of the last tokens, and of WINDOW before, so that as many
+    can be cropped.
 
-    It is one more layer of the library's cache, so that it is reordered and cropped with the others. Static caches mask
-    their empty places only if all layers are like theirs.
+    It is one more layer of the library's cache, so that it is reordered and cropped with the
+    others. Static caches mask their empty places only if all layers are like theirs.
     """
 
     is_compileable = True
@@ -135,10 +143,14 @@ class TextCache(DynamicLayer):  # type: ignore[misc]
 
     is_compileable = True
     has_expansion = False
-    """Whether the other layers hold the expansion's heads too; those of sequences that have not been open are zeros."""
+    """Whether the other layers hold the expansion's heads too; those of sequences that have not
+    been open are zeros.
+    """
 
     def opened(self, tokens: Tensor) -> Tensor:
-        """For which of the sequences, to be continued by `tokens` [B, S], the gate has opened: bool [B]."""
+        """For which of the sequences, to be continued by `tokens` [B, S], the gate has opened: bool
+        [B].
+        """
         if self.get_seq_length() == 0:
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         return self.values.flatten(1).any(1)
@@ -159,7 +171,9 @@ def layer_of(kind: type[DynamicLayer], cache: Any) -> Any:
 
 
 def empty_like(cache: DynamicCache | None, config: ScaleConfig) -> DynamicCache:
-    """An empty cache for a model; like `cache`, it keeps what sliding windows no longer read, for cropping, or not."""
+    """An empty cache for a model; like `cache`, it keeps what sliding windows no longer read, for
+    cropping, or not.
+    """
     new = DynamicCache(config=config)
     if cache is None:
         return new

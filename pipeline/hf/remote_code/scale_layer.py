@@ -25,7 +25,8 @@ from .scale_streams import ScaleHeadNorm, ScaleLinear, ScaleNorm, StreamPath
 
 
 class RotaryAngles(NamedTuple):
-    """cos and sin of the rotary position embedding, [B, 1, S, R]; the first R channels of each head are rotated.
+    """cos and sin of the rotary position embedding, [B, 1, S, R]; the first R channels of each head
+    are rotated.
 
     A tuple, so that `device_map` moves it to the device of each layer.
     """
@@ -37,8 +38,9 @@ class RotaryAngles(NamedTuple):
 class ScaleRotary(nn.Module):
     """Makes the tables of one of the config's rotary embeddings.
 
-    Frequencies are buffers: a copy from the host in every pass would make it wait, and cannot be captured in a CUDA
-    graph. They are held as the bits of fp32 in integers, which casting the model leaves alone.
+    Frequencies are buffers: a copy from the host in every pass would make it wait, and cannot be
+    captured in a CUDA graph. They are held as the bits of fp32 in integers, which casting the model
+    leaves alone.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -75,7 +77,9 @@ class ScaleRotary(nn.Module):
 
 
 class ScaleAttention(nn.Module):
-    """Causal attention. The expansion's heads follow the base's; each path has its own set of all heads."""
+    """Causal attention. The expansion's heads follow the base's; each path has its own set of all
+    heads.
+    """
 
     is_causal = True
 
@@ -109,7 +113,9 @@ class ScaleAttention(nn.Module):
         self.output = ScaleLinear(heads, hidden, config.output_bias, collaborative)
 
     def _sizes(self, heads: int, expansion_heads: int) -> tuple[int, int]:
-        """The channels of the base's heads and of the expansion's, of which there are `heads` in all."""
+        """The channels of the base's heads and of the expansion's, of which there are `heads` in
+        all.
+        """
         return (heads - expansion_heads) * self.head_dim, expansion_heads * self.head_dim
 
     def forward(
@@ -143,7 +149,8 @@ class ScaleAttention(nn.Module):
     def _heads(
         self, projection: ScaleLinear, norm: ScaleHeadNorm | None, paths: list[StreamPath]
     ) -> Tensor:
-        """The heads of all paths [B, H, S, K]: of each path those of the base, then those of the expansion.
+        """The heads of all paths [B, H, S, K]: of each path those of the base, then those of the
+        expansion.
 
         This order keeps the query heads with their key/value head.
         """
@@ -212,7 +219,9 @@ class ScaleFeedForward(nn.Module):
 
 
 class ScaleExpertLinear(nn.Module):
-    """A linear map of every expert: rows x [N, in], sorted by expert, which end at `ends` [experts] -> [N, out]."""
+    """A linear map of every expert: rows x [N, in], sorted by expert, which end at `ends` [experts]
+    -> [N, out].
+    """
 
     def __init__(self, experts: int, size_in: int, size_out: int) -> None:
         super().__init__()
@@ -232,7 +241,9 @@ class ScaleExpertLinear(nn.Module):
         return torch.cat(products)
 
     def _has_grouped_product(self, x: Tensor) -> bool:
-        """Whether torch has one product for all experts: on GPUs from Ampere on, of rows of whole 16 bytes."""
+        """Whether torch has one product for all experts: on GPUs from Ampere on, of rows of whole
+        16 bytes.
+        """
         if not x.is_cuda or not hasattr(F, "grouped_mm"):
             return False
         is_aligned = all(size * x.element_size() % 16 == 0 for size in self.weight.shape[1:])
@@ -240,9 +251,11 @@ class ScaleExpertLinear(nn.Module):
 
 
 class ScaleMixture(nn.Module):
-    """A mixture of experts: the base's router and experts on x alone, and the expansion's FFN on both streams.
+    """A mixture of experts: the base's router and experts on x alone, and the expansion's FFN on
+    both streams.
 
-    Of the down map, base_to_expansion reads the sum of the experts, not the inner activations of those that ran.
+    Of the down map, base_to_expansion reads the sum of the experts, not the inner activations of
+    those that ran.
     """
 
     def __init__(self, config: ScaleConfig, layer: int) -> None:
@@ -317,7 +330,8 @@ class ScaleMixture(nn.Module):
         order, ends = rows_by_expert(chosen, self.mixture["experts"])
         tokens = x[order // top_k]
         inner = self.activation(maps["gate"](tokens, ends)) * maps["up"](tokens, ends)
-        # The down map is linear: weighting the narrower inner activations costs less than weighting its results.
+        # The down map is linear: weighting the narrower inner activations costs less than weighting
+        # its results.
         weighted = inner * weights.to(x.dtype).flatten()[order].unsqueeze(-1)
         found = maps["down"](weighted, ends)
         by_token = torch.empty_like(found).index_copy(0, order, found)
@@ -342,7 +356,9 @@ def _linear_maps(**sizes: tuple[int, int]) -> nn.ModuleDict:
 
 
 class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
-    """One decoder layer, on one path or on the router's two: norms before and after, sequential or parallel residual."""
+    """One decoder layer, on one path or on the router's two: norms before and after, sequential or
+    parallel residual.
+    """
 
     def __init__(self, config: ScaleConfig, layer: int) -> None:
         super().__init__()
@@ -371,8 +387,8 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     ) -> tuple[Tensor | None, ...]:
         """x and x_up of each path -> x and x_up of each path.
 
-        They are positional arguments of their own, as a reentrant checkpoint sees only those tensors. `options` are for
-        the attention function, such as a server's own cache.
+        They are positional arguments of their own, as a reentrant checkpoint sees only those
+        tensors. `options` are for the attention function, such as a server's own cache.
         """
         paths = []
         for x, x_up, path_masked in zip(streams[::2], streams[1::2], masked, strict=True):

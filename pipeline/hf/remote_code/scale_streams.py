@@ -1,12 +1,13 @@
-"""The two residual streams of a model widened by SCALE, and the maps and norms that read and write both.
+"""The two residual streams of a model widened by SCALE, and the maps and norms that read and write
+both.
 
 Every linear map has four blocks (SCALE, Eq. 1):
 
     [ Y    ]   [ base               expansion_to_base      ] [ X    ]
     [ Y^up ] = [ base_to_expansion  expansion_to_expansion ] [ X^up ]
 
-`expansion_to_base` exists only in collaborative layers. x_up is None where the base runs alone: maps and norms then
-compute the base's part only.
+`expansion_to_base` exists only in collaborative layers. x_up is None where the base runs alone:
+maps and norms then compute the base's part only.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class StreamPath(NamedTuple):
 
 
 class ScaleLinear(nn.Module):
-    """x [..., in], x_up [..., in_up] -> y [..., out], y_up [..., out_up]. Sizes are (base, expansion) pairs."""
+    """x [..., in], x_up [..., in_up] -> y [..., out], y_up [..., out_up]. Sizes are (base,
+    expansion) pairs.
+    """
 
     def __init__(
         self, sizes_in: tuple[int, int], sizes_out: tuple[int, int], bias: bool, collaborative: bool
@@ -77,10 +80,11 @@ class ScaleLinear(nn.Module):
 
 
 class ScaleStreamNorm(nn.Module):
-    """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the other stream.
+    """RMSNorm or LayerNorm of one stream [..., size], in fp32; its statistics may be those of the
+    other stream.
 
-    With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale` in them. With
-    `gain_offset` (RMSNorm only) the gain is 1 + weight.
+    With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale`
+    in them. With `gain_offset` (RMSNorm only) the gain is 1 + weight.
     """
 
     def __init__(
@@ -106,7 +110,9 @@ class ScaleStreamNorm(nn.Module):
 
 
 class ScaleNorm(nn.Module):
-    """Both streams normalised: the base by its own statistics, the expansion by its own or by the base's."""
+    """Both streams normalised: the base by its own statistics, the expansion by its own or by the
+    base's.
+    """
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
@@ -129,7 +135,9 @@ class ScaleNorm(nn.Module):
 
 
 class ScaleHeadNorm(nn.Module):
-    """The RMSNorm of queries or keys, base's and added ones: every head by its own statistics, or all together."""
+    """The RMSNorm of queries or keys, base's and added ones: every head by its own statistics, or
+    all together.
+    """
 
     def __init__(self, config: ScaleConfig, sizes: tuple[int, int]) -> None:
         """`sizes`: the channels of the base's heads and of the added heads."""
@@ -161,7 +169,9 @@ def _normed_by_head(norm: ScaleStreamNorm, flat: Tensor) -> Tensor:
 
 
 class ScaleEmbedding(nn.Module):
-    """The base's token embedding beside the added columns, from which the expansion stream starts: [B, S, D + U]."""
+    """The base's token embedding beside the added columns, from which the expansion stream starts:
+    [B, S, D + U].
+    """
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
@@ -173,13 +183,15 @@ class ScaleEmbedding(nn.Module):
         embedded = torch.cat([self.base(tokens), self.expansion(tokens)], dim=-1)
         if self.scale == 1.0:
             return embedded
-        # The factor is rounded to the type of the streams, as transformers does. It is made on their device: a copy
-        # from the host would make it wait, and cannot be captured in a CUDA graph.
+        # The factor is rounded to the type of the streams, as transformers does. It is made on
+        # their device: a copy from the host would make it wait, and cannot be captured in a CUDA
+        # graph.
         return embedded * embedded.new_full((), self.scale)
 
 
 class ScaleOutput(nn.Module):
-    """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the embedding's own.
+    """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the
+    embedding's own.
 
     With `output_softcap` c a logit is c · tanh(z / c); the router compares z itself.
     """
@@ -194,7 +206,9 @@ class ScaleOutput(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Both matrices as one [V, D + U], for libraries that compute logits, or a loss, from hidden states."""
+        """Both matrices as one [V, D + U], for libraries that compute logits, or a loss, from
+        hidden states.
+        """
         return torch.cat([self.base, self.expansion], dim=1)
 
     @property
@@ -241,7 +255,9 @@ class ScaleOutput(nn.Module):
         return separate_products(x, self.base, rows).float()
 
     def _keeps_preserved(self, z_p: Tensor, z_a: Tensor) -> Tensor:
-        """For which tokens the router keeps the preserved path, by the logits of the base's own tokens: [B, S, 1]."""
+        """For which tokens the router keeps the preserved path, by the logits of the base's own
+        tokens: [B, S, 1].
+        """
         z_p = z_p[..., : self.base_columns]
         z_a = z_a[..., : self.base_columns]
         product = (z_p * z_a).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rehearsal: the loss KL(base || model) on some sequences of a batch, against a literal computation with autograd."""
+"""Self-generated text: the loss KL(base || model) on some sequences of a batch, against a literal computation with autograd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.widened import (
 COEFFICIENT = 0.7
 
 
-def rehearsing(base, method, noise=0.1):
+def model_beside_base(base, method, noise=0.1):
     """A model of any method away from its base, with a frozen copy of the base where it needs one."""
     settings = METHODS[method]
     if settings.name == "scale":
@@ -61,7 +61,7 @@ def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, n
     monkeypatch.setattr(
         "pipeline.model.output.CHUNK_ELEMENTS", 97 * 30
     )  # borders of chunks within rows
-    model, plain = rehearsing(base(name), method), unwidened(base(name))
+    model, plain = model_beside_base(base(name), method), unwidened(base(name))
     tokens, targets = some_batch(model.spec, 4, 24)
     positions, documents = two_documents(tokens)
     losses = model(tokens, targets, positions, documents, 2, 3)
@@ -93,7 +93,7 @@ def test_loss_and_gradient_are_those_of_the_formula(base, monkeypatch, method, n
     ("method", "name"), [*((method, "llama") for method in METHODS), ("adapt", "mixtral")]
 )
 def test_at_the_base_neither_loss_nor_gradient_is_left(base, method, name):
-    model = rehearsing(base(name), method, noise=0.0)
+    model = model_beside_base(base(name), method, noise=0.0)
     tokens, targets = some_batch(model.spec, 2, 24)
     losses = model(tokens, targets, None, None, 2, 2)
     assert not losses.kl.any()
@@ -104,7 +104,7 @@ def test_at_the_base_neither_loss_nor_gradient_is_left(base, method, name):
 @pytest.mark.parametrize("method", METHODS)
 def test_more_reference_sequences_than_kl_sequences_change_nothing(base, method):
     """A rank runs the base on as many rows as the rank that needs the most."""
-    model = rehearsing(base("llama"), method)
+    model = model_beside_base(base("llama"), method)
     tokens, targets = some_batch(model.spec, 3, 24)
     plain, with_reference = model(tokens, targets), model(tokens, targets, None, None, 0, 2)
     assert torch.equal(plain.nll, with_reference.nll)
@@ -116,7 +116,7 @@ def test_more_reference_sequences_than_kl_sequences_change_nothing(base, method)
 
 
 def test_the_frozen_copy_of_the_base_does_not_train(base):
-    model = rehearsing(base("llama tied"), "fft", noise=0.0)
+    model = model_beside_base(base("llama tied"), "fft", noise=0.0)
     copied = {name for name, _ in model.named_parameters() if name.startswith(REFERENCE)}
     plain = unwidened(base("llama tied"))
     assert {name.removeprefix(REFERENCE) for name in copied} == {

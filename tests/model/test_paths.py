@@ -1,0 +1,118 @@
+"""Which layers each path runs, with which mask, on streams that only count the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pipeline.model.paths import (
+    LayerPass,
+    run_base,
+    run_gated,
+    run_preserved,
+    run_routed,
+    run_routed_with_gate,
+    run_widened,
+)
+from pipeline.model.reference import run_beside_base
+
+LAYERS = 4
+L_FP = 2
+
+
+@dataclass
+class CountingLayer:
+    """Adds 1 to x, and 10 where W12 is not masked; adds 1 to x_up."""
+
+    index: int
+    kind: str = "any"
+    calls: int = 0
+
+    @property
+    def collaborative(self) -> bool:
+        return self.index >= L_FP
+
+    def __call__(self, x, x_up, context, masked):
+        self.calls += 1
+        change = torch.ones_like(x)
+        if self.collaborative and masked is not True:
+            w12 = torch.full_like(x, 10.0)
+            change = change + (w12.masked_fill(masked, 0) if torch.is_tensor(masked) else w12)
+        return x + change, None if x_up is None else x_up + 1
+
+
+@pytest.fixture
+def layers():
+    made = [CountingLayer(index) for index in range(LAYERS)]
+    return LayerPass(made, {"any": None}, lambda layer: False)
+
+
+def streams():
+    return torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)
+
+
+def calls(layers):
+    return [layer.calls for layer in layers.layers]
+
+
+def test_the_widened_path_runs_every_block(layers):
+    x, x_up = run_widened(layers, streams())
+    assert x.unique().item() == LAYERS + 10 * (LAYERS - L_FP)
+    assert x_up.unique().item() == LAYERS
+    assert calls(layers) == [1, 1, 1, 1]
+
+
+def test_the_preserved_path_and_the_base_run_no_w12(layers):
+    x, x_up = run_preserved(layers, streams())
+    assert x.unique().item() == LAYERS == x_up.unique().item()
+    assert torch.equal(run_base(layers, streams()[0]), x)
+
+
+def test_the_paths_of_route_are_one_below_the_first_layer_with_w12(layers):
+    adapted, preserved = run_routed(layers, streams(), streams())
+    assert adapted[0].unique().item() == LAYERS + 10 * (LAYERS - L_FP)
+    assert preserved[0].unique().item() == LAYERS
+    assert calls(layers) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("gate_layer", range(L_FP + 1))
+def test_closed_tokens_of_a_gate_skip_w12(layers, gate_layer):
+    read = []
+
+    def closes(x):
+        read.append(x)
+        return torch.tensor([True, False, True]).view(1, 3, 1)
+
+    (x, _), closed = run_gated(layers, streams(), gate_layer, L_FP, closes)
+    assert [stream.unique().item() for stream in read] == [gate_layer]
+    assert x.flatten().tolist() == [4, 24, 4] and closed.sum() == 2
+    assert calls(layers) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("gate_layer", range(LAYERS + 1))
+def test_the_gate_of_route_reads_the_exact_stream_at_any_layer(layers, gate_layer):
+    read = []
+
+    def closes(x):
+        read.append(x)
+        return torch.ones(1, 3, 1, dtype=torch.bool)
+
+    adapted, preserved, closed = run_routed_with_gate(layers, streams(), gate_layer, closes)
+    assert [stream.unique().item() for stream in read] == [gate_layer] and closed.all()
+    expected = run_routed(layers, streams(), streams())
+    assert torch.equal(adapted[0], expected[0][0]) and torch.equal(preserved[0], expected[1][0])
+
+
+def test_the_base_runs_beside_the_model_from_the_first_layer_with_w12(layers):
+    (x, _), base_x = run_beside_base(layers, (torch.zeros(2, 3, 1), None), layers, sequences=1)
+    assert x.unique().item() == LAYERS + 10 * (LAYERS - L_FP)
+    assert base_x.shape == (1, 3, 1) and base_x.unique().item() == LAYERS
+    assert calls(layers) == [1, 1, 2, 2]
+
+
+def test_a_model_without_w12_needs_no_base_beside_it(layers):
+    below = layers.part(None, L_FP)
+    (x, _), base_x = run_beside_base(below, streams(), below, sequences=1)
+    assert base_x is None and x.unique().item() == L_FP

@@ -29,6 +29,11 @@ def merged_unsupported_reason(
         return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
+    if plan.own is not None:
+        return (
+            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some tokens "
+            "alone"
+        )
     if plan.norm != "base":
         return (
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "

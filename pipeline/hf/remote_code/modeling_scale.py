@@ -389,11 +389,13 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """
         if path.x_up is None:
             return path
+        difference = rows(tokens)
+        # Over several devices, the rows may be on another than the layer before.
+        x = path.x.to(difference.device)
         masked = path.masked
         if isinstance(masked, Tensor):
-            masked = masked.to(path.x.device)
-        difference = rows(tokens).to(path.x.device)
-        return path._replace(x=masked_sum(path.x, difference, masked))
+            masked = masked.to(difference.device)
+        return path._replace(x=masked_sum(x, difference, masked))
 
     def _layer_on_paths(
         self,

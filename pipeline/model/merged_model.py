@@ -25,7 +25,8 @@ def merged_unsupported_reason(
     one; None if it is."""
     if plan is None:
         return None
-    if reason := family_of(spec).merged_unsupported_reason:
+    reason = family_of(spec).merged_unsupported_reason
+    if reason is not None:
         return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"

@@ -1,4 +1,5 @@
-"""Models of every family and method, trained a few steps, exported and compared with what transformers loads."""
+"""Models of every family and method, trained a few steps, exported and compared with what
+transformers loads."""
 
 from __future__ import annotations
 
@@ -84,9 +85,12 @@ class Models:
 
 
 class Exports:
-    """Folders of the scale format in fp32, by base, method and gate; each is written once a session, to be read only.
+    """Folders of the scale format in fp32, by base, method and gate; each is written once a
+    session,
+    to be read only.
 
-    A router's threshold is set so that some tokens take either path. `gate` is what `random_gate` takes.
+    A router's threshold is set so that some tokens take either path. `gate` is what `random_gate`
+    takes.
     """
 
     def __init__(self, models: Models, folder: Path) -> None:

@@ -202,7 +202,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return super().init_continuous_batching(*args, **kwargs)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
+    def forward(  # noqa: PLR0913  # transformers calls it with these
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

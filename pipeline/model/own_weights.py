@@ -56,6 +56,7 @@ class OwnRowOfToken:
         self.rows = len(tokens) + 1
         self.shared_row = len(tokens)
         ids = torch.tensor(tokens, dtype=torch.long, device="cpu")
+        self._tokens = tokens
         self._table = torch.full((vocab_size,), self.shared_row, dtype=torch.long, device="cpu")
         self._table[ids] = torch.arange(len(tokens), device="cpu")
         self._tables: dict[torch.device, Tensor] = {}
@@ -71,15 +72,20 @@ class OwnRowOfToken:
         """Those of the tokens from id `first` on, `count` of them, padded to `width` columns."""
         key = (first, count, width, device)
         if key not in self._columns:
-            own = self._table[first : first + count]
-            own = F.pad(own, (0, width - count), value=self.shared_row)
-            is_shared = own == self.shared_row
-            own_columns = (~is_shared).nonzero().flatten()
+            # By lists of Python: `nonzero` would need values where a run is traced without any.
+            own_columns: list[int] = []
+            their_rows: list[int] = []
+            for row, token in enumerate(self._tokens):
+                if first <= token < first + count:
+                    own_columns.append(token - first)
+                    their_rows.append(row)
+            table = self._table[first : first + count]
+            table = F.pad(table, (0, width - count), value=self.shared_row)
             self._columns[key] = OwnColumns(
-                row_of_column=own.to(device),
-                own_columns=own_columns.to(device),
-                their_rows=own[own_columns].to(device),
-                is_shared=is_shared.float().to(device),
+                row_of_column=table.to(device),
+                own_columns=torch.tensor(own_columns, dtype=torch.long, device="cpu").to(device),
+                their_rows=torch.tensor(their_rows, dtype=torch.long, device="cpu").to(device),
+                is_shared=(table == self.shared_row).float().to(device),
                 rows=self.rows,
             )
         return self._columns[key]

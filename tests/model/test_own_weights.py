@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeline.model.output as output
-from pipeline.methods.scale import Scale
-from pipeline.model.from_hf import is_base, load_base
-from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.own_weights import OwnRowOfToken, gradient_by_own_row, own_logits
-from pipeline.parallel.sharding import full_shape_of, named_trained_parameters, partition_of, split
-from pipeline.parallel.topology import SINGLE
+from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near
-from tests.widened import SEED, scale_settings, shake, some_batch, some_tokens, trained_gradients
+from tests.widened import scale_settings, some_batch, some_tokens, trained_gradients, widened
 
 OWN = {
     "rows": {"own_rows": {"min_count": 1}},
@@ -32,19 +26,10 @@ VARIANTS = {"preserve": {"own_first_layer": 1}, "adapt": {"collaborative_modules
 BASES = ["llama", "llama tied", "neox", "gemma2", "qwen3"]
 
 
-@torch.no_grad()
-def own_model(base, variant, own, *, tp=SINGLE, noise=0.1):
+def own_model(base, variant, own, *, noise=0.1):
     """A widened model with own weights, of every other token's rows."""
     settings = scale_settings(variant, **VARIANTS[variant], **OWN[own])
-    tokens = tuple(range(0, base.spec.vocab_size, 2)) if "own_rows" in OWN[own] else None
-    model = Scale(settings, Path("unread"), SEED, tokens).build(base.spec, tp, "none")
-    load_base(model, base, tp)
-    parameters = dict(model.named_parameters())
-    names = {name for name in parameters if not is_base(name)}
-    for name, full in initial_expansion(model, names, base.read, settings.initialisers, SEED):
-        parameters[name].copy_(split(full, partition_of(parameters[name]), tp.rank, tp.size))
-    shake(model, noise)
-    return model.eval()
+    return widened(base, settings, noise=noise).eval()
 
 
 @pytest.mark.parametrize("own", OWN)

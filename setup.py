@@ -43,6 +43,10 @@ EVAL = ["lm-eval>=0.4.13,<0.5"]
 WANDB = ["wandb>=0.26,<1"]
 # The last two are for a local database.
 MLFLOW = ["mlflow-skinny>=3.12,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2"]
+# Each reads the object stores of one maker, through fsspec.
+S3 = ["s3fs>=2025.3"]
+GS = ["gcsfs>=2025.3"]
+AZ = ["adlfs>=2024.7"]
 
 setup(
     name="scale-cpt",
@@ -67,6 +71,7 @@ setup(
         "transformers>=5.4,<6",
         "datasets>=5,<6",  # from 5 on they take hf://datasets/…
         "huggingface_hub>=1,<3",
+        "fsspec[http]>=2025.3",
         "tokenizers>=0.21",
         "sentencepiece>=0.2",
         "protobuf>=4",
@@ -92,6 +97,9 @@ setup(
         "eval": EVAL,
         "wandb": WANDB,
         "mlflow": MLFLOW,
+        "s3": S3,
+        "gs": GS,
+        "az": AZ,
         "dev": [
             *CLEAN,
             *FASTTEXT,

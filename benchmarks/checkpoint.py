@@ -5,8 +5,8 @@
 Both save the same engine in the same run. Two data-parallel ranks train one step in bf16 on a base
 in the proportions of a published Llama, every width divided by the same number, and widened by the
 share that 256 channels have of the original. Then they save in turns: DeepSpeed's `save_checkpoint`
-with its defaults, ours, and ours asynchronously. Ours syncs to disk and hashes every file; the other
-does neither, so the time until its files are on disk is measured too.
+with its defaults, ours, and ours asynchronously. Ours syncs to disk and hashes every file; the
+other does neither, so the time until its files are on disk is measured too.
 
 A checkpoint that resumes exactly holds 12 bytes a trained parameter, whoever writes it. The default
 adds 2 bytes for every parameter: it is 4 times as large only if less than 6 % are trained, as with

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pipeline.model.spec import DecoderSpec
 
 Row = dict[str, Any]
-"""What was measured of one contender, with units in the names; figures without a value are missing."""
+"""What was measured of one contender, with units in the names; figures without a value are missing.
+"""
 ROOT = Path(__file__).resolve().parents[1]
 BASES = ROOT / "configs" / "bases"
 STORIES = ROOT / "examples" / "data" / "models" / "stories260K"

@@ -1,17 +1,22 @@
-"""How fast JSONL becomes tokens on disk: this project compared with Megatron-LM's scripts and `datasets.map`.
+"""How fast text becomes tokens on disk: this project compared with Megatron-LM's scripts and
+`datasets.map`.
 
     python -m benchmarks.tokenize_throughput --megatron PATH --json benchmarks/out/tokenize.json
 
-Every contender is a whole process that reads the same file with the same tokenizer and number of workers. `seconds` is
-the process from start to end, `cpu_seconds` the processor time of all its processes, `peak_mib` the memory of the
-largest. The contenders take turns, and the best of several rounds counts; on a busy machine compare the processor
-times. Megatron-LM's scripts run from a checkout that you name; none of it is part of this project.
+Every contender is a whole process that reads the same text with the same tokenizer and number of
+workers: plain JSONL, and this project also JSONL.zst and Parquet. `seconds` is the process from
+start to end, `cpu_seconds` the processor time of all its processes, `peak_mib` the memory of the
+largest. The columns with `per_megabyte` are of this project past its start, which is what it takes
+for a file of one document. The contenders take turns, and the best of several rounds counts; on a
+busy machine compare the processor times. Megatron-LM's scripts run from a checkout that you name;
+none of it is part of this project.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -23,14 +28,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
 
 from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
 from pipeline.data.tokenize.units import texts
 from pipeline.files import write_json
 
 DATA = ROOT / "examples" / "data"
+_START = ".start.jsonl"
+_OUR_START = "ours, start"
+_ROWS = 4096
+"""of a group of rows in Parquet"""
 OURS = [sys.executable, "-m", "pipeline", "tokenize"]
-# `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by ids, saved as Arrow.
+# `datasets.map` as its documentation shows it: batched, over processes, the columns replaced by
+# ids, saved as Arrow.
 DATASETS_MAP = """
 import sys
 import datasets, transformers
@@ -41,7 +54,8 @@ encode = lambda batch: {"input_ids": tokenizer(batch["text"])["input_ids"]}
 rows.map(encode, batched=True, num_proc=int(workers), remove_columns=rows.column_names).save_to_disk(output)
 """
 
-# Adopts orphaned processes of the command, so that the processor time of all its descendants is counted.
+# Adopts orphaned processes of the command, so that the processor time of all its descendants is
+# counted.
 _WITH_USAGE = """
 import ctypes, os, resource, subprocess, sys
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
@@ -75,7 +89,12 @@ def main() -> None:
         help="English text",
     )
     add("--korean", nargs="+", default=korean, metavar="FILE", help="Korean text")
-    add("--mib", type=float, default=0, help="repeat the text up to this many MiB (default: once)")
+    add(
+        "--mib",
+        type=float,
+        default=0,
+        help="MiB of text, of which what exceeds the files joins halves of them (default: the files)",
+    )
     add(
         "--workers",
         type=int,
@@ -98,36 +117,59 @@ def main() -> None:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
         write_json(tokenizer / "tokenizer_config.json", settings)
         for language, inputs in (("english", options.english), ("korean", options.korean)):
+            documents = list(texts(list(map(str, inputs))))
             source = folder / f"{language}.jsonl"
-            once = b"".join(
-                orjson.dumps({"text": text}) + b"\n" for text in texts(list(map(str, inputs)))
-            )
-            source.write_bytes(once * max(1, round(options.mib * 2**20 / len(once))))
+            _write_text(source, _as_many_as(documents, round(options.mib * 2**20)))
             contenders = _contenders(options, source, tokenizer, folder / "out")
             rows += _compare(contenders, language, source, folder / "out", options.rounds)
-    print_rows(rows)
+    print_rows(rows, [*rows[0], "ms_per_megabyte", "cpu_ms_per_megabyte"])
     write_rows(options, rows, cores=os.cpu_count())
+
+
+def _as_many_as(documents: list[str], size: int) -> list[str]:
+    """The documents, and halves of two of them joined until there are `size` bytes, so that all
+    differ."""
+    made = list(documents)
+    total = sum(len(text.encode()) for text in made)
+    draw = random.Random(0)
+    while total < size:
+        first, second = draw.choices(documents, k=2)
+        joined = first[: len(first) // 2] + second[len(second) // 2 :]
+        made.append(joined)
+        total += len(joined.encode())
+    return made
+
+
+def _write_text(source: Path, documents: list[str]) -> None:
+    """Writes the documents as `source`, which is JSONL, and beside it as JSONL.zst and Parquet.
+
+    A file `<name>.start.jsonl` has the first document alone.
+    """
+    lines = [orjson.dumps({"text": text}) + b"\n" for text in documents]
+    content = b"".join(lines)
+    source.write_bytes(content)
+    source.with_suffix(_START).write_bytes(lines[0])
+    source.with_suffix(".jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
+    table = pa.table({"text": documents})
+    pq.write_table(table, source.with_suffix(".parquet"), row_group_size=_ROWS, compression="zstd")
 
 
 def _contenders(
     options: argparse.Namespace, source: Path, tokenizer: Path, output: Path
 ) -> dict[str, list[str]]:
+    """The commands to compare, by their names."""
     workers = str(options.workers)
-    ours = [
-        *OURS,
-        "--input",
-        str(source),
-        "--tokenizer",
-        str(tokenizer),
-        "--output",
-        str(output),
-        "--workers",
-        workers,
-    ]
-    found = {"ours, gigatoken": ours}
+
+    def ours(suffix: str) -> list[str]:
+        named = ["--tokenizer", str(tokenizer), "--output", str(output), "--workers", workers]
+        return [*OURS, "--input", str(source.with_suffix(suffix)), *named]
+
+    found = {_OUR_START: ours(_START)}
+    for suffix in (".jsonl", ".jsonl.zst", ".parquet"):
+        found[f"ours, gigatoken, {suffix}"] = ours(suffix)
     if options.ours:
         return found
-    found["ours, tokenizers"] = [*ours, "--reference-only"]
+    found["ours, tokenizers, .jsonl"] = [*ours(".jsonl"), "--reference-only"]
     if options.megatron:
         named = [
             "--tokenizer-type",
@@ -167,13 +209,21 @@ def _compare(
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return usage_of(command)
 
-    rows, megabytes = [], source.stat().st_size / 1e6
-    for name, done in in_turns(
-        {name: partial(run, own) for name, own in contenders.items()}, rounds
-    ).items():
+    runs = in_turns({name: partial(run, own) for name, own in contenders.items()}, rounds)
+    start = best_of(runs[_OUR_START])
+    megabytes = source.stat().st_size / 1e6
+    rows: list[Row] = []
+    for name, done in runs.items():
         best = best_of(done)
-        about = {"contender": f"{language}, {name}", "megabytes": megabytes}
-        rows.append({**about, "megabytes_per_second": megabytes / best.seconds, **best._asdict()})
+        row: Row = {"contender": f"{language}, {name}", "megabytes": megabytes}
+        if name == _OUR_START:
+            row["megabytes"] = source.with_suffix(_START).stat().st_size / 1e6
+        row.update(best._asdict())
+        if name.startswith("ours, gigatoken"):
+            row["ms_per_megabyte"] = (best.seconds - start.seconds) * 1000 / megabytes
+            cpu_seconds = best.cpu_seconds - start.cpu_seconds
+            row["cpu_ms_per_megabyte"] = cpu_seconds * 1000 / megabytes
+        rows.append(row)
     return rows
 
 

@@ -280,7 +280,7 @@ def _check_muon(config: RunConfig, deepspeed_config: DeepSpeedConfig) -> None:
     )
 
 
-def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:
+def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:  # noqa: C901, PLR0912  # one fault after another
     zero = values.get("zero_optimization")
     if not isinstance(zero, dict):
         yield "expected an object with zero_optimization"

@@ -257,7 +257,8 @@ MIXTURES = tuple(
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A transformers model whose every parameter, biases and gains too, is random and large enough to matter."""
+    """A transformers model whose every parameter, biases and gains too, is random and large enough
+    to matter."""
     model = AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(seed)
     biases = (

@@ -24,8 +24,8 @@ _SKIPPED = pytest.StashKey[list[str]]()
 FIRST = ("training/test_journeys.py", "slurm/test_pipeline.py", "slurm/test_jobs.py")
 """The longest files, with which both tiers start: the workers then end together."""
 
-# The same examples in every run, so that a change cannot fail on an example that chance drew for other code.
-# `pytest --hypothesis-profile=default` draws new ones.
+# The same examples in every run, so that a change cannot fail on an example that chance drew for
+# other code. `pytest --hypothesis-profile=default` draws new ones.
 settings.register_profile(
     "steady",
     deadline=None,
@@ -60,7 +60,8 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def models(base, tmp_path_factory) -> Models:
-    """Models trained a few steps, by the names of their base and of their method in `exports.METHODS`."""
+    """Models trained a few steps, by the names of their base and of their method in
+    `exports.METHODS`."""
     return Models(base, tmp_path_factory.mktemp("models"))
 
 
@@ -86,7 +87,8 @@ def small_disk(tmp_path) -> Iterator[Callable[..., SmallDisk]]:
 
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
-    """Removes handlers that a test's command line or library adds: their stream is the test's captured stderr."""
+    """Removes handlers that a test's command line or library adds: their stream is the test's
+    captured stderr."""
     loggers = [logging.getLogger(), logging.getLogger("pipeline")]
     before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
@@ -126,8 +128,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure() -> None:
     # Tests' tensors are small, and threads of several workers wait for one another.
     torch.set_num_threads(1)
-    # A shell without job control, and nohup, start background processes with SIGINT ignored. Programs that tests start
-    # would inherit that and ignore the SIGINT that a test sends.
+    # A shell without job control, and nohup, start background processes with SIGINT ignored.
+    # Programs that tests start would inherit that and ignore the SIGINT that a test sends.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,5 @@
-"""A disk that is full or read-only, a small tmpfs and a file that fills it; and one without hard links."""
+"""A disk that is full or read-only, a small tmpfs and a file that fills it; and one without hard
+links."""
 
 from __future__ import annotations
 

@@ -23,13 +23,14 @@ from tests.waiting import PATIENCE_S
 # Ranks are forked from a server that has imported the slow packages: 0.1 s each instead of 8.
 processes = get_context("forkserver")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it when it is imported
-# DeepSpeed decorates two functions with torch.compile, which no test calls. It would import TorchInductor: 1.3 s a
-# process, including those that tests start.
+# DeepSpeed decorates two functions with torch.compile, which no test calls. It would import
+# TorchInductor: 1.3 s a process, including those that tests start.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 processes.set_forkserver_preload(["tests.preloaded"])
 
 GRACE_S = 10.0
-"""How long to wait for the other ranks after the first failure, which may only be a consequence of theirs."""
+"""How long to wait for the other ranks after the first failure, which may only be a consequence of
+theirs."""
 
 
 class RankError(AssertionError):
@@ -47,8 +48,8 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(*arguments)` on `world_size` ranks and returns their results in rank order.
 
-    `function` must be importable, its arguments and results picklable. The default process group is initialised, and
-    RANK, LOCAL_RANK and WORLD_SIZE are set.
+    `function` must be importable, its arguments and results picklable. The default process group is
+    initialised, and RANK, LOCAL_RANK and WORLD_SIZE are set.
 
     Raises:
         RankError: a rank raised, died, or did not end within `timeout_s` seconds.

@@ -12,7 +12,9 @@ _CHANGES = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 
 
 def outlives(changes: int, work: Callable[..., object], *arguments: object) -> bool:
-    """Calls `work` in a child process, which is killed after `changes` changes to files and folders, before the next.
+    """Calls `work` in a child process, which is killed after `changes` changes to files and
+    folders,
+    before the next.
 
     Returns whether it finished before that.
     """

@@ -20,10 +20,12 @@ import pipeline.observers
 import pipeline.training.attempt
 import tests.training.runs
 
-# Reading this table makes DeepSpeed probe whether each operation can be built: 0.9 s. This one takes 33 s to build.
+# Reading this table makes DeepSpeed probe whether each operation can be built: 0.9 s. This one
+# takes 33 s to build.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.utils.nvtx.enable_nvtx = (
     False  # markers for a profiler around every small function of ZeRO-3
 )
-# A rank's garbage collections skip what is here already: walking it would take a second, and copy its memory.
+# A rank's garbage collections skip what is here already: walking it would take a second, and copy
+# its memory.
 gc.freeze()

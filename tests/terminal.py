@@ -94,7 +94,8 @@ def shown(line: str) -> str:
 def terminal(
     command: list[str], env: Mapping[str, str], cwd: Path, columns: int = 110
 ) -> Iterator[Terminal]:
-    """Runs a command in the foreground of a terminal; it is killed at the end of the block if it still runs."""
+    """Runs a command in the foreground of a terminal; it is killed at the end of the block if it
+    still runs."""
     pid, descriptor = pty.fork()
     if pid == 0:
         os.chdir(cwd)

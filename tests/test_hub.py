@@ -4,6 +4,7 @@ network.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,14 @@ def test_a_run_and_a_first_configuration_name_their_base_on_the_hub(cache, token
 DATASET = "hf://org/reviews/default/train"
 
 
+class HubOfOneSize:
+    """The hub as a file system, of which every file has a mebibyte."""
+
+    def info(self, url: str) -> dict[str, object]:
+        assert url.startswith("hf://datasets/org/reviews@")
+        return {"size": 2**20}
+
+
 @pytest.fixture
 def dataset(tmp_path, monkeypatch) -> Path:
     """The dataset org/reviews as a hub would hold it, and an empty HF_HOME. Each download of a file
@@ -157,6 +166,7 @@ def dataset(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("datasets.load_dataset_builder", builder)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", HubOfOneSize)
     return folder
 
 
@@ -168,6 +178,12 @@ def test_a_dataset_is_downloaded_once_and_read_in_order(dataset, tmp_path):
     assert tokenize(tmp_path / "tokens", DATASET).documents == 150
     files[0].unlink()
     assert downloaded_files(DATASET) is None
+
+
+def test_the_size_of_a_download_is_said_first(dataset, caplog):
+    with caplog.at_level(logging.INFO, logger="pipeline"):
+        dataset_files(DATASET)
+    assert f"{DATASET}: downloads 3 files, 3 MiB" in caplog.text
 
 
 def test_some_files_of_a_split_of_a_revision(dataset, tmp_path):

@@ -1,4 +1,5 @@
-"""Whatever a command finds where it is to write: only nothing, an empty folder or its own kind of thing is replaced."""
+"""Whatever a command finds where it is to write: only nothing, an empty folder or its own kind of
+thing is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Widened models for tests: built as a run builds them, small, and shaken where zeros would hide faults."""
+"""Widened models for tests: built as a run builds them, small, and shaken where zeros would hide
+faults."""
 
 from __future__ import annotations
 
@@ -62,11 +63,14 @@ def widened(
     noise: float = 0.0,
     precision: QuantizedPrecision | None = None,
 ) -> Decoder:
-    """`base` widened, at its initial expansion plus `noise` (a standard deviation) on all that trains.
+    """`base` widened, at its initial expansion plus `noise` (a standard deviation) on all that
+    trains.
 
-    Where the settings have own rows, every other token has one.
+    Where the method has own rows, every other token has one.
     """
-    own_tokens = None if settings.own_rows is None else tuple(range(0, base.spec.vocab_size, 2))
+    own_tokens: tuple[int, ...] | None = None
+    if settings.own_rows is not None:
+        own_tokens = tuple(range(0, base.spec.vocab_size, 2))
     method = Scale(settings, Path("unread"), SEED, own_tokens)
     model = method.build(base.spec, tp, activation_checkpointing)
     if precision is not None:
@@ -112,7 +116,8 @@ def shake(model: Decoder, noise: float) -> None:
 
 
 def balance_router(model: Decoder, tokens: Tensor) -> None:
-    """Sets the router's threshold so that some of `tokens` take either path, and none stands at the threshold."""
+    """Sets the router's threshold so that some of `tokens` take either path, and none stands at the
+    threshold."""
     with torch.no_grad():
         hidden = model.hidden_states(tokens)
         assert hidden.preserved_x is not None
@@ -153,7 +158,8 @@ def plain_logits(model: Decoder, hidden: HiddenStates) -> Tensor:
 
 
 def two_documents(tokens: Tensor) -> tuple[Tensor, Documents]:
-    """Positions and documents: the second document begins within a rank's positions, a place further in each row."""
+    """Positions and documents: the second document begins within a rank's positions, a place
+    further in each row."""
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     starts = 10 + torch.arange(len(tokens)).unsqueeze(1)
     second = places >= starts
@@ -196,7 +202,8 @@ def trained_gradients(model: Decoder) -> dict[str, Tensor]:
 
 @contextmanager
 def kept_for_backward() -> Iterator[dict[int, Tensor]]:
-    """Collects what autograd keeps for the backward pass: one tensor for each storage, by its address."""
+    """Collects what autograd keeps for the backward pass: one tensor for each storage, by its
+    address."""
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -208,7 +215,8 @@ def kept_for_backward() -> Iterator[dict[int, Tensor]]:
 
 
 class Watched(TorchDispatchMode):
-    """While entered, shows `look` each operation of torch, with the tensors that it takes and those that it makes."""
+    """While entered, shows `look` each operation of torch, with the tensors that it takes and those
+    that it makes."""
 
     def __init__(self, look: Callable[[Any, list[Tensor], list[Tensor]], object]) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ from pipeline.model.from_hf import read_spec
 from pipeline.parallel.quantized import Quantization, computes_in_fp8, product_in_fp8, rounded
 from pipeline.parallel.sharding import default_dtype
 
-# --- Parity and preservation -----------------------------------------------------------------------------------------
+# --- Parity and preservation ----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def _product_in_fp8(setting: Setting) -> CheckRow:
     return CheckRow(what, error < 1e-2, f"off by {error:.1e}")
 
 
-# --- Attention -------------------------------------------------------------------------------------------------------
+# --- Attention ------------------------------------------------------------------------------------
 
 
 def literal_attention(

@@ -76,7 +76,8 @@ def check_memory(setting: Setting) -> Iterator[CheckRow]:
             model(tokens, tokens, positions, documents).total.backward()
         yield compared(f"a micro-batch of 1 x {length}: {name}", estimated, peak.gib())
         waits = _waits(model, (tokens, tokens, positions, documents), setting)
-        # The gradient of a trained embedding is torch's own, which sorts tokens and waits once for how many differ.
+        # The gradient of a trained embedding is torch's own, which sorts tokens and waits once for
+        # how many differ.
         allowed = 1 if method == "fft" else 0
         found = "seen on a GPU only" if waits is None else f"{waits} waits, {allowed} allowed"
         passed = None if waits is None else waits <= allowed

@@ -36,7 +36,8 @@ _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 def _two(setting: Setting, target: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
     """Starts `target(rank, *arguments)` as two processes."""
-    # A server that has imported all forks quickly, but on a GPU it must not have asked for the device.
+    # A server that has imported all forks quickly, but on a GPU it must not have asked for the
+    # device.
     context = get_context("spawn") if setting.on_gpu else get_context("forkserver")
     ranks: list[BaseProcess] = [
         context.Process(target=target, args=(rank, *arguments), daemon=True) for rank in range(2)
@@ -46,7 +47,7 @@ def _two(setting: Setting, target: Callable[..., None], *arguments: Any) -> list
     return ranks
 
 
-# --- Tensor parallelism ----------------------------------------------------------------------------------------------
+# --- Tensor parallelism ---------------------------------------------------------------------------
 
 
 def check_two_ranks(setting: Setting) -> CheckRow:
@@ -97,7 +98,7 @@ def _loss_and_norm(setting: Setting, tp: TensorParallel) -> tuple[float, float]:
     return float(loss.detach()), float(total.sqrt())
 
 
-# --- The watchdog ----------------------------------------------------------------------------------------------------
+# --- The watchdog ---------------------------------------------------------------------------------
 
 
 def check_watchdog(setting: Setting) -> Iterator[CheckRow]:

@@ -162,7 +162,8 @@ def check_deepspeed(setting: Setting) -> Iterator[CheckRow]:
         (own.folder / "training.json").unlink()
         train(config, setting)
         again = [step["loss"] for step in read_metrics(own.folder / METRICS) if "loss" in step]
-        # On a GPU the order of sums in a backward pass is not fixed: only the first step after the restart is exact.
+        # On a GPU the order of sums in a backward pass is not fixed: only the first step after the
+        # restart is exact.
         same = again[:3] == before[:3] and (setting.on_gpu or again == before)
         close = len(again) == len(before) == 4 and abs(again[3] / before[3] - 1) < 0.01
         found = f"{again[2:]}, before: {before[2:]}"

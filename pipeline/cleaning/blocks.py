@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 
 import ftfy  # noqa: F401  # datatrove asks for it late
 import numpy as np
@@ -30,6 +29,7 @@ from pipeline.cleaning.text import (
     without_boilerplate_lines,
     without_personal,
 )
+from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.readers import text_records
 from pipeline.data.sources.records import Keys, Rejected
 from pipeline.data.sources.streams import open_stream, text_length
@@ -197,7 +197,7 @@ class Contamination(NGramsDecontFilter):
         return found
 
 
-def benchmark_lines(files: Sequence[Path], *_: object) -> Iterator[Document]:
+def benchmark_lines(files: Sequence[InputPath], *_: object) -> Iterator[Document]:
     """The lines of JSONL files, whatever their keys are: these do no harm among the words.
 
     `whole`, in the metadata: the questions of a line, and all that it says without its keys.

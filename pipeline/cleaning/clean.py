@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from pipeline import log
 from pipeline.cleaning.stages import DROPPED, CleaningJob, Stage, stages_of
 from pipeline.data.corpus.indexed_dataset import FileContent, check_file, content_of
+from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import likely_encoding
 from pipeline.data.tokenize.corpora import text_keys_of
 from pipeline.data.tokenize.queue import warn_of_repeats
@@ -275,7 +276,7 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
 
 def _plan_of(job: CleaningJob) -> Plan:
     settings = job.corpus.model_dump(mode="json", include=_SETTINGS)
-    files: list[Path] = []
+    files: list[InputPath] = []
     for corpus in (job.corpus, *job.heldout, *job.others):
         files += input_files(corpus.input)
     files += named_files(settings["clean"]["benchmarks"])

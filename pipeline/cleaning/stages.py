@@ -50,6 +50,7 @@ from pipeline.cleaning.blocks import (
     without_personal_data,
 )
 from pipeline.config.data import Corpus, Data
+from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import likely_encoding
 from pipeline.data.tokenize.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
@@ -291,7 +292,7 @@ def _stages_of_copies(job: CleaningJob, known: list[tuple[Unit, Keys]]) -> list[
 
 
 def _stages_of_words(
-    benchmarks: Sequence[Path], heldout: list[tuple[Unit, Keys]], within: Contamination
+    benchmarks: Sequence[InputPath], heldout: list[tuple[Unit, Keys]], within: Contamination
 ) -> list[Stage]:
     """The stages that index words in a row of benchmarks and held-out files, for `within`."""
     add = partial(index_words, within)

@@ -66,7 +66,7 @@ def _add_input_options(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="documents: files, patterns, hf://org/name",
+        help="documents: files, patterns, URLs such as s3://bucket/*.parquet, hf://org/name",
     )
     group.add_argument(
         "--import",

@@ -19,7 +19,8 @@ from transformers import GenerationConfig
 
 from pipeline import log
 from pipeline.config.data import CHAT_DATE
-from pipeline.data.sources.readers import lines
+from pipeline.data.sources.lines import lines
+from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import open_stream
 from pipeline.data.tokenize.units import input_files
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template, message_of
@@ -100,7 +101,7 @@ def read_chats(names: Sequence[str]) -> dict[str, list[Chat]]:
     return found
 
 
-def _chats_in(file: Path) -> Iterator[Chat]:
+def _chats_in(file: InputPath) -> Iterator[Chat]:
     """The chats of a JSONL file, one a line; empty lines are passed over."""
     stream = open_stream(file)
     for number, line in enumerate(lines(stream, 0, sys.maxsize), start=1):

@@ -118,6 +118,7 @@ class LoraMethod(TrainingMethod):
         for name, parameter in model.named_parameters():
             if is_base(name) or holds_new_tokens(name):
                 continue
+            # B is zero, so that the model starts as its base (Hu et al. 2022, section 4.1).
             whole = torch.zeros(full_shape_of(parameter))
             if name.endswith(".a"):
                 bound = whole.shape[1] ** -0.5
@@ -164,6 +165,7 @@ class LlamaProMethod(TrainingMethod):
         layers = tuple(spec.layers[self._base_layer(layer, spec)] for layer in range(depth))
         deeper = replace(spec, layers=layers)
         model = Decoder(deeper, added_layers=added, tp=tp).requires_grad_(False)
+        # Only the added layers train, without their routers.
         for layer in added:
             model.layers[layer].requires_grad_(True)
         _freeze_routers(model)

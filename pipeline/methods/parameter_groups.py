@@ -1,4 +1,5 @@
-"""Groups of trained parameters: each with a factor of the learning rate and a weight decay of its own.
+"""Groups of trained parameters: each with a factor of the learning rate and a weight decay of its
+own.
 
 A setting names the parameters of a group by the kind of block, such as `expansion_to_base`, or by a
 pattern of names, such as `layers.0.*`. Where several keys match a parameter, the last one counts.
@@ -33,7 +34,8 @@ KINDS = (
     *_PARTS_OF_A_MAP,
     "base",
 )
-"""The kinds of blocks that a setting may name; `base` is every other parameter of the base's own."""
+"""The kinds of blocks that a setting may name; `base` is every other parameter of the base's own.
+"""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Scale(TrainingMethod):
         )
         check_tensor_parallel(plan, tp.size)
         model = Decoder(spec, plan, tp=tp)
+        # Only what SCALE adds trains; the base stays frozen.
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not is_base(name))
         return model
@@ -74,18 +75,18 @@ class Scale(TrainingMethod):
         _check_new_tokens(expansion, base.new_tokens)
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
-            if not is_base(name) and not holds_new_tokens(name):
-                shape, partition = full_shape_of(parameter), partition_of(parameter)
-                fill(
-                    parameter, tp, partial(expansion.read, name, shape, partition, tp.rank, tp.size)
-                )
+            if is_base(name) or holds_new_tokens(name):
+                continue
+            shape = full_shape_of(parameter)
+            partition = partition_of(parameter)
+            read = partial(expansion.read, name, shape, partition, tp.rank, tp.size)
+            fill(parameter, tp, read)
 
 
 def _check_origin(
     expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int
 ) -> None:
-    """Raises as `check_origin`, and BaseModelError where the base's config.json has changed
-    since."""
+    """Raises as `check_origin`, and BaseModelError if the base's config.json has changed since."""
     expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
     recorded = expansion.manifest.base_architecture
     if recorded is None:

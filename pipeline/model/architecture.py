@@ -49,7 +49,8 @@ def changed_entry(
 def _changes(name: str, recorded: Any, found: Any) -> Iterator[str]:  # JSON
     if isinstance(recorded, dict) and isinstance(found, dict):
         for key, value in recorded.items():
-            yield from _changes(f"{name}.{key}" if name else key, value, found.get(key))
+            path = f"{name}.{key}" if name else key
+            yield from _changes(path, value, found.get(key))
     elif isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
         for at, (before, now) in enumerate(zip(recorded, found, strict=True)):
             yield from _changes(f"{name}.{at}", before, now)

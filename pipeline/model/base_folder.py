@@ -112,8 +112,11 @@ class BaseFolder:
         all experts are the experts. Raises BaseModelError if it is missing, or its file damaged.
         """
         source = self._source(name)
-        taken = slice(None) if rows is None else slice(*rows)
-        first_row = 0 if rows is None else rows[0]
+        first_row = 0
+        taken = slice(None)
+        if rows is not None:
+            first_row = rows[0]
+            taken = slice(*rows)
         if source.experts is not None:
             of_one = partition
             if partition.dim is not None:
@@ -126,7 +129,10 @@ class BaseFolder:
             first_row = 0
         elif source.part is not None or source.in_three:
             (whole,) = self._of_each(source.names(), lambda view: view[:])
-            whole = in_three(whole) if source.part is None else source.part.of(whole)
+            if source.part is not None:
+                whole = source.part.of(whole)
+            else:
+                whole = in_three(whole)
             stored = split(whole, partition, tp_rank, tp_size)[taken]
         else:
             (stored,) = self._of_each(
@@ -241,7 +247,8 @@ def _check_no_other_weights(folder: Path) -> None:
     config: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         config = read_object(folder / "config.json", BaseModelError, "copy the folder again")
-    if (other := config.get(_WEIGHTS_ENTRY)) is not None:
+    other = config.get(_WEIGHTS_ENTRY)
+    if other is not None:
         raise BaseModelError(
             f"{folder / 'config.json'}: {_WEIGHTS_ENTRY}: expected none, found {other!r:.80}; name "
             "these files "

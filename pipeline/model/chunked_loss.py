@@ -221,12 +221,14 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
 
     own_columns = None if inputs.own_rows is None else projection.own_columns()
 
+    # A GPU's host never waits here: which chunk has which loss is known from its rows.
     nll = torch.zeros(len(targets), dtype=torch.float32, device=targets.device)
     kl = torch.zeros_like(nll)
     preserved = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
     is_greedy_choice = None if trains else torch.empty_like(preserved)
 
     for rows in projection.chunks(len(targets), kl_tokens):
+        # The chunk's logits live until the end of this iteration; nothing of them is saved.
         projected = projection.project(hidden.rows(rows))
         if projected.preserved is not None:
             preserved[rows] = projected.preserved

@@ -169,9 +169,11 @@ class Decoder(nn.Module):
         batch = TokenBatch(tokens, positions, documents)
         with recorded_loads(self.mixtures) as loads:
             if reference_sequences:
+                # Some rank has self-generated text: the base runs beside the model on all of them.
                 hidden = self._states_with_reference(batch, reference_sequences)
             else:
                 hidden = self.hidden_states(*batch)
+        # All B·S tokens as rows: the loss is computed in chunks of them.
         losses: Losses = self.output(hidden, targets.flatten(), kl_sequences * tokens.shape[1])
         if loads:
             losses = self._with_balance_loss(losses, loads, tokens.shape[1])
@@ -361,7 +363,9 @@ class Decoder(nn.Module):
             raise ValueError(
                 "a gate needs the exact base stream of a widened model, whole on one rank"
             )
-        document_ids = None if batch.documents is None else batch.documents.ids
+        document_ids: Tensor | None = None
+        if batch.documents is not None:
+            document_ids = batch.documents.ids
 
         def closes(x: Tensor) -> Tensor:
             return self.gate_closes(gate, x, batch.tokens, document_ids).unsqueeze(-1)

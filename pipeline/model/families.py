@@ -112,10 +112,15 @@ class Family:
         has_rotary: list[int] = []
         dense: list[int] = []
         for index, layer in enumerate(spec.layers):
-            layer_types.append("full_attention" if layer.window is None else "sliding_attention")
-            mlp_layer_types.append("sparse" if layer.has_experts else "dense")
             has_rotary.append(int(layer.rotary is not None))
-            if not layer.has_experts:
+            if layer.window is None:
+                layer_types.append("full_attention")
+            else:
+                layer_types.append("sliding_attention")
+            if layer.has_experts:
+                mlp_layer_types.append("sparse")
+            else:
+                mlp_layer_types.append("dense")
                 dense.append(index)
         entries: dict[str, Any] = {
             "layer_types": layer_types,

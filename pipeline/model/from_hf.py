@@ -199,8 +199,9 @@ def _layers(
         )
     rotary: dict[str, RotarySpec] = {}
     for kind in set(types):
-        has_own = kind in config.rope_parameters
-        rotary[kind] = _rotary(config, kind if has_own else None)
+        # Gemma 3 has parameters for each type of layer, other families one set for all.
+        layer_type = kind if kind in config.rope_parameters else None
+        rotary[kind] = _rotary(config, layer_type)
     for layer, kind in enumerate(types):
         yield LayerKind(
             rotary=None if layer in unrotated else rotary[kind],
@@ -247,7 +248,9 @@ def model_type_of(values: Mapping[str, Any]) -> Any:  # whatever config.json hol
     """The `model_type` as AutoConfig understands it: a mistral with `layer_types` is a
     ministral."""
     model_type = values.get("model_type")
-    return "ministral" if model_type == "mistral" and "layer_types" in values else model_type
+    if model_type == "mistral" and "layer_types" in values:
+        return "ministral"
+    return model_type
 
 
 def loading_options(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

@@ -25,10 +25,16 @@ def merged_unsupported_reason(
     one; None if it is."""
     if plan is None:
         return None
-    if reason := family_of(spec).merged_unsupported_reason:
+    reason = family_of(spec).merged_unsupported_reason
+    if reason is not None:
         return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
+    if plan.own is not None:
+        return (
+            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some tokens "
+            "alone"
+        )
     if plan.norm != "base":
         return (
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "

@@ -32,7 +32,9 @@ the whole gradient of the output's weights.
 
 def perplexity(nats: float) -> float:
     """exp(nats), for the mean nll of a token; infinite beyond the largest double."""
-    return math.exp(nats) if nats < math.log(sys.float_info.max) else math.inf
+    if nats >= math.log(sys.float_info.max):
+        return math.inf
+    return math.exp(nats)
 
 
 class OutputProjection(nn.Module):
@@ -154,8 +156,9 @@ class OutputProjection(nn.Module):
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of rows with a chunk of logits each; none holds rows on both sides of
         `kl_tokens`."""
-        # The meta device stands for a GPU.
-        elements = CHUNK_ELEMENTS if self.base.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        elements = GPU_CHUNK_ELEMENTS  # also on the meta device, which stands for a GPU
+        if self.base.device.type == "cpu":
+            elements = CHUNK_ELEMENTS
         rows = elements // self.vocabulary.width
         # Soft-capping keeps one more value for each logit, KL two more: the base's logit, and the
         # difference.
@@ -234,4 +237,6 @@ class OutputProjection(nn.Module):
 
     def _capped_(self, z: Tensor) -> Tensor:
         """z: fp32, overwritten."""
-        return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.softcap is None:
+            return z
+        return z.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -24,7 +24,7 @@ from pipeline.parallel.norms import LayerNorm, RMSNorm
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.widened_linear import Streams, WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
-from pipeline.scale_math import masked_sum
+from pipeline.scale_math import masked_sum, own_row_logits
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,8 @@ def add_low_rank_differences(layer: nn.Module, rank: int, tp: TensorParallel) ->
 
 
 def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:
-    """What own output rows add to the logits, in fp32: x [n, D], own_rows [r, D] -> [n, columns].
-
-    The product is with the few rows, and not with a matrix of the vocabulary's size.
-    """
-    return F.linear(x, own_rows).float()[:, columns.row_of_column]
+    """What own output rows add to the logits, in fp32: x [n, D], own_rows [r, D] -> [n, columns]."""
+    return own_row_logits(x, own_rows, columns.row_of_column)
 
 
 def gradient_by_own_row(logit_gradient: Tensor, columns: OwnColumns) -> Tensor:

@@ -191,7 +191,9 @@ _GAINS_OF_STREAM = ("attention_norm.base.weight", "ffn_norm.base.weight", "final
 def scale_in(dtype: torch.dtype, *, for_training: bool = False) -> float:
     """The scale of the added channels in a folder of `dtype`; for_training: one at which other
     tools can train them."""
-    return 2.0 ** -(_TRAINABLE_EXPONENT if for_training else _SCALE_EXPONENT[dtype])
+    if for_training:
+        return 2.0**-_TRAINABLE_EXPONENT
+    return 2.0 ** -_SCALE_EXPONENT[dtype]
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,8 @@ def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) 
     held.values[held.length :].zero_()
     if held.length == 0:
         return
-    # ZeRO-3 cuts the flattened shard anywhere: read the rows that contain the part, then cut it out.
+    # ZeRO-3 cuts the flattened shard anywhere: read the rows that contain the part, then cut it
+    # out.
     row_size = prod(shape[1:])
     first_row = held.first // row_size
     stop_row = -(-(held.first + held.length) // row_size)  # rounded up

@@ -50,6 +50,11 @@ def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str 
         return "it is served in the type of its weights: leave --quantization out"
     if config.mixture is not None:
         return "its mixture of experts has not been tried under vLLM; serve it with transformers"
+    if config.own_first_layer is not None:
+        return (
+            "its open tokens' own weights have not been tried under vLLM; serve it with "
+            "transformers"
+        )
     return config.packing_unsupported_reason()
 
 
@@ -73,7 +78,12 @@ class ScaleForVllm(nn.Module):
         self.widths = [config.hidden_size, config.expansion_hidden_size]
         for index, layer in enumerate(self.model.layers):
             name = f"layers.{index}.attention"
-            paths = 2 if config.routed and index >= config.l_fp else 1
+            if prefix:
+                name = f"{prefix}.{name}"
+            # Of a routed model's two paths, each has heads of its own in the cache.
+            paths = 1
+            if config.routed and index >= config.l_fp:
+                paths = 2
             layer.attention.served = Attention(
                 num_heads=paths * config.num_attention_heads,
                 head_size=config.head_dim,
@@ -82,7 +92,7 @@ class ScaleForVllm(nn.Module):
                 cache_config=vllm_config.cache_config,
                 logits_soft_cap=config.attention_softcap,
                 per_layer_sliding_window=layer.attention.sliding_window,
-                prefix=f"{prefix}.{name}" if prefix else name,
+                prefix=name,
             )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -98,14 +108,19 @@ class ScaleForVllm(nn.Module):
         **_: Any,
     ) -> Tensor:
         """The hidden states of all requests' new tokens [N]."""
-        embedded = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        embedded = inputs_embeds
+        if embedded is None:
+            embedded = self.embed_input_ids(input_ids)
         # Masks are vLLM's. A dict keeps the model from making its own.
         no_masks = dict.fromkeys(self.model.config.layer_types)
+        tokens: Tensor | None = None
+        if input_ids is not None:
+            tokens = input_ids.unsqueeze(0)
         last = self.model.streams(
             embedded.unsqueeze(0),
             attention_mask=no_masks,
             position_ids=positions.unsqueeze(0),
-            tokens=None if input_ids is None else input_ids.unsqueeze(0),
+            tokens=tokens,
         )
         columns = []
         for path in last.paths:

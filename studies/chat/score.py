@@ -3,8 +3,9 @@
     python -m studies.chat.score runs/chat/full --texts runs/chat/texts --plain runs/chat/plain
 
 Every chosen run is converted, if it is not yet, and a gated one also without its gate. --plain
-names the study that trains the base as it was before its chats, for the chat vector: its fully fine-tuned
-weights, plus what the chats changed in the base's. Prints a table and writes it, as STUDY/chats.md.
+names the study that trains the base as it was before its chats, for the chat vector: its fully
+fine-tuned weights, plus what the chats changed in the base's. Prints a table and writes it, as
+STUDY/chats.md.
 """
 
 from __future__ import annotations

@@ -20,7 +20,16 @@ TEXTS = ["--english", STORIES_HELDOUT, "--korean", REVIEWS_HELDOUT]
         (
             tokenize_throughput,
             [*TEXTS, "--ours", "--rounds", 1, "--workers", 1],
-            ["english, ours, gigatoken", "korean, ours, gigatoken"],
+            [
+                f"{language}, ours, {what}"
+                for language in ("english", "korean")
+                for what in (
+                    "start",
+                    "gigatoken, .jsonl",
+                    "gigatoken, .jsonl.zst",
+                    "gigatoken, .parquet",
+                )
+            ],
         ),
         (cleaning, ["--mib", 0.1], ["ours", "datatrove alone"]),
     ],

@@ -39,7 +39,8 @@ def test_sizes_and_times_of_checkpoints(tmp_path, monkeypatch, capsys):
         rows[way] for way in (checkpoint.OURS, checkpoint.ASYNCHRONOUS, checkpoint.DEFAULT)
     )
     assert ours["bytes"] == pytest.approx(asynchronous["bytes"], rel=0.01)
-    # 12 bytes a trained parameter and little more, while the default copies every parameter in 16 bits too.
+    # 12 bytes a trained parameter and little more, while the default copies every parameter in 16
+    # bits too.
     assert 1 < ours["size_to_needed"] < 1.5
     copies = checkpoint.COPY_BYTES * (ours["base_parameters"] + ours["trainable_parameters"])
     assert default["bytes"] - ours["bytes"] == pytest.approx(copies, rel=0.25)

@@ -58,7 +58,8 @@ _Planted = tuple[str, str, str]
 
 
 class Crawl:
-    """`copies` documents of every kind of fault, and ten times as many without, in the folder `made`."""
+    """`copies` documents of every kind of fault, and ten times as many without, in the folder
+    `made`."""
 
     def __init__(self, made: Path, copies: int) -> None:
         self.made = made
@@ -172,7 +173,8 @@ class Crawl:
         return CleaningJob(corpus, self.made / "cleaned", [heldout])
 
     def rows(self) -> dict[str, tuple[int, float, str]]:
-        """By kind: how many were planted, the share of them treated as is right, and the steps that dropped them."""
+        """By kind: how many were planted, the share of them treated as is right, and the steps that
+        dropped them."""
         kept, dropped = _texts(self.made / "cleaned"), {}
         for step in (self.made / "cleaned" / "dropped").iterdir():
             dropped.update(dict.fromkeys(_texts(step), step.name))

@@ -1,4 +1,5 @@
-"""A synthetic crawl is cleaned as is right, the same at any number of workers and after a stop; bad settings."""
+"""A synthetic crawl is cleaned as is right, the same at any number of workers and after a stop; bad
+settings."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def zero(stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
 
 
 Account = dict[str, dict[str, torch.Tensor]]
-"""This rank's shards of each trained parameter in fp32 (`fp32`) and of its moments (`exp_avg`, `exp_avg_sq`)."""
+"""This rank's shards of each trained parameter in fp32 (`fp32`) and of its moments (`exp_avg`,
+`exp_avg_sq`)."""
 
 
 def save(
@@ -60,7 +61,9 @@ def save(
     *,
     account: bool = False,
 ) -> Account | None:
-    """Trains a few steps (ZeRO-1 by default) and saves a checkpoint in `folder`; every rank must call it.
+    """Trains a few steps (ZeRO-1 by default) and saves a checkpoint in `folder`; every rank must
+    call
+    it.
 
     With `account`, returns what this rank then holds, as DeepSpeed itself reads it.
     """
@@ -111,7 +114,8 @@ def _account(engine: Any) -> Account:
 
     optimizer = engine._engine.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        # DeepSpeed makes its own views of the moments after the first group's step, before the second group has any.
+        # DeepSpeed makes its own views of the moments after the first group's step, before the
+        # second group has any.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     held: Account = {"fp32": {}, "exp_avg": {}, "exp_avg_sq": {}}
@@ -153,7 +157,8 @@ def scale_config(**changes: Any) -> ScaleConfig:
 def without_this_project(
     program: str, model: Path, folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program on an exported model, in `folder`, where nothing of this project can be imported."""
+    """Runs a program on an exported model, in `folder`, where nothing of this project can be
+    imported."""
     absent = ("pipeline", "deepspeed", "orjson", "pydantic", "zstandard", "lm_eval", "datasets")
     program = f"import sys\nfor name in {absent}:\n    sys.modules[name] = None  # importing it is an error\n{program}"
     environment = {**os.environ, "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
@@ -166,7 +171,8 @@ def without_this_project(
 def generate_greedily(
     model: Any, tokens: torch.Tensor, *, new_tokens: int, **options: Any
 ) -> torch.Tensor:
-    """An exported model's continuation by exactly `new_tokens`; every token is real unless options give a mask."""
+    """An exported model's continuation by exactly `new_tokens`; every token is real unless options
+    give a mask."""
     mask = options.pop("attention_mask", torch.ones_like(tokens))
     generated: torch.Tensor = model.generate(
         tokens,
@@ -197,4 +203,8 @@ def _config(
         },
         "deepspeed": "unused",
     }
+    if method.get("own_gains") or method.get("own_rows") or method.get("low_rank"):
+        values["gate"] = {}
+        values["data"]["corpora"]["old"] = CORPUS | {"role": "replay"}
+        values["data"]["replay_fraction"] = 0.5
     return parse_config(values, source="test")

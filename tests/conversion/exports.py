@@ -1,4 +1,5 @@
-"""Models of every family and method, trained a few steps, exported and compared with what transformers loads."""
+"""Models of every family and method, trained a few steps, exported and compared with what
+transformers loads."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from tests.tolerances import PARITY, assert_near
 from tests.widened import balance_router, some_tokens
 
 _BOTH = {"collaborative_modules": "both"}
+OWN: dict[str, Any] = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "scale": scale("route", **_BOTH),
     "merged": scale("adapt", **_BOTH, norm="base"),
@@ -41,6 +43,9 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "adapt norm base": scale("adapt", norm="base"),
     "route stories": scale("route", l_fp=2, router_threshold=0.9),
     "adapt stories": scale("adapt", **_BOTH, l_fp=2),
+    "own preserve": scale("preserve", own_first_layer=1, norm="base", **OWN),
+    "own adapt": scale("adapt", **_BOTH, **OWN),
+    "own gains": scale("preserve", own_first_layer=1, own_gains=True),
     "whole heads": METHODS["merged"]
     | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},
     # Adapters on a part of GPT-NeoX's fused query, key and value.
@@ -80,9 +85,12 @@ class Models:
 
 
 class Exports:
-    """Folders of the scale format in fp32, by base, method and gate; each is written once a session, to be read only.
+    """Folders of the scale format in fp32, by base, method and gate; each is written once a
+    session,
+    to be read only.
 
-    A router's threshold is set so that some tokens take either path. `gate` is what `random_gate` takes.
+    A router's threshold is set so that some tokens take either path. `gate` is what `random_gate`
+    takes.
     """
 
     def __init__(self, models: Models, folder: Path) -> None:

@@ -35,7 +35,8 @@ def other_code(code: list[Path], folder: Path) -> list[Path]:
 
 
 def test_each_folder_runs_its_own_code_in_either_order(models, tmp_path):
-    """transformers keys a model's class by its configuration file, and copies of both folders by their name."""
+    """transformers keys a model's class by its configuration file, and copies of both folders by
+    their name."""
     model = models("llama tied", "adapt")
     export = choose_export(model, "scale", model.base.dtype)
     versions = {"first": export.code, "second": other_code([*export.code], tmp_path / "code")}

@@ -57,7 +57,8 @@ TEXTS = {
 
 
 def export(folder: Path, name: str, *, base: str = "base", **changes) -> Path:
-    """An export with random weights. Those of its base depend on `base` alone, the others on `name`."""
+    """An export with random weights. Those of its base depend on `base` alone, the others on
+    `name`."""
     settings, width, heads = EXPANSIONS[name]
     config = scale_config(
         base_vocab_size=BASE_TOKENS,

@@ -1,4 +1,5 @@
-"""A conversion from beginning to end: verified, published completely or not at all, and not done twice."""
+"""A conversion from beginning to end: verified, published completely or not at all, and not done
+twice."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def calm(tmp_path_factory):
 def test_a_model_that_differs_by_more_than_rounding_is_not_published(
     dtype, accepted, refused, calm, conversion
 ):
-    """Every logit times a factor: hardly any token changes its rank, and few their probability by much."""
+    """Every logit times a factor: hardly any token changes its rank, and few their probability by
+    much."""
     conversion = replace(conversion, checkpoint=calm, dtype=dtype)
 
     def disturbed(factor: float, model):

@@ -1,4 +1,5 @@
-"""Each method in each format that can express it, on a base of each kind; and every family in every format."""
+"""Each method in each format that can express it, on a base of each kind; and every family in every
+format."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from tests.conversion.exports import (
 from tests.tolerances import PARITY, assert_near, rounding
 from tests.widened import some_tokens, unwidened
 
-# Tied; layers without rotary embedding; fused maps; norms after attention; both, with an embedding that is scaled;
-# LayerNorm and biases.
+# Tied; layers without rotary embedding; fused maps; norms after attention; both, with an embedding
+# that is scaled; LayerNorm and biases.
 KINDS = ["llama tied", "smollm3", "phi3", "exaone4", "gemma3", "neox"]
 PAIRS = [*pairs(KINDS, METHODS), ("phi3", "whole heads")]
 FAMILIES = pairs([name for name in CONFIGS if "eight" not in name], ("scale", "merged", "fft"))
@@ -107,7 +108,8 @@ def test_sixteen_bits(format, dtype, models, tmp_path):
 def test_a_merged_export_is_fine_tuned_by_other_tools(
     dtype, purpose, rate, trains, models, tmp_path
 ):
-    """AdamW moves a weight by the learning rate, however small it is: channels times 2^-12 make the loss explode."""
+    """AdamW moves a weight by the learning rate, however small it is: channels times 2^-12 make the
+    loss explode."""
     export = choose_export(models("stories260K", "merged"), "merged", dtype, purpose)
     (tmp_path / "hf").mkdir()
     write_hf_folder(tmp_path / "hf", export, models("stories260K", "merged").base.path)

@@ -1,4 +1,5 @@
-"""The shipped model code, with and without a gate: caches, padding, packed documents, several devices."""
+"""The shipped model code, with and without a gate: caches, padding, packed documents, several
+devices."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_logits_are_those_of_the_trained_model(key, exports, load):
 @torch.no_grad()
 @pytest.mark.parametrize("key", MODELS)
 def test_logits_token_by_token_equal_logits_at_once(key, load):
-    """Also after the cache was cropped, as in assisted generation, and beyond the running mean's window."""
+    """Also after the cache was cropped, as in assisted generation, and beyond the running mean's
+    window."""
     model = load(key)
     near = partial(assert_near, bound=PARITY)
     tokens = some_tokens(model.config, 2, 14)

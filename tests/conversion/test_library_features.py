@@ -21,8 +21,8 @@ from tests.widened import some_tokens
 
 pytestmark = pytest.mark.full
 
-# Windows and original contexts shorter than the texts; layers of two kinds, with and without position embedding; two
-# rotary embeddings; capped scores.
+# Windows and original contexts shorter than the texts; layers of two kinds, with and without
+# position embedding; two rotary embeddings; capped scores.
 MODELS = {
     "mistral window": "adapt",
     "exaone4": "scale",
@@ -138,7 +138,8 @@ def test_a_model_that_is_not_loaded_has_initial_values(key, exports):
 
 
 def test_continuous_batching_generates_the_same_or_is_refused(load):
-    """Requests of different lengths in one batch, over a paged cache that the library sizes by the configuration."""
+    """Requests of different lengths in one batch, over a paged cache that the library sizes by the
+    configuration."""
     model = load("mistral window")
     prompts = [
         some_tokens(model.config, length, seed=length).tolist() for length in (5, LENGTH, 11)
@@ -161,7 +162,8 @@ def test_continuous_batching_generates_the_same_or_is_refused(load):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_a_forward_pass_makes_no_tensor_from_python_values(name, load, monkeypatch):
-    """On a GPU each would be a copy from the host: a wait, and illegal while a CUDA graph is captured."""
+    """On a GPU each would be a copy from the host: a wait, and illegal while a CUDA graph is
+    captured."""
     model, made = load(name), torch.tensor
     tokens = some_tokens(model.config, 2, 40)
     expected = model(tokens, use_cache=False).logits

@@ -1,4 +1,5 @@
-"""Converting, verification included, holds a layer or a file of weights at a time, however large the model."""
+"""Converting, verification included, holds a layer or a file of weights at a time, however large
+the model."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_peak_memory_is_far_below_the_model(tmp_path):
     text.write_text(
         "Once upon a time there was a cat."
     )  # short: its activations are not what is measured
-    # glibc gives large blocks back to the system when they are freed; a small model needs that of small blocks as well.
+    # glibc gives large blocks back to the system when they are freed; a small model needs that of
+    # small blocks as well.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB // 16), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _CONVERT, *map(str, [*paths, tmp_path, text]), *FORMATS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

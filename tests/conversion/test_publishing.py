@@ -1,4 +1,5 @@
-"""A folder that one may publish: its card, what it keeps of its base, how libraries load it again, and the hub."""
+"""A folder that one may publish: its card, what it keeps of its base, how libraries load it again,
+and the hub."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def test_both_forms_say_the_same(name, tmp_path):
 
 
 def test_what_version_4_reads_is_not_its_default(tmp_path):
-    """The figures were compared once with those of transformers 4.57.1, for every family that it has."""
+    """The figures were compared once with those of transformers 4.57.1, for every family that it
+    has."""
     config = written(tmp_path / "llama", CONFIGS["llama3 rope"].to_dict())
     assert config["rope_theta"] == 500_000 != THETA
     scaling = config["rope_scaling"]

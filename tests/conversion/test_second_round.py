@@ -1,4 +1,5 @@
-"""Several domains in a row: the next run's base is the last one's export, or it trains the same expansion further."""
+"""Several domains in a row: the next run's base is the last one's export, or it trains the same
+expansion further."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
     )
     assert run_ranks(train, 1, longer) == [0]
     assert len(losses(tmp_path)) == 12
-    # Batches differ by a few tenths; steps on weights that are stored scaled would multiply the loss at once.
+    # Batches differ by a few tenths; steps on weights that are stored scaled would multiply the
+    # loss at once.
     assert (
         max(losses(tmp_path)) < 1.3 * losses(tmp_path)[0]
         and losses(tmp_path)[-1] < 0.9 * losses(tmp_path)[0]
@@ -115,7 +117,8 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
 
 
 def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
-    """Split over ranks, stored in bytes, recomputed, rehearsed: the losses are those of one rank that does the same."""
+    """Split over ranks, stored in bytes, recomputed, rehearsed: the losses are those of one rank
+    that does the same."""
     settings = {"base": str(first.folder / "hf"), "schedule__steps": 2, **WIDE}
     settings |= {
         "data__replay_loss": "kl",

@@ -1,4 +1,5 @@
-"""Whoever loads an export by AutoTokenizer has the ids of training; where a base's own differ, that is said."""
+"""Whoever loads an export by AutoTokenizer has the ids of training; where a base's own differ, that
+is said."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ _LLAMA = {
     "extra_special_tokens": ["<s>", "</s>"],
     "add_bos_token": True,
 }
-# The file of a base, its settings, the type of its model, and whether its own AutoTokenizer has other ids.
+# The file of a base, its settings, the type of its model, and whether its own AutoTokenizer has
+# other ids.
 BASES: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "OLMo 2": ("byte_level", _GPT2, "olmo2", False),
     "Phi-4": ("byte_level", _GPT2, "phi3", False),

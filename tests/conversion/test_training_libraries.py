@@ -1,4 +1,5 @@
-"""Exports in the hands of training libraries: transformers' Trainer, PEFT, and what TRL's SFTTrainer calls."""
+"""Exports in the hands of training libraries: transformers' Trainer, PEFT, and what TRL's
+SFTTrainer calls."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_transformers_trainer_trains_evaluates_and_predicts(method, gate, load, 
     ],
 )
 def test_backbone_and_head_give_the_logits_the_loss_and_its_gradients(name, method, gate, load):
-    """As SFTTrainer computes it: hidden states of `base_model`, and `weight` and `bias` of the output embeddings."""
+    """As SFTTrainer computes it: hidden states of `base_model`, and `weight` and `bias` of the
+    output embeddings."""
     model = load(name, method, **gate)
     tokens = some_tokens(model.config, 2, 12)
     mask = torch.ones_like(tokens)
@@ -124,7 +126,8 @@ def test_a_model_without_such_a_head_says_so(load):
     ],
 )
 def test_adapters_on_the_expansions_blocks_leave_closed_text_to_the_bit(name, method, opens, load):
-    """Those that the card and docs/gate.md name; on all linear maps, as PEFT offers, closed text is another."""
+    """Those that the card and docs/gate.md name; on all linear maps, as PEFT offers, closed text is
+    another."""
     model = load(name, method, opens=opens)
     tokens = some_tokens(model.config, 4, 24)
     is_closed = torch.ones_like(tokens, dtype=torch.bool)

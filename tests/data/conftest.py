@@ -1,4 +1,5 @@
-"""Folders in memory: a job flushes every small file that it writes, which takes 10 ms each on a disk."""
+"""Folders in memory: a job flushes every small file that it writes, which takes 10 ms each on a
+disk."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT
 
 PROJECT = Path(__file__).parents[2]
 CASES = PROJECT / "tests" / "cases"
-"""Texts as people bring them: small files made after faults that users of other projects reported."""
+"""Texts as people bring them: small files made after faults that users of other projects reported.
+"""
 STORIES260K = DATA / "models" / "stories260K"
 TOOL = [sys.executable, "-m", "pipeline", "tokenize"]
 
@@ -45,7 +46,8 @@ COMPRESS = {
 
 
 class Expected(NamedTuple):
-    """How many documents a file gives, and what is said about it: of a rejected record, or as an error."""
+    """How many documents a file gives, and what is said about it: of a rejected record, or as an
+    error."""
 
     documents: int | None = None
     rejected: int = 0

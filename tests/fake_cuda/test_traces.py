@@ -1,4 +1,5 @@
-"""What a CUDA device would stumble over, without one: mixed devices, waits, tensors of all pairs of tokens."""
+"""What a CUDA device would stumble over, without one: mixed devices, waits, tensors of all pairs of
+tokens."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def test_planted_faults_are_seen_with_their_line(trace):
     assert any(
         "pipeline/model/decoder.py" in fault and "embedding_scale" in fault for fault in wait
     ), wait
-    # Experts whose widths no grouped product takes are multiplied one by one, and the host waits for their counts.
+    # Experts whose widths no grouped product takes are multiplied one by one, and the host waits
+    # for their counts.
     assert any(
         "pipeline/parallel/experts.py" in fault and ".tolist()" in fault for fault in experts
     ), experts

@@ -2,9 +2,10 @@
 
     LD_PRELOAD=device.so python -m tests.fake_cuda.trace adapt/llama route/neox
 
-A case is METHOD/BASE, and perhaps options after them: adapt/llama/nf4/all. Prints a JSON object for each: its faults,
-and how many operations on the device it saw. A fault is a tensor of the host in an operation on the device, a copy
-between the two, a value that the host waits for, or a tensor of all pairs of tokens.
+A case is METHOD/BASE, and perhaps options after them: adapt/llama/nf4/all. Prints a JSON object for
+each: its faults, and how many operations on the device it saw. A fault is a tensor of the host in
+an operation on the device, a copy between the two, a value that the host waits for, or a tensor of
+all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def gate_of(model: Decoder) -> FittedGate:
 
 
 def export_step(case: Case) -> Callable[[], object]:
-    """A token after a text, by an exported model with a cache of fixed size: what a CUDA graph captures."""
+    """A token after a text, by an exported model with a cache of fixed size: what a CUDA graph
+    captures."""
     options = {"routed": True} if case.base == "route" else {}
     if "gate" in case.options:
         options["gate_layer"] = 1
@@ -217,11 +219,13 @@ class Faults:
             self.add(f"{operation} makes a tensor of all pairs of tokens")
 
     def add(self, what: str, frames: traceback.StackSummary | None = None) -> None:
-        """Adds a fault at the innermost line of the project among `frames`, by default of where we are."""
+        """Adds a fault at the innermost line of the project among `frames`, by default of where we
+        are."""
         stack = traceback.extract_stack() if frames is None else frames
         ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT / "pipeline")]
-        # What is compiled on a GPU evaluates masks and scores block by block; and which kernel torch takes for rows of
-        # one document depends on the kernels that it was built with. `make gpu` sees both.
+        # What is compiled on a GPU evaluates masks and scores block by block; and which kernel
+        # torch takes for rows of one document depends on the kernels that it was built with. `make
+        # gpu` sees both.
         if what.endswith("pairs of tokens") and any(frame.name in _SEEN_ON_A_GPU for frame in ours):
             return
         where = "no line of the project"

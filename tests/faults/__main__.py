@@ -1,7 +1,9 @@
-"""The fault suite: injects every known fault into real runs on a real two-node Slurm, and compares the results.
+"""The fault suite: injects every known fault into real runs on a real two-node Slurm, and compares
+the
+results.
 
-python -m tests.faults                       all; prints the table and writes runs/faults/summary.json
-python -m tests.faults --only requeue hung   some
+python -m tests.faults                       all; prints the table and writes
+runs/faults/summary.json python -m tests.faults --only requeue hung   some
 """
 
 # ruff: noqa: T201  (a command line)

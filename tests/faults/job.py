@@ -31,7 +31,8 @@ class Job:
         self.id = cluster.sbatch(*command, cwd=PROJECT, **ON_THE_CPU, **environment)
 
     def wait_between_checkpoints(self, checkpoints: int = 1) -> None:
-        """Waits until it has saved a new checkpoint, at least the given number in all, and is some steps past it."""
+        """Waits until it has saved a new checkpoint, at least the given number in all, and is some
+        steps past it."""
         run, enough = self.run, max(self._saved_before, (checkpoints - 1) * SAVE_EVERY)
 
         def between() -> bool:
@@ -41,7 +42,8 @@ class Job:
         self._saved_before = run.saved_step
 
     def stop_between_checkpoints(self) -> psutil.Process:
-        """Suspends rank 1 between two checkpoints; if it was about to save, resumes it and waits for the next time."""
+        """Suspends rank 1 between two checkpoints; if it was about to save, resumes it and waits
+        for the next time."""
         rank = self.process(lambda process: is_rank(process) and process.environ()["RANK"] == "1")
         rank.suspend()
         while not 0 < self.run.step - self.run.saved_step < SAVE_EVERY:
@@ -96,7 +98,8 @@ class Job:
         return found[0]
 
     def processes(self, described: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-        """Its processes that are so described, oldest first; the environment distinguishes another cluster's."""
+        """Its processes that are so described, oldest first; the environment distinguishes another
+        cluster's."""
         conf, script = str(self.cluster.conf), f"job{self.id:05d}/slurm_script"
         found = []
         for process in psutil.process_iter():

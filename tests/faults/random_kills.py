@@ -26,9 +26,11 @@ from tests.waiting import PATIENCE_S
 OFTEN = 2
 """Saves every two steps."""
 IN_A_SAVE_FRACTION = 1 / 3
-"""This fraction of the kills waits for the next save: saves are short, and random times rarely hit them."""
+"""This fraction of the kills waits for the next save: saves are short, and random times rarely hit
+them."""
 EXIT_GRACE_S = 3.0
-"""A rank whose peers die before the rendezvous waits for half an hour unless its launcher ends it."""
+"""A rank whose peers die before the rendezvous waits for half an hour unless its launcher ends it.
+"""
 _VICTIMS = (slice(0, 1), slice(1, 2), slice(None))
 
 
@@ -36,8 +38,8 @@ _VICTIMS = (slice(0, 1), slice(1, 2), slice(None))
 def local_ranks(run: Run) -> Iterator[list[Any]]:
     """An attempt of a run: its ranks as processes of this machine, which leaving the block kills.
 
-    They run the same program as slurm/launch.sh, in the same environment, forked from a server that has imported
-    everything: training starts after a second.
+    They run the same program as slurm/launch.sh, in the same environment, forked from a server that
+    has imported everything: training starts after a second.
     """
     with reserved_port() as port:
         ranks = [
@@ -113,8 +115,8 @@ def kill_at_random(
 def _is_killed(run: Run, lives_s: float, draw: random.Random) -> bool:
     """Starts a run and kills ranks of it after `lives_s` seconds, or in the first save after that.
 
-    Returns False if it finished before. Raises TrialError if it failed without a kill, or resumed from another
-    checkpoint than the newest.
+    Returns False if it finished before. Raises TrialError if it failed without a kill, or resumed
+    from another checkpoint than the newest.
     """
     left_over, printed, saved = run.unfinished_saves, len(run.output), run.saved_step
     resumptions, in_a_save = len(run.resumed_steps), draw.random() < IN_A_SAVE_FRACTION
@@ -139,7 +141,8 @@ def _is_killed(run: Run, lives_s: float, draw: random.Random) -> bool:
 def kill_jobs_at_random(
     laboratory: Laboratory, cluster: Cluster, *, kills: int, seed: int
 ) -> Result:
-    """The same for Slurm jobs, including srun; the first job is not disturbed, to measure how long one takes."""
+    """The same for Slurm jobs, including srun; the first job is not disturbed, to measure how long
+    one takes."""
     draw = random.Random(seed)
     done, lost, seconds, equal, whole_s = 0, 0, 0.0, True, 0.0
 

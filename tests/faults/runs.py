@@ -79,7 +79,8 @@ class Run:
 
     @property
     def saved_step(self) -> int:
-        """The step of the checkpoint that `latest` names, 0 without one; a newer complete one may not be named yet."""
+        """The step of the checkpoint that `latest` names, 0 without one; a newer complete one may
+        not be named yet."""
         named = named_checkpoint(self.checkpoints)
         return step_in(named.name) or 0 if named else 0
 
@@ -120,7 +121,8 @@ class Run:
         ]
 
     def trains_again(self, printed_before: int) -> bool:
-        """Whether a new attempt has trained a step, by the output after `printed_before` characters."""
+        """Whether a new attempt has trained a step, by the output after `printed_before`
+        characters."""
         return _STEP.search(self.output, printed_before) is not None
 
     def require(self, condition: bool, what: str) -> None:
@@ -130,7 +132,8 @@ class Run:
 
 
 class Laboratory:
-    """A folder with the tokens, the initial expansion and the undisturbed runs, which all runs share."""
+    """A folder with the tokens, the initial expansion and the undisturbed runs, which all runs
+    share."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -156,7 +159,8 @@ class Laboratory:
         return run
 
     def undisturbed(self, shape: str, skipped: tuple[int, ...] = ()) -> tuple[Run, float]:
-        """The run of that shape without faults, optionally without some steps, and its seconds; trained once."""
+        """The run of that shape without faults, optionally without some steps, and its seconds;
+        trained once."""
         if (shape, skipped) not in self._undisturbed:
             run, began = self.new_run(shape), time.monotonic()
             run_ranks(train_without, RANKS, run.config, *skipped)
@@ -164,7 +168,8 @@ class Laboratory:
         return self._undisturbed[shape, skipped]
 
     def is_undisturbed(self, run: Run, skipped: tuple[int, ...] = ()) -> bool:
-        """Whether the run logged every step once, with the metrics of the undisturbed run, bit for bit."""
+        """Whether the run logged every step once, with the metrics of the undisturbed run, bit for
+        bit."""
         figures = run.figures
         trained = [line["step"] for line in figures if "loss" in line]
         expected = [step for step in range(1, run.steps + 1) if step not in skipped]

@@ -1,4 +1,5 @@
-"""Faults that are injected into a run's job, and trials: what such a fault costs, and whether the run recovers."""
+"""Faults that are injected into a run's job, and trials: what such a fault costs, and whether the
+run recovers."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ from tests.waiting import PATIENCE_S
 
 
 class Result(NamedTuple):
-    """What the faults of one kind did: how often they were injected, and what the worst of them cost.
+    """What the faults of one kind did: how often they were injected, and what the worst of them
+    cost.
 
-    Seconds of a job go to its first new step, with five in place of Slurm's two minutes between attempts. The sequence
-    is equal if the metrics of every run are those of an undisturbed one, bit for bit.
+    Seconds of a job go to its first new step, with five in place of Slurm's two minutes between
+    attempts. The sequence is equal if the metrics of every run are those of an undisturbed one, bit
+    for bit.
     """
 
     times: int
@@ -40,7 +43,7 @@ WhileDown = Callable[[Job], int]
 """Changes something while the job is down; returns the step from which it must resume."""
 
 
-# --- What is injected ------------------------------------------------------------------------------------------------
+# --- What is injected -----------------------------------------------------------------------------
 
 
 def requeue(job: Job) -> None:
@@ -57,7 +60,8 @@ LIMITED = ("--time=30", "--signal=B:USR1@900")
 
 
 def come_near_the_time_limit(job: Job) -> None:
-    """Lowers the limit of a LIMITED job: Slurm sends its signal at the next check, within half a minute."""
+    """Lowers the limit of a LIMITED job: Slurm sends its signal at the next check, within half a
+    minute."""
     job.cluster.scontrol("update", f"JobId={job.id}", "TimeLimit=14")
 
 
@@ -95,7 +99,8 @@ def _kill_in_training(job: Job, described: Callable[[psutil.Process], bool]) -> 
 
 
 def lose_node(job: Job) -> None:
-    """SIGKILL to node n2's slurmd and all of the job's processes there, as in a power failure; slurmd comes back."""
+    """SIGKILL to node n2's slurmd and all of the job's processes there, as in a power failure;
+    slurmd comes back."""
     job.stop_between_checkpoints()
     doomed = job.processes(lambda process: process.environ().get("SLURMD_NODENAME") == "n2")
     keepers = {
@@ -144,7 +149,7 @@ def _of_rank(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"rank_{rank:05d}.safetensors"
 
 
-# --- What becomes of the run -----------------------------------------------------------------------------------------
+# --- What becomes of the run ----------------------------------------------------------------------
 
 
 def newest_checkpoint(job: Job) -> int:
@@ -167,8 +172,8 @@ def stop_and_resume(
 ) -> Result:
     """Stops a job once, after `checkpoints_before` checkpoints, and lets it resume.
 
-    `loses_steps` says whether some must be computed again, none must, or either may be. `changes` are those of the
-    run's settings, `options` those of sbatch, `environment` is the job's.
+    `loses_steps` says whether some must be computed again, none must, or either may be. `changes`
+    are those of the run's settings, `options` those of sbatch, `environment` is the job's.
     """
     run = laboratory.new_run(shape, **(changes or {}))
     job = Job(cluster, run, options=options, **(environment or {}))
@@ -192,10 +197,12 @@ def damage_the_newest(
 def interrupt(
     job: Job, inject: Injection, while_down: WhileDown = newest_checkpoint
 ) -> tuple[int, float]:
-    """Stops the job with `inject`, waits until it is requeued, and starts it at once; steps lost, seconds to resume.
+    """Stops the job with `inject`, waits until it is requeued, and starts it at once; steps lost,
+    seconds to resume.
 
     Raises:
-        TrialError: the job was not stopped, not requeued, or resumed from another step than expected.
+        TrialError: the job was not stopped, not requeued, or resumed from another step than
+        expected.
     """
     run, restarts, struck = job.run, int(job.cluster.job(job.id)["Restarts"]), time.monotonic()
     inject(job)
@@ -216,7 +223,8 @@ def interrupt(
 
 
 def restart_daemons(laboratory: Laboratory, cluster: Cluster) -> Result:
-    """SIGKILL to each node's slurmd, whose children survive; it comes back, and the job continues without a restart."""
+    """SIGKILL to each node's slurmd, whose children survive; it comes back, and the job continues
+    without a restart."""
     run = laboratory.new_run(LASTING)
     job = Job(cluster, run)
     seconds = 0.0
@@ -255,7 +263,8 @@ def fill_the_disk(laboratory: Laboratory, cluster: Cluster) -> Result:
 def poison_a_batch(
     laboratory: Laboratory, cluster: Cluster, *, stays: bool, step: int = 13
 ) -> Result:
-    """Runs a job with a NaN in a batch of rank 1 in that step, whenever it is read or only the first time."""
+    """Runs a job with a NaN in a batch of rank 1 in that step, whenever it is read or only the
+    first time."""
     skipped = (step,) if stays else ()  # else the step is computed again
     run = laboratory.new_run(BRIEF)
     strokes = run.folder / "strokes"

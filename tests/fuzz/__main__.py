@@ -1,9 +1,13 @@
-"""The fuzz: damages sound inputs at random, and checks that every reader refuses them in one line or reads them right.
+"""The fuzz: damages sound inputs at random, and checks that every reader refuses them in one line
+or
+reads them right.
 
-python -m tests.fuzz --minutes 5 --seed 1            prints the table; exit code 1 if an outcome is not right or refused
-python -m tests.fuzz --only checkpoints              inputs of these subjects only
+python -m tests.fuzz --minutes 5 --seed 1            prints the table; exit code 1 if an outcome is
+not right or refused python -m tests.fuzz --only checkpoints              inputs of these subjects
+only
 
-Inputs that are not right or refused are kept in the folder, with answer.json and log.txt of their reader.
+Inputs that are not right or refused are kept in the folder, with answer.json and log.txt of their
+reader.
 """
 
 # ruff: noqa: T201  (a command line)
@@ -17,7 +21,8 @@ from collections import Counter
 from itertools import count, islice, takewhile
 from pathlib import Path
 
-# Before the packages that read them are imported: children are forked, which threads do not survive.
+# Before the packages that read them are imported: children are forked, which threads do not
+# survive.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", DS_ACCELERATOR="cpu")
 
 from pipeline.files import write_json

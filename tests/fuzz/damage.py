@@ -73,14 +73,16 @@ def _change_bytes(file: Path, data: bytearray, draw: random.Random) -> str:
 
 
 def _change_a_value(file: Path, text: str, draw: random.Random) -> str:
-    """Changes or removes a random value of JSON, of a line of JSON, or of YAML; raises where it is none."""
+    """Changes or removes a random value of JSON, of a line of JSON, or of YAML; raises where it is
+    none."""
     lines = text.split("\n") if file.suffix == ".jsonl" else [text]
     number = draw.randrange(max(1, len(lines) - 1))
     read, write = (
         (yaml.safe_load, yaml.safe_dump) if file.suffix == ".yaml" else (json.loads, json.dumps)
     )
     holder = {"": read(lines[number])}
-    # Values deep in long lists are many, and alike: half of the time a place near the root is taken.
+    # Values deep in long lists are many, and alike: half of the time a place near the root is
+    # taken.
     places = list(_places(holder))
     near = [place for place in places if len(place[2]) <= 3]
     parent, key, path = draw.choice(near if draw.random() < 0.5 else places)

@@ -1,4 +1,5 @@
-"""Run folders, which many processes write and users copy: status, retries, locks, metrics and reports."""
+"""Run folders, which many processes write and users copy: status, retries, locks, metrics and
+reports."""
 
 from __future__ import annotations
 

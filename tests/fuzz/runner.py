@@ -19,13 +19,15 @@ from pipeline.errors import INTERNAL_FAULT, UserError, exit_code_of, in_one_line
 from tests.fuzz.damage import damage
 
 INPUT = Path("input")
-"""What is damaged. Everything is relative to a subject's own folder, so that copies of it hold the same bytes."""
+"""What is damaged. Everything is relative to a subject's own folder, so that copies of it hold the
+same bytes."""
 ANSWER = "answer.json"
 GOOD = ("right", "refused")
 ALARM_S = 60
 """How long an input may take. The readers need less than a second."""
 MEMORY_BYTES = 4 * 2**30
-"""How much an input may add to the address space. The readers add less than 1 GiB, most of it mapped files."""
+"""How much an input may add to the address space. The readers add less than 1 GiB, most of it
+mapped files."""
 _LONGEST_MESSAGE = 2_000
 
 
@@ -41,11 +43,13 @@ class Subject(NamedTuple):
     exact: bool = False
     """Whether the project promises to notice any change."""
     guarded: bool = False
-    """Whether checksums guard the values of its JSON, too; else the JSON of an exact subject is only cut."""
+    """Whether checksums guard the values of its JSON, too; else the JSON of an exact subject is
+    only cut."""
 
 
 class Result(NamedTuple):
-    """How one input ended; the seed and its number make it again. docs/faults.md explains `outcome`."""
+    """How one input ended; the seed and its number make it again. docs/faults.md explains
+    `outcome`."""
 
     number: int
     target: str
@@ -62,7 +66,9 @@ def results(
     numbers: Iterable[int],
     alarm_s: int = ALARM_S,
 ) -> Iterator[Result]:
-    """Makes the sound inputs in `folder`, and yields how damaged copies of them ended, of each target in turn.
+    """Makes the sound inputs in `folder`, and yields how damaged copies of them ended, of each
+    target
+    in turn.
 
     A reader that takes longer than `alarm_s` hangs.
     Each sound input is read first: a reader that refuses its own is an AssertionError.

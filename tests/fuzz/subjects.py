@@ -1,4 +1,5 @@
-"""What is damaged: what strangers bring (this file), what training leaves (trained.py), and run folders."""
+"""What is damaged: what strangers bring (this file), what training leaves (trained.py), and run
+folders."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def _make_corpus(name: str) -> None:
 def _tokenize(name: str) -> None:
     prompt_key = "prompt" if name in ("a.csv", "a.parquet") else None
     described = job(Path("tokens"), INPUT / name, prompt_key=prompt_key, unit_bytes=1000)
-    # A worker as `scale-cpt tokenize` has it, which may die; forked from this process, which has imported all.
+    # A worker as `scale-cpt tokenize` has it, which may die; forked from this process, which has
+    # imported all.
     fork = multiprocessing.get_context("fork")
     with (
         patch.object(multiprocessing, "get_context", lambda _: fork),
@@ -104,7 +106,8 @@ def _make_unfinished() -> None:
 
 
 def _continue_unfinished() -> dict[str, str]:
-    """Continues the job; returns hashes of all files that it publishes, which are the same after any damage."""
+    """Continues the job; returns hashes of all files that it publishes, which are the same after
+    any damage."""
     preprocess(_unfinished(), Workers(None), max_bad_fraction=1.0)
     return contents(INPUT / "tokens", INPUT / "tokens.heldout")
 
@@ -156,6 +159,7 @@ def _subjects() -> Iterator[Subject]:
         )
 
 
-# Corpora whose tokenization was interrupted are a target of their own: their subjects are added here.
+# Corpora whose tokenization was interrupted are a target of their own: their subjects are added
+# here.
 SUBJECTS: list[Subject] = [*_subjects(), *trained.subjects(), *run_folders.subjects()]
 """All subjects; those of one target share a row of the table."""

@@ -1,4 +1,5 @@
-"""The quick form of the fuzz: inputs of a fixed seed, some of every target; and that the fuzz sees what readers do."""
+"""The quick form of the fuzz: inputs of a fixed seed, some of every target; and that the fuzz sees
+what readers do."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def results_of_liars(folder: Path, inputs: int) -> list[Result]:
 
 
 def test_readers_that_lie_are_found_and_their_inputs_kept(tmp_path):
-    # The fuzz forks, and a child of this process could wait for a lock that one of its threads held.
+    # The fuzz forks, and a child of this process could wait for a lock that one of its threads
+    # held.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         found = executor.submit(results_of_liars, tmp_path, len(liars.LIARS)).result()
         again = executor.submit(results_of_liars, tmp_path / "again", 3).result()

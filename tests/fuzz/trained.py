@@ -103,7 +103,8 @@ def _make_checkpoint() -> None:
 
 
 def _read_checkpoint() -> str:
-    """Reads all that a resume reads: the newest checkpoint, its files' hashes, weights, moments and random states."""
+    """Reads all that a resume reads: the newest checkpoint, its files' hashes, weights, moments and
+    random states."""
     found = candidates(INPUT)
     if not found:
         raise CheckpointError(
@@ -177,7 +178,9 @@ def _read_gate() -> str:
 
 
 def subjects() -> Iterator[Subject]:
-    """Each reader twice: the values of JSON that no hash guards may change what is read, but end in no traceback.
+    """Each reader twice: the values of JSON that no hash guards may change what is read, but end in
+    no
+    traceback.
 
     A gate's record holds a checksum, so that a value changed by hand is noticed.
     """

@@ -110,7 +110,8 @@ def test_the_next_run_extends_the_first_ones_export_again(run, tmp_path):
     assert done["step0_max_abs_logit_difference"] == 0.0
     record, _ = fit_gate(second)
     english = record.heldout["english"]
-    # A gate of a few steps may open for a token of English; where it does not, the logits are the base's.
+    # A gate of a few steps may open for a token of English; where it does not, the logits are the
+    # base's.
     assert english.closed_sequences >= english.sequences - 1
     assert record.closed_max_abs_logit_difference == 0.0
     assert convert(latest_conversion(second), probe_maker(*run_sources(second)))

@@ -1,4 +1,5 @@
-"""The record of an architecture: equal for equal models, and any entry of config.json that matters changes it."""
+"""The record of an architecture: equal for equal models, and any entry of config.json that matters
+changes it."""
 
 from __future__ import annotations
 

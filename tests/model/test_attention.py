@@ -1,4 +1,5 @@
-"""Every attention kernel against the masked one, forward and backward; and what the CUDA path never allocates."""
+"""Every attention kernel against the masked one, forward and backward; and what the CUDA path never
+allocates."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def results(attend, inputs):
 
 @pytest.fixture
 def varlen_on_the_cpu():
-    """A forward kernel for the CPU of torch's operator, which has one for CUDA only: each document by itself."""
+    """A forward kernel for the CPU of torch's operator, which has one for CUDA only: each document
+    by itself."""
     pytest.importorskip("torch.nn.attention.varlen")
 
     def forward(

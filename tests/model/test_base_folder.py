@@ -1,4 +1,5 @@
-"""Reading a pretrained folder: whole or in shards, in one file or several; and what is refused, in one line."""
+"""Reading a pretrained folder: whole or in shards, in one file or several; and what is refused, in
+one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The chunked loss: plain cross-entropy and its gradients, without ever holding the logits of a batch."""
+"""The chunked loss: plain cross-entropy and its gradients, without ever holding the logits of a
+batch."""
 
 from __future__ import annotations
 

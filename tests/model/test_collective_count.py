@@ -1,7 +1,10 @@
-"""How many messages tensor parallelism sends, and how long: Megatron's, with the expansion travelling in the same ones.
+"""How many messages tensor parallelism sends, and how long: Megatron's, with the expansion
+travelling
+in the same ones.
 
-Megatron's layer sums twice forward, behind attention and behind the FFN, and twice backward, before them. Below stands
-every all-reduce of a step, as its number of elements; and the halves that sequence parallelism makes of them.
+Megatron's layer sums twice forward, behind attention and behind the FFN, and twice backward, before
+them. Below stands every all-reduce of a step, as its number of elements; and the halves that
+sequence parallelism makes of them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ pytestmark = pytest.mark.full
 TOKENS = 2 * 24
 D, U, LAYERS, HEAD_DIM = 32, 12, 3, 8
 BASE, BOTH, UP = TOKENS * D, TOKENS * (D + U), TOKENS * U
-# Of each token, the largest logit; then its normaliser and its target's logit; and the router's three sums.
+# Of each token, the largest logit; then its normaliser and its target's logit; and the router's
+# three sums.
 LOSS, ROUTER = [TOKENS, 2 * TOKENS], [3 * TOKENS]
 ONE_KV_HEAD = {"expansion": {"hidden_size": U, "intermediate_size": 8, "num_attention_heads": 2}}
 RANK = 2
@@ -45,7 +49,8 @@ Sent = dict[str, tuple[list[int], list[int]]]
 
 
 class Sendings(NamedTuple):
-    """By method, the all-reduces of ranks that hold all positions, and what ranks send that hold their own alone."""
+    """By method, the all-reduces of ranks that hold all positions, and what ranks send that hold
+    their own alone."""
 
     whole: dict[str, tuple[list[int], list[int]]]
     split: dict[str, Sent]
@@ -103,8 +108,8 @@ def of_all_ranks(path: Path, sequence_parallel: bool) -> dict[str, Sent]:
 def test_full_fine_tuning_sends_megatrons_messages_and_scale_no_more(messages):
     """The embedding's sum and two a layer; backward two a layer and the output projection's.
 
-    Preserve sends no base gradient, Adapt only above the first W12: in the attention of layers 1 and 2. Where residuals
-    are parallel, layer 1's FFN reads x before it.
+    Preserve sends no base gradient, Adapt only above the first W12: in the attention of layers 1
+    and 2. Where residuals are parallel, layer 1's FFN reads x before it.
     """
     sums = 1 + 2 * LAYERS
     with_base = 4 - messages.parallel_residual
@@ -126,7 +131,8 @@ def test_route_sends_a_second_path_above_l_fp_and_the_routers_sums(messages):
 
 
 def test_a_shared_key_value_head_adds_the_sums_of_its_weights_gradients_alone(messages):
-    """Llama: both ranks hold the one new key/value head, and sum the gradients of its W21 and W22. NeoX: one a rank."""
+    """Llama: both ranks hold the one new key/value head, and sum the gradients of its W21 and W22.
+    NeoX: one a rank."""
     forward, backward = messages.whole["replicated"]
     added = [] if messages.parallel_residual else [HEAD_DIM * D, HEAD_DIM * U] * 2 * LAYERS
     assert forward == messages.whole["adapt"][0]
@@ -149,11 +155,14 @@ def test_own_weights_send_their_input_rows_and_the_gradients_of_what_is_replicat
 
 @pytest.mark.parametrize("method", SETTINGS)
 def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, method):
-    """A reduce-scatter on leaving a region and an all-gather on entering the next; backward the other way round.
+    """A reduce-scatter on leaving a region and an all-gather on entering the next; backward the
+    other
+    way round.
 
-    Between embedding and output projection there are as many entrances as exits. Route leaves the embedding once and
-    enters the output projection twice; there one of the two base streams has no gradient. The own rows of the input are
-    gathered by no region of their own, and x has no gradient below them.
+    Between embedding and output projection there are as many entrances as exits. Route leaves the
+    embedding once and enters the output projection twice; there one of the two base streams has no
+    gradient. The own rows of the input are gathered by no region of their own, and x has no
+    gradient below them.
     """
     whole, split = messages.whole[method], messages.split[method]
     of_regions = [

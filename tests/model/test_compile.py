@@ -1,4 +1,5 @@
-"""Compiled layers: one graph a kind of layer, whatever the documents of a batch, and the same results."""
+"""Compiled layers: one graph a kind of layer, whatever the documents of a batch, and the same
+results."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests.widened import (
 
 pytestmark = pytest.mark.full
 
-# Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no gradient.
+# Below `l_fp` and above it; Route's upper layers run twice, and Preserve's base stream has no
+# gradient.
 GRAPHS = {"preserve": 1, "route": 4, "adapt nf4": 3}
 DOCUMENTS = [(64,), (10, 54), (20, 20, 24), (1,) * 64]
 

@@ -1,7 +1,7 @@
 """The host runs ahead of a GPU: nothing in a step may make it wait there.
 
-The meta device stands for the GPU. It computes nothing, has no value to look at (`.item()` is an error on it), and a
-copy from the host or to it is seen.
+The meta device stands for the GPU. It computes nothing, has no value to look at (`.item()` is an
+error on it), and a copy from the host or to it is seen.
 """
 
 from __future__ import annotations

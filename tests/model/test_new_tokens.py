@@ -1,4 +1,5 @@
-"""The rows of an extended vocabulary: the base beside them is exact, and loss and gradients are autograd's own."""
+"""The rows of an extended vocabulary: the base beside them is exact, and loss and gradients are
+autograd's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Our decoder computes what transformers computes, on every kind of base, and packed documents as if alone."""
+"""Our decoder computes what transformers computes, on every kind of base, and packed documents as
+if alone."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_logits_equal_transformers(base, name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_twice_the_epsilon_of_the_norms_is_seen(base, name):
-    """The bound is small enough to find the least of faults: it moves gemma2's logits by 2.4e-5, others' by more."""
+    """The bound is small enough to find the least of faults: it moves gemma2's logits by 2.4e-5,
+    others' by more."""
     right = base(name)
     wrong = replace(right, spec=replace(right.spec, norm_eps=2 * right.spec.norm_eps))
     with pytest.raises(AssertionError, match="logits: off by"):

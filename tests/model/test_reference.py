@@ -1,4 +1,5 @@
-"""Self-generated text: the loss KL(base || model) on some sequences of a batch, against a literal computation with autograd."""
+"""Self-generated text: the loss KL(base || model) on some sequences of a batch, against a literal
+computation with autograd."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The decoder over several ranks computes what it computes on one: logits, loss and every trained gradient.
+"""The decoder over several ranks computes what it computes on one: logits, loss and every trained
+gradient.
 
-Splitting a sum over ranks only reorders it, so results may differ by roundings (tests/tolerances.py).
+Splitting a sum over ranks only reorders it, so results may differ by roundings
+(tests/tolerances.py).
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Case:
         )
 
     def build(self, path: Path, tp: TensorParallel) -> Decoder:
-        """The model, all of its trained part away from zero. The router's threshold is that of the whole model."""
+        """The model, all of its trained part away from zero. The router's threshold is that of the
+        whole model."""
         tp = replace(tp, sequence_parallel=self.sequence_parallel and tp.size > 1)
         base = extended(open_base(path)) if self.new_tokens else open_base(path)
         if self.method not in ("preserve", "adapt", "route"):
@@ -255,7 +258,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes(base):
-    """The ranks' outcomes of every case at a tensor-parallel size, computed by one start of the ranks."""
+    """The ranks' outcomes of every case at a tensor-parallel size, computed by one start of the
+    ranks."""
     known: dict[int, list[dict[str, Outcome]]] = {}
 
     def of(tp_size: int, case: Case) -> list[Outcome]:
@@ -320,7 +324,8 @@ def base_streams_of_rank(path: Path) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_preserve_keeps_the_base_stream_to_the_bit_over_two_ranks(base, name):
-    """Two ranks' sums have one order only; over more, the order may depend on the length of the message."""
+    """Two ranks' sums have one order only; over more, the order may depend on the length of the
+    message."""
     for found, masked, expected in run_ranks(base_streams_of_rank, 2, base(name).path):
         assert torch.equal(found, expected)
         assert torch.equal(masked, expected)

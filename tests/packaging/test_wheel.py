@@ -121,11 +121,15 @@ def run(installed):
 def test_the_wheel_holds_programs_settings_and_the_demos_texts(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
-        "tools/upscale.py",
         "slurm/cpt_korean.sh",
+        "slurm/convert_checkpoint.sh",
         "examples/data/models/stories260K/config.json",
     ):
         assert f"pipeline/shipped/{name}" in names
+    assert "pipeline/commands/upscale.py" in names
+    assert not [name for name in names if name.startswith("pipeline/shipped/tools")], (
+        "no code twice"
+    )
     assert not [
         name
         for name in names
@@ -154,7 +158,9 @@ def test_a_run_from_text_to_an_exported_folder_outside_the_checkout(run, tmp_pat
     assert json.loads((work / "runs/demo/training.json").read_text())["steps"] == 2
     assert (work / "runs/demo/hf/verification.json").exists()
     assert "step" in run(work, "status", begun)
-    elsewhere = (work / "configs/demo.yaml").read_text().replace("data/", f"{work}/data/")
+    elsewhere = (
+        (work / "configs/demo.yaml").read_text().replace("examples/data/", f"{work}/examples/data/")
+    )
     (tmp_path / "run.yaml").write_text(elsewhere)
     plan = run(tmp_path, "train", "--dry-run", "--gpus", 2, "--gpu-memory-gib", 4, "run.yaml")
     assert "none found" in plan

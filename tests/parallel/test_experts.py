@@ -1,4 +1,5 @@
-"""The linear map of every expert in one product: that of each expert alone, also with weights in 8 and 4 bits."""
+"""The linear map of every expert in one product: that of each expert alone, also with weights in 8
+and 4 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Frozen matrices in 8 and 4 bits: bitsandbytes' numbers, the same shards at every split, and exact products."""
+"""Frozen matrices in 8 and 4 bits: bitsandbytes' numbers, the same shards at every split, and exact
+products."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def read_rows(matrix, parameter, rank, size, rows):
 
 
 BY_BITSANDBYTES = "8461eebadfd77264"
-"""The start of the SHA-256 of what bitsandbytes 0.50.2 makes of the matrix below: codes, scales, and values in bf16."""
+"""The start of the SHA-256 of what bitsandbytes 0.50.2 makes of the matrix below: codes, scales,
+and values in bf16."""
 
 
 def test_nf4_is_that_of_bitsandbytes_bit_for_bit():
@@ -82,7 +84,8 @@ def test_fp8_rounds_each_row_to_three_bits_of_mantissa():
     matrix[2] = 0
     decoded = rounded(matrix, "fp8")
     largest = matrix.abs().amax(1, keepdim=True)
-    # Half a unit in the last place, or of the smallest numbers below normal ones: 448 is the largest in e4m3.
+    # Half a unit in the last place, or of the smallest numbers below normal ones: 448 is the
+    # largest in e4m3.
     assert (
         (decoded - matrix).abs()
         <= torch.maximum(matrix.abs() * 2**-4, largest / 448 * 2**-10) * 1.001
@@ -99,7 +102,8 @@ def test_fp8_rounds_each_row_to_three_bits_of_mantissa():
     other=st.integers(1, 150),
 )
 def test_shards_are_those_of_the_whole_matrix(precision, dim, size, units, unit, other):
-    """Also where neighbours hold the same shard, the last block is short, and rows are of an odd length."""
+    """Also where neighbours hold the same shard, the last block is short, and rows are of an odd
+    length."""
     split_size = units * unit * (BLOCK if dim == 1 and size > 1 else 5)
     shape = (other, split_size) if dim == 1 else (split_size, other)
     matrix = some_matrix(*shape)

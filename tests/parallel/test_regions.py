@@ -1,4 +1,5 @@
-"""Entering and leaving regions on real ranks: what travels, forward and backward, and what a graph it leaves."""
+"""Entering and leaving regions on real ranks: what travels, forward and backward, and what a graph
+it leaves."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_regions_sum_gradients_on_entry_and_results_on_leaving():
 
 
 def some_streams(seed):
-    """Two streams over two sequences of six positions: random numbers to send, and to weigh gradients with."""
+    """Two streams over two sequences of six positions: random numbers to send, and to weigh
+    gradients with."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(2, 6, width, generator=generator) for width in (3, 2)]
 

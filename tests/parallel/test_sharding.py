@@ -65,7 +65,8 @@ def test_merge_undoes_split_and_neighbours_hold_the_replicas(case):
 
 @given(split_tensors())
 def test_a_parameter_is_marked_once_for_every_shard(case):
-    """DeepSpeed counts a marked parameter, or else rank 0's, in the gradient norm: each number must count once."""
+    """DeepSpeed counts a marked parameter, or else rank 0's, in the gradient norm: each number must
+    count once."""
     tensor, partition, tp_size = case
     counted = 0
     for rank in range(tp_size):

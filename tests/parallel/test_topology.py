@@ -69,7 +69,8 @@ def groups_made_by_a_rank(tp_size):
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_a_rank_makes_its_own_groups_only(tp_size):
-    """Of a thousand ranks too: all groups of one, made by every rank, would take minutes under NCCL."""
+    """Of a thousand ranks too: all groups of one, made by every rank, would take minutes under
+    NCCL."""
     for rank, made in enumerate(run_ranks(groups_made_by_a_rank, 4, tp_size)):
         assert len(made) == (3 if tp_size == 4 else 2) and all(rank in ranks for ranks in made)
 

@@ -1,4 +1,5 @@
-"""What the method saves: below the first collaborative layer the base stream has no graph and no activations."""
+"""What the method saves: below the first collaborative layer the base stream has no graph and no
+activations."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import pytest
 
 from tests.widened import kept_for_backward, scale_settings, some_batch, widened
 
-# Widths of stories260K and of this expansion are all different, so that a tensor's last dimension names its stream.
+# Widths of stories260K and of this expansion are all different, so that a tensor's last dimension
+# names its stream.
 WIDTHS = {"hidden_size": 12, "intermediate_size": 10, "num_attention_heads": 2}
 RESIDUAL, INNER = 64, 172
 VARIANTS = [
@@ -53,7 +55,8 @@ def test_preserve_keeps_only_the_inputs_of_w21_of_the_base_stream(base):
     model = model_of(base, "preserve", {})
     kept, parameters = kept_tensors(model, some_batch(model.spec, 2, 32))
     layers = model.spec.num_layers
-    # A layer's W21 read four tensors: the two norms' outputs, the attended base heads, the FFN's inner activations.
+    # A layer's W21 read four tensors: the two norms' outputs, the attended base heads, the FFN's
+    # inner activations.
     assert sum(tensor.shape[-1] == RESIDUAL for tensor in kept) == 3 * layers
     assert sum(tensor.shape[-1] == INNER for tensor in kept) == layers
     assert not [name for name in parameters if ".base." in name or name == "output.base"]

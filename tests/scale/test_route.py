@@ -1,4 +1,5 @@
-"""SCALE-Route against a slow, literal transcription of the paper's Eq. 5, which runs the two models separately."""
+"""SCALE-Route against a slow, literal transcription of the paper's Eq. 5, which runs the two models
+separately."""
 
 from __future__ import annotations
 

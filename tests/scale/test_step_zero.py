@@ -1,7 +1,9 @@
-"""Before the first step the widened model is the base model, bit for bit, however its expansion starts.
+"""Before the first step the widened model is the base model, bit for bit, however its expansion
+starts.
 
-The blocks that write to the base stream and to the logits start at zero, which hides every other one: before each
-comparison these are shaken, and after it the comparison must fail for a model whose zeros are shaken too.
+The blocks that write to the base stream and to the logits start at zero, which hides every other
+one: before each comparison these are shaken, and after it the comparison must fail for a model
+whose zeros are shaken too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ KINDS = ("zero", "random", "svd")
 
 @torch.no_grad()
 def assert_starts_at_the_base(model, opened, tokens):
-    """Its logits are the base's, whatever the blocks are that do not start at zero; and are not, once those do not."""
+    """Its logits are the base's, whatever the blocks are that do not start at zero; and are not,
+    once those do not."""
     expected = unwidened(opened).logits(tokens)
     assert torch.equal(model.logits(tokens), expected)
     random = torch.Generator().manual_seed(0)

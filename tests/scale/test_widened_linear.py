@@ -1,4 +1,5 @@
-"""Eq. 1 of the paper, literally: the four blocks of a widened map against one dense matrix, and its gradients."""
+"""Eq. 1 of the paper, literally: the four blocks of a widened map against one dense matrix, and its
+gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def widened(
     bias: bool = False,
     collaborative: bool = True,
 ) -> WidenedLinear:
-    """A map from (in, in_up) to (out, out_up) whose blocks are all random: a start at zero would hide W12."""
+    """A map from (in, in_up) to (out, out_up) whose blocks are all random: a start at zero would
+    hide W12."""
     size_in, size_in_up, size_out, size_out_up = sizes
     source = Part(size_in, size_in), Part(size_in_up, size_in_up)
     target = Part(size_out, size_out), Part(size_out_up, size_out_up)

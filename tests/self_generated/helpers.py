@@ -25,7 +25,8 @@ ROWS = 600
 
 
 def copied_stories(folder: Path, **files: dict[str, Any]) -> Path:
-    """stories260K in `folder`, with keys of its JSON files changed: `copied_stories(folder, config={"a": 1})`."""
+    """stories260K in `folder`, with keys of its JSON files changed: `copied_stories(folder,
+    config={"a": 1})`."""
     shutil.copytree(STORIES, folder)
     for name, changes in files.items():
         change_json(folder / f"{name}.json", **changes)
@@ -33,7 +34,8 @@ def copied_stories(folder: Path, **files: dict[str, Any]) -> Path:
 
 
 def random_base(name: str, folder: Path) -> Path:
-    """The random model `name` of `bases.CONFIGS` with the tokenizer of stories260K, or stories260K itself."""
+    """The random model `name` of `bases.CONFIGS` with the tokenizer of stories260K, or stories260K
+    itself."""
     if name == "stories260K":
         return STORIES
     return copy_tokenizer(save_base(name, folder, vocab_size=ROWS))

@@ -1,4 +1,5 @@
-"""Corpora that a base writes: the same bytes however the work is done, prompts, and what is refused."""
+"""Corpora that a base writes: the same bytes however the work is done, prompts, and what is
+refused."""
 
 from __future__ import annotations
 

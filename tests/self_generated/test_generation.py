@@ -52,7 +52,8 @@ def greedy(decoder: Decoder, prompt: np.ndarray, max_tokens: int) -> list[int]:
 def test_at_a_low_temperature_it_is_greedy_decoding(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Prompts of several lengths share batches, in several rounds: what is before a shorter one has no influence."""
+    """Prompts of several lengths share batches, in several rounds: what is before a shorter one has
+    no influence."""
     monkeypatch.setattr(generation, "_FIRST_TOKENS", 2)
     base = random_base(name, tmp_path / "base")
     given = prompts(1, 9, 22, 4)
@@ -67,7 +68,8 @@ def test_at_a_low_temperature_it_is_greedy_decoding(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_text_has_the_entropy_of_the_bases_distribution(name: str, tmp_path: Path):
-    """Where each token is drawn from a distribution, the mean of nll − entropy is 0; of another one it is not."""
+    """Where each token is drawn from a distribution, the mean of nll − entropy is 0; of another one
+    it is not."""
     base = random_base(name, tmp_path / "base")
     decoder = unwidened(open_base(base))
     for temperature in (1.0, 0.7):

@@ -1,4 +1,5 @@
-"""Self-generated corpora in a run: the stage that makes them, and what every other stage does about them."""
+"""Self-generated corpora in a run: the stage that makes them, and what every other stage does about
+them."""
 
 from __future__ import annotations
 

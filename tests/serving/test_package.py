@@ -1,4 +1,5 @@
-"""The package in serving/: it holds the model code, and loads exports without the code in their folder."""
+"""The package in serving/: it holds the model code, and loads exports without the code in their
+folder."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def test_an_export_is_loaded_without_the_code_in_its_folder(folder, installed, t
 
 
 def test_servers_read_the_sizes_of_caches_from_the_configuration(folder):
-    """What vLLM checks of any model: the size of a head, and that key/value heads divide query heads."""
+    """What vLLM checks of any model: the size of a head, and that key/value heads divide query
+    heads."""
     config = json.loads((folder / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (12, 6)
     assert (

@@ -1,4 +1,5 @@
-"""The class for vLLM where vLLM is not installed: built as vLLM does, with exact attention in its kernels' place."""
+"""The class for vLLM where vLLM is not installed: built as vLLM does, with exact attention in its
+kernels' place."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ PACKAGE = Path(__file__).parents[2] / "serving" / "scale_cpt_serving"
 
 
 class ExactAttention(torch.nn.Module):
-    """Takes what vLLM's `Attention` takes: flat [N, H K] -> [N, H K], for one text shorter than any window."""
+    """Takes what vLLM's `Attention` takes: flat [N, H K] -> [N, H K], for one text shorter than any
+    window."""
 
     def __init__(self, num_heads, head_size, scale, num_kv_heads, logits_soft_cap=None, **_):
         super().__init__()
@@ -83,7 +85,8 @@ def vllm_model(monkeypatch):
 
 
 def built(vllm_model, folder, loaded):
-    """The class for vLLM in the type of `loaded`, the same folder in transformers, filled as vLLM does."""
+    """The class for vLLM in the type of `loaded`, the same folder in transformers, filled as vLLM
+    does."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=copy.deepcopy(loaded.config), model="exported"),
         parallel_config=SimpleNamespace(world_size=1),

@@ -29,7 +29,8 @@ from tests.training.runs import start_deepspeed, write_config
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 COMMUNICATION = {"communication_data_type": "fp32"}
 BUCKETS = {"overlap_comm": False, "reduce_bucket_size": 4096}
-# Limits so tight that a model of a few hundred thousand parameters is gathered and released in parts.
+# Limits so tight that a model of a few hundred thousand parameters is gathered and released in
+# parts.
 TIGHT = {
     "stage3_param_persistence_threshold": 20,
     "stage3_prefetch_bucket_size": 3000,

@@ -42,7 +42,8 @@ def test_mfu_counts_what_is_computed_for_each_token(base, tmp_path):
     # The embedding is tied to the output projection, so it counts as a matrix.
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
     assert flops.matrix == 6 * matrices
-    # Scores and weighted values, each a product of two matrices per head, and twice as much backward.
+    # Scores and weighted values, each a product of two matrices per head, and twice as much
+    # backward.
     assert (
         flops.attention
         == 3 * 2 * 2 * 32 * spec.num_layers * spec.widths.num_attention_heads * spec.head_dim

@@ -114,7 +114,8 @@ def test_a_1b_base_is_replicated_and_the_reason_names_what_that_saves():
         for estimate in estimates
     }
     assert gathers[1] == gathers[2]
-    # 32 micro-batches gather the whole model, and the lower half twice: it is beyond DeepSpeed's reuse distance of 1e9.
+    # 32 micro-batches gather the whole model, and the lower half twice: it is beyond DeepSpeed's
+    # reuse distance of 1e9.
     whole = estimator("llama-3.2-1b", 8).parameters.total * 2
     assert 32 * whole < gathers[3] < 1.5 * 32 * whole
 

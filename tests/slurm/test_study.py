@@ -27,7 +27,8 @@ def write_small(folder: Path, tokens: Path, *rates: float, **schedule: int) -> P
 
 
 def submit(cluster: Cluster, study: Path, *options: str) -> list[int]:
-    """Submits the driver, with sbatch's `options` for the runs; returns the runs' jobs and the next driver's."""
+    """Submits the driver, with sbatch's `options` for the runs; returns the runs' jobs and the next
+    driver's."""
     output = f"--output={study.parent}/%j.out"
     driver = cluster.sbatch(
         output,

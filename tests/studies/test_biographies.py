@@ -1,4 +1,5 @@
-"""The study of biographies: its texts have the paper's sizes and proportions; its tables are those of a summary."""
+"""The study of biographies: its texts have the paper's sizes and proportions; its tables are those
+of a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is pending of a study, and which learning rate each method gets, by what its runs left in their folders."""
+"""What is pending of a study, and which learning rate each method gets, by what its runs left in
+their folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of summary.json and of run folders, those of strangers too; their groups, and the tables that are printed."""
+"""Rows of summary.json and of run folders, those of strangers too; their groups, and the tables
+that are printed."""
 
 from __future__ import annotations
 
@@ -165,7 +166,8 @@ def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
 
 
 def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: float = 0.0) -> Path:
-    """A run's folder whose gate restores the base on the old text; the model without it has forgotten that."""
+    """A run's folder whose gate restores the base on the old text; the model without it has
+    forgotten that."""
     figures = {0: {"new": 200.0, "old": 145.0}, 6: {"new": 20.0, "old": 23441.0}}
     folder.mkdir()
     with (folder / "metrics.jsonl").open("w") as file:

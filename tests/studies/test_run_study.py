@@ -42,7 +42,8 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
-    """The study's folder, and what it printed; it was interrupted during its first run, and run again."""
+    """The study's folder, and what it printed; it was interrupted during its first run, and run
+    again."""
     folder = tmp_path_factory.mktemp("study")
     values = study_values(folder, tokens)
     let_diverge(values)

@@ -1,6 +1,7 @@
 """The matrix of training runs: every pair of settings that may be combined is in one of its rows.
 
-`tests/training/test_journeys.py` trains each row undisturbed, stopped and resumed, and stopped and moved.
+`tests/training/test_journeys.py` trains each row undisturbed, stopped and resumed, and stopped and
+moved.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Journey(NamedTuple):
         return {1: 3 if self.base_precision == "bf16" else 2, 2: 1, 3: 2}[self.zero]
 
     def settings(self, layout: Layout, zero: int) -> dict[str, Any]:
-        """What `tests.training.runs.write_config` takes, at a layout that need not be the row's own."""
+        """What `tests.training.runs.write_config` takes, at a layout that need not be the row's
+        own."""
         own_norm = {"norm": self.norm} if METHODS[self.method]["name"] == "scale" else {}
         parallel = {
             "tp_size": layout.tp_size,
@@ -119,7 +121,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "muon"),
 }
 QUICK = [
-    #        method       ZeRO layout  vocabulary     base    asynchronous  seq. parallel      optimizer
+    # method       ZeRO layout  vocabulary     base    asynchronous  seq. parallel      optimizer
     #                                         replay loss           checkpointing   norm
     Journey("preserve",  1, DP2,     True,  "nll", "fp8",  False, "all",  False, "base",      "adamw"),
     Journey("adapt",     3, DP2_TP2, True,  "nll", "bf16", True,  "none", True,  "separate",  "muon"),

@@ -1,4 +1,5 @@
-"""Learning rates by group: a factor scales the steps of its parameters, under every ZeRO stage and by Muon."""
+"""Learning rates by group: a factor scales the steps of its parameters, under every ZeRO stage and
+by Muon."""
 
 from __future__ import annotations
 

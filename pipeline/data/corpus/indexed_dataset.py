@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, get_args
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -98,10 +99,29 @@ def _has_other_digest(path: Path, content: FileContent) -> bool:
     return file_hash(path)[:_DIGITS] != content.digest
 
 
+class _HashedFile:
+    """A file that is hashed while it is written, so that it need not be read again."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+        self._bytes += memoryview(content).nbytes
+
+    @property
+    def content(self) -> FileContent:
+        """What the file holds, if nobody else writes it."""
+        return FileContent(self._bytes, self._digest.hexdigest()[:_DIGITS])
+
+
 class ShardWriter:
     """Appends documents to a `.bin` file, which `open_bin` opens with the first one."""
 
-    def __init__(self, open_bin: Callable[[], BinaryIO], dtype: np.dtype[Any]) -> None:
+    def __init__(self, open_bin: Callable[[], _HashedFile], dtype: np.dtype[Any]) -> None:
         self._open = open_bin
         self.dtype = dtype
         self.documents = 0
@@ -125,8 +145,9 @@ class ShardWriter:
         Raises:
             DataError: the type of the file cannot hold an id.
         """
+        is_checked = ids.dtype == self.dtype == np.uint16  # which holds all its own values
         # A cast to a smaller type wraps ids around without an error.
-        if len(ids):
+        if len(ids) and not is_checked:
             lowest = int(ids.min())
             highest = int(ids.max())
             if lowest < 0 or highest > np.iinfo(self.dtype).max:
@@ -143,7 +164,7 @@ class ShardWriter:
         self.tokens += len(ids)
 
     @cached_property
-    def _bin(self) -> BinaryIO:
+    def _bin(self) -> _HashedFile:
         return self._open()
 
 
@@ -152,10 +173,13 @@ def writing_shard(
     prefix: Path, dtype: np.dtype[Any], scratch: Path | None = None
 ) -> Iterator[ShardWriter]:
     """A writer whose files are published when the block ends. Without documents there are none."""
+    written: dict[ShardFile, _HashedFile] = {}
     with contextlib.ExitStack() as opened:
 
-        def opened_file(end: ShardFile) -> BinaryIO:
-            return opened.enter_context(published_file(shard_file(prefix, end), scratch))
+        def opened_file(end: ShardFile) -> _HashedFile:
+            file = opened.enter_context(published_file(shard_file(prefix, end), scratch))
+            written[end] = _HashedFile(file)
+            return written[end]
 
         # Never publish an empty shard and remove it again: another job may be writing the same
         # unit.
@@ -173,8 +197,8 @@ def writing_shard(
         pointers = (ends - lengths) * dtype.itemsize
         for array in (lengths, pointers, firsts):
             index.write(array.data)
-    for end in get_args(ShardFile):
-        writer.files[end] = content_of(shard_file(prefix, end))
+    for end, file in written.items():
+        writer.files[end] = file.content
 
 
 def shard_file(prefix: Path, end: ShardFile) -> Path:

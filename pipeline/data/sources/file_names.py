@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pipeline.errors import DataError
@@ -97,3 +97,15 @@ def check_named_once(files: Iterable[Path]) -> None:
         if other is not file:
             also = "" if other == file else f", also as {other}, which is the same file"
             raise DataError(f"{file}: is named twice among the inputs{also}; leave one out")
+
+
+def shown_size(sizes: Sequence[int]) -> str:
+    """How many files there are and how large they are together, for the log."""
+    size = float(sum(sizes))
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size /= 1024
+        unit = larger
+    return f"{len(sizes):,} files, {size:.3g} {unit}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from pipeline import log
+from pipeline.data.sources.file_names import shown_size
 from pipeline.errors import DataError, faults_of_library
 from pipeline.files import in_threads, read_record, write_record
 from pipeline.hub import ADVICE
@@ -53,7 +54,8 @@ def dataset_files(name: str) -> list[Path]:
                 f"{name}: has no files of a split {split!r}; it has {', '.join(map(str, splits))}"
             )
         urls = splits[split][: int(named["files"]) if named["files"] else None]
-        _logger.info("%s: downloads %d files", name, len(urls))
+        sizes = list(in_threads(_size_of, urls))
+        _logger.info("%s: downloads %s", name, shown_size(sizes))
         files = list(in_threads(_local_file, urls))
     _record_of(name).parent.mkdir(parents=True, exist_ok=True)
     write_record(_record_of(name), Downloaded(files=files))
@@ -92,6 +94,13 @@ def downloaded_files(name: str) -> list[Path] | None:
     except FileNotFoundError:
         return None
     return files if all(file.exists() for file in files) else None
+
+
+def _size_of(url: str) -> int:
+    """What the hub says of the size of a file, in bytes."""
+    from huggingface_hub import HfFileSystem
+
+    return int(HfFileSystem().info(url)["size"])
 
 
 def _local_file(url: str) -> Path:

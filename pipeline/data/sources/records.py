@@ -68,7 +68,7 @@ class Document(NamedTuple):
 
     `group`: documents of one are held out together, as the answers of a chat are; by default each is alone. `ids`:
     of the text, where another program has tokenized it. `has_control`: special tokens in the text are these tokens, as
-    the template of a chat writes them.
+    the template of a chat writes them. `utf8`: the text as UTF-8, where its reader has made that already.
     """
 
     text: str
@@ -76,6 +76,7 @@ class Document(NamedTuple):
     group: str = ""
     ids: list[int] | None = None
     has_control: bool = False
+    utf8: bytes | None = None
 
     @property
     def whole_text(self) -> str:
@@ -84,7 +85,15 @@ class Document(NamedTuple):
 
     @property
     def utf8_bytes(self) -> int:
+        """The bytes of its whole text."""
+        if self.utf8 is not None and self.prompt is None:
+            return len(self.utf8)
         return len(self.whole_text.encode(errors="replace"))
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether its whole text is ASCII, which is in every form of Unicode. This takes no time."""
+        return self.text.isascii() and (self.prompt is None or self.prompt.isascii())
 
     @property
     def held_out_by(self) -> str:
@@ -113,45 +122,51 @@ Record = Union[Document, Rejected]
 
 def record_of(offset: int, text: object, *prompt: object) -> Record:
     """The document of `text`, a string or UTF-8, with a `prompt` before it if one is given; or why it cannot be one."""
+    utf8: bytes | None = None
     if isinstance(text, bytes):
-        content = text
+        utf8 = text
         try:
-            text = content.decode()
+            text = utf8.decode()
         except UnicodeDecodeError:
-            return Rejected(offset, "invalid_utf8", content[:EXCERPT_BYTES])
+            return Rejected(offset, "invalid_utf8", utf8[:EXCERPT_BYTES])
     if not isinstance(text, str):
         # A container's own text may be long, or too deep for Python to write.
         shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
         return Rejected(
             offset, "text_not_string", shown[:EXCERPT_BYTES].encode(errors="backslashreplace")
         )
-    excerpt = text[:EXCERPT_BYTES].encode(errors="backslashreplace")
     if not text or text.isspace():
-        return Rejected(offset, "empty_text", excerpt)
+        return Rejected(offset, "empty_text", _excerpt(text))
     if "\0" in text:
-        return Rejected(offset, "nul_character", excerpt)
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:  # half a pair of JSON's escapes is no character
-        return Rejected(offset, "lone_surrogate", excerpt, str(error))
-    if size > MAX_RECORD_BYTES:
-        return Rejected(offset, "too_large", excerpt)
+        return Rejected(offset, "nul_character", _excerpt(text))
+    if utf8 is None:
+        try:
+            utf8 = text.encode()
+        except UnicodeEncodeError as error:  # half a pair of JSON's escapes is no character
+            return Rejected(offset, "lone_surrogate", _excerpt(text), str(error))
+    if len(utf8) > MAX_RECORD_BYTES:
+        return Rejected(offset, "too_large", _excerpt(text))
     if not prompt:
-        return Document(text)
+        return Document(text, utf8=utf8)
     before = record_of(offset, *prompt)
     if isinstance(before, Rejected):
         return before._replace(
             reason="prompt_not_usable", detail=f"{before.reason} {before.detail}".strip()
         )
-    return Document(text, before.text)
+    return Document(text, before.text, utf8=utf8)
+
+
+def _excerpt(text: str) -> bytes:
+    return text[:EXCERPT_BYTES].encode(errors="backslashreplace")
 
 
 def composed(record: Record) -> Record:
     """The record with its text, and its prompt, in Unicode's NFC; a rejected one as it is."""
-    if isinstance(record, Rejected):
+    if isinstance(record, Rejected) or record.is_ascii:
         return record
     prompt = None if record.prompt is None else unicodedata.normalize("NFC", record.prompt)
-    return record._replace(text=unicodedata.normalize("NFC", record.text), prompt=prompt)
+    text = unicodedata.normalize("NFC", record.text)
+    return record._replace(text=text, prompt=prompt, utf8=None)
 
 
 def value_at(record: Mapping[str, object], key: str) -> object:
@@ -172,3 +187,8 @@ def missing_column(names: Iterable[str], keys: Keys) -> str | None:
         if key not in names:
             return f"has no column {key!r}; set {option} to one of: {', '.join(names)[:500]}"
     return None
+
+
+def repeated_column(path: object, key: str) -> str:
+    """What is wrong with the table in a file that has several columns `key`."""
+    return f"{path}: has several columns {key!r}; rename all but one"

@@ -9,12 +9,12 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice, takewhile
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import charset_normalizer
 import zstandard
 
+from pipeline.data.sources.object_stores import InputPath, RemoteFile
 from pipeline.errors import DataError
 
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
@@ -57,14 +57,26 @@ class Stream:
 
     fault: Fault | None = None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: InputPath) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
+        self._remote: BinaryIO | None = None
+        if isinstance(path, RemoteFile):
+            self._remote = path.open()
+            weakref.finalize(self, self._remote.close)
+        else:
+            self._descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """At most `size` bytes from `offset` on; none at the end."""
-        return os.pread(self._descriptor, size, offset)
+        """At most `size` bytes of text from `offset` on; none at the end."""
+        return self._stored_at(offset, size)
+
+    def _stored_at(self, offset: int, size: int) -> bytes:
+        """At most `size` bytes of the file from `offset` on, as they are stored."""
+        if self._remote is None:
+            return os.pread(self._descriptor, size, offset)
+        self._remote.seek(offset)
+        return self._remote.read(size)
 
 
 class DecodedStream(Stream):
@@ -73,7 +85,7 @@ class DecodedStream(Stream):
     A file that is truncated, or damaged in the middle, yields everything before that place and then sets `fault`.
     """
 
-    def __init__(self, path: Path, encoding: str | None) -> None:
+    def __init__(self, path: InputPath, encoding: str | None) -> None:
         super().__init__(path)
         self._encoding = encoding
         self._pieces, self._window, self._window_start = self.pieces(), b"", 0
@@ -103,9 +115,7 @@ class DecodedStream(Stream):
 
     def _decompressed(self) -> Iterator[bytes]:
         """What each piece of the file decompresses to. Consecutive members or frames form one text."""
-        slices = (
-            os.pread(self._descriptor, _SLICE_BYTES, offset) for offset in count(0, _SLICE_BYTES)
-        )
+        slices = (self._stored_at(offset, _SLICE_BYTES) for offset in count(0, _SLICE_BYTES))
         stored = takewhile(bool, slices)
         suffix = self.path.suffix.lower()
         new_decompressor = _DECOMPRESSORS.get(suffix)
@@ -144,7 +154,7 @@ class DecodedStream(Stream):
             self.fault = "corrupt_file"
 
 
-def open_stream(path: Path, encoding: str | None = None) -> Stream:
+def open_stream(path: InputPath, encoding: str | None = None) -> Stream:
     """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
 
     Raises DataError for an unknown encoding, and where the file is not compressed as its name says.
@@ -162,7 +172,7 @@ def open_stream(path: Path, encoding: str | None = None) -> Stream:
     return DecodedStream(path, None if is_plain else encoding)
 
 
-def _check_compression(path: Path, beginning: bytes) -> None:
+def _check_compression(path: InputPath, beginning: bytes) -> None:
     """Raises DataError where the name of a file says another compression than its first bytes."""
     suffix = path.suffix.lower()
     named = suffix if suffix in _DECOMPRESSORS else ""
@@ -183,7 +193,7 @@ def _check_compression(path: Path, beginning: bytes) -> None:
     )
 
 
-def text_length(path: Path, encoding: str | None = None) -> tuple[int, Fault | None]:
+def text_length(path: InputPath, encoding: str | None = None) -> tuple[int, Fault | None]:
     """The bytes of text in a file, its size or what it decodes to before any damage; and that damage."""
     stream = open_stream(path, encoding)
     if not isinstance(stream, DecodedStream):
@@ -192,9 +202,9 @@ def text_length(path: Path, encoding: str | None = None) -> tuple[int, Fault | N
     return size, stream.fault
 
 
-def text_per_byte(path: Path) -> float:
+def text_per_byte(path: InputPath) -> float:
     """About how many bytes of text a byte of the file holds, from its first mebibyte; 1 if it is not compressed."""
-    new_decompressor = _DECOMPRESSORS.get(path.suffix)
+    new_decompressor = _DECOMPRESSORS.get(path.suffix.lower())
     if new_decompressor is None:
         return 1.0
     with path.open("rb") as file:
@@ -206,7 +216,7 @@ def text_per_byte(path: Path) -> float:
     return max(1.0, len(text) / max(1, len(stored)))
 
 
-def encoding_advice(paths: Iterable[Path]) -> str | None:
+def encoding_advice(paths: Iterable[InputPath]) -> str | None:
     """What to do about the first file that is likely of another encoding than UTF-8; None where there is none."""
     for path in paths:
         if (name := likely_encoding(path)) is not None:
@@ -217,7 +227,7 @@ def encoding_advice(paths: Iterable[Path]) -> str | None:
     return None
 
 
-def likely_encoding(path: Path) -> str | None:
+def likely_encoding(path: InputPath) -> str | None:
     """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
     if path.suffix.lower() in _TABLES:
         return None

@@ -1,8 +1,9 @@
 """No held-out document is in a training part: documents are compared by hashes of their tokens, and of their letters.
 
 Copies that differ in white space, or in the form of Unicode, have the same letters. The hashes of these are made with a
-training part, so one that was finished before its held-out part is compared by tokens alone. Of the held-out documents
-the hashes are kept in memory, sixteen bytes each, of the others nothing.
+training part where something is held out from it, or from its decoded tokens where that was decided during the work. A
+training part that was finished before its held-out part is compared by tokens alone. Of the held-out documents the
+hashes are kept in memory, sixteen bytes each, of the others nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from functools import partial
 from hashlib import blake2b, sha256
 from itertools import pairwise
 from pathlib import Path
-from unicodedata import normalize
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from pipeline.data.corpus.indexed_dataset import Shard
 from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.queue import STATE, Outcome, Share, Work, letters_of, run_units
+from pipeline.data.tokenize.text_hashes import hash_of_letters
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import cached_tokenizer
 from pipeline.errors import DataError
@@ -76,9 +77,8 @@ def compare_documents(
 def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared) -> Outcome:
     hashes, known = _hashes(Path(shard.path)), np.load(saved, mmap_mode="r")
     same = _is_known(hashes, known)
-    of_letters = letters_of(job.output / STATE, Path(shard.path).name)
-    if of_letters.exists():
-        same |= _is_known(np.load(of_letters), known)
+    if job.part == "train":
+        same |= _is_known(_training_letters(job, Path(shard.path)), known)
     if same.any():
         first, tokenizer = (
             int(np.flatnonzero(same)[0]),
@@ -93,6 +93,17 @@ def _compare(job: Job, saved: Path, heldout: tuple[Path, ...], shard: _Compared)
             "two, as scale-cpt clean does, remove the folder of that one, and start again"
         )
     return Outcome()
+
+
+def _training_letters(job: Job, shard: Path) -> npt.NDArray[np.uint64]:
+    """The hashes of the letters of a training shard of the job.
+
+    A shard has none where nothing was held out yet when it was made: then of its decoded tokens.
+    """
+    saved = letters_of(job.output / STATE, shard.name)
+    if saved.exists():
+        return np.load(saved)
+    return _hashes_of_letters(job, shard)
 
 
 def _is_known(
@@ -113,14 +124,8 @@ def _folder_of(job: Job, document: int, shard: Path, heldout: tuple[Path, ...]) 
     )
 
 
-def hash_of_letters(text: str) -> bytes:
-    """Eight bytes that are equal for texts that differ in white space, or in the form of Unicode, alone."""
-    letters = "".join(normalize("NFC", text).split())
-    return blake2b(letters.encode(errors="replace"), digest_size=8).digest()
-
-
 def _hashes_of_letters(job: Job, shard: Path) -> npt.NDArray[np.uint64]:
-    """The same of the documents of a shard, decoded."""
+    """The hashes of the letters of a shard's documents, decoded."""
     opened, tokenizer = Shard(shard), cached_tokenizer(job.tokenizer, job.end_of_document)
     start, end = len(tokenizer.document_start), len(tokenizer.document_end)
     found = []

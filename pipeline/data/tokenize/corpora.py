@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
-from unicodedata import normalize
 
 from pipeline.config.data import CHAT_DATE, Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.sources.records import Document, HeldoutBy, Keys
+from pipeline.data.tokenize.text_hashes import hash_of_words
 from pipeline.data.tokenize.units import good_documents, is_text
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.errors import DataError
@@ -76,14 +76,18 @@ def text_keys_of(corpus: Corpus) -> Keys:
     )
 
 
-def is_heldout(text: str, fraction: float, by: HeldoutBy = "words") -> bool:
+def is_heldout(
+    text: str, fraction: float, by: HeldoutBy = "words", *, utf8: bytes | None = None
+) -> bool:
     """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together.
 
     `by` words: also copies that differ in white space, or in the form of Unicode; text: as earlier versions did it.
+    `utf8`: the text in UTF-8, where the caller has it.
     """
     if by == "words":
-        text = " ".join(normalize("NFC", text).split())
-    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
+        digest = hash_of_words(text, utf8)
+    else:
+        digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pipeline.data.corpus.indexed_dataset import token_dtype
+from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.records import Document, Keys
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.units import Unit, beginning_of, input_files, is_text, unit_records
@@ -40,7 +39,7 @@ def corpus_bytes(job: Job) -> int:
     return round(sum(sizes.values()) * written_bytes / file_bytes)
 
 
-def _bytes_of_file(file: Path, keys: Keys, tokenizer: Tokenizer) -> float:
+def _bytes_of_file(file: InputPath, keys: Keys, tokenizer: Tokenizer) -> float:
     """About what the tokens of one file take."""
     unit, whole_bytes = beginning_of(file, keys, _SAMPLED_BYTES)
     documents = _first_documents(unit, keys)

@@ -291,10 +291,13 @@ def _check_same(output: Path, plan: Plan, found: Plan | Manifest) -> None:
     terms = _terms(found)
     for name, expected in _terms(plan).items():
         if name in terms and expected != terms[name]:
+            folders = "this folder"
+            if plan.heldout_fraction > 0 or heldout_of(output).exists():
+                folders = f"this folder and {heldout_of(output).name}"
             raise DataError(
-                f"{output}: was begun with another {name.replace('_', ' ')}: expected {expected!r:.120}, found "
-                f"{terms[name]!r:.120}; set it back, or remove this folder and {output.name}.heldout to make the "
-                "corpus again, or choose another --output"
+                f"{output}: was begun with another {name.replace('_', ' ')}: "
+                f"expected {expected!r:.120}, found {terms[name]!r:.120}; set it back, or "
+                f"remove {folders} to make the corpus again, or choose another --output"
             )
 
 

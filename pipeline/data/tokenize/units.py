@@ -18,22 +18,29 @@ from typing import Literal
 
 from pipeline.data.corpus.indexed_dataset import Shard
 from pipeline.data.sources import hub_datasets
+from pipeline.data.sources.columns import (
+    arrow_ranges,
+    arrow_records,
+    parquet_ranges,
+    parquet_records,
+)
 from pipeline.data.sources.file_names import (
     check_named_once,
     check_spelling,
     matching,
     saved_dataset,
 )
-from pipeline.data.sources.readers import (
-    arrow_ranges,
-    arrow_records,
-    begins_array,
-    begins_objects,
-    line_end,
-    parquet_ranges,
-    parquet_records,
-    text_records,
+from pipeline.data.sources.json_records import begins_array, begins_objects
+from pipeline.data.sources.lines import line_end
+from pipeline.data.sources.object_stores import (
+    InputPath,
+    RemoteFile,
+    input_path,
+    is_remote,
+    is_url,
+    matching_urls,
 )
+from pipeline.data.sources.readers import text_records
 from pipeline.data.sources.records import Document, Keys, Record, Rejected, composed
 from pipeline.data.sources.streams import (
     COMPRESSIONS,
@@ -77,11 +84,12 @@ class Unit(Work):
     stop: int
 
 
-def input_files(inputs: Sequence[str]) -> dict[Path, int]:
+def input_files(inputs: Sequence[str]) -> dict[InputPath, int]:
     """The files that `inputs` name, with their sizes in bytes.
 
-    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders that `datasets` saved, and datasets on the hub
-    (`hf://org/name`), which are downloaded first where they are not here.
+    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders that `datasets` saved, URLs of object stores and
+    their patterns (`s3://bucket/*.parquet`), and datasets on the hub (`hf://org/name`), which are downloaded first
+    where they are not here.
 
     Raises DataError where a file is missing, empty, named twice, or of an unknown format.
     """
@@ -92,14 +100,21 @@ def input_files(inputs: Sequence[str]) -> dict[Path, int]:
     return sizes
 
 
-def named_files(inputs: Sequence[str]) -> list[Path]:
+def named_files(inputs: Sequence[str]) -> list[InputPath]:
     """The files that `inputs` name, without reading their documents. Raises as `input_files`."""
     found: list[Path] = []
     downloaded: list[Path] = []
+    remote: list[RemoteFile] = []
     for name in inputs:
         if name.startswith(hub_datasets.PREFIX):
             downloaded += hub_datasets.dataset_files(name)
             continue
+        if is_url(name):
+            local = input_path(name)
+            if isinstance(local, RemoteFile):
+                remote += matching_urls(name)
+                continue
+            name = str(local)
         for path in matching(name):
             check_spelling(path)
             saved = saved_dataset(path) if path.is_dir() else None
@@ -114,12 +129,16 @@ def named_files(inputs: Sequence[str]) -> list[Path]:
                 f"{file}: is a folder; name its files by a pattern, such as '{file}/*.jsonl'"
             )
         _kind(file)
+    for url in remote:
+        if _kind(url) == "tokens":
+            raise DataError(
+                f"{url}: tokens of Megatron-LM are read from this machine; download them"
+            )
     check_named_once(found)  # equal files of the hub are one in its cache
-    if len({*downloaded}) < len(downloaded):
-        raise DataError(
-            f"{Counter(downloaded).most_common(1)[0][0]}: is named twice among the inputs"
-        )
-    return [*found, *downloaded]
+    for name, times in Counter(map(str, [*downloaded, *remote])).items():
+        if times > 1:
+            raise DataError(f"{name}: is named twice among the inputs")
+    return [*found, *remote, *downloaded]
 
 
 def is_text(inputs: Sequence[str]) -> bool:
@@ -128,7 +147,9 @@ def is_text(inputs: Sequence[str]) -> bool:
 
 
 def is_here(inputs: Sequence[str]) -> bool:
-    """Whether all `inputs` are on this machine; False where one would be downloaded from the hub first."""
+    """Whether all `inputs` are on this machine; False where one is read, or would be downloaded, over the network."""
+    if any(is_remote(name) for name in inputs):
+        return False
     on_hub = (name for name in inputs if name.startswith(hub_datasets.PREFIX))
     return all(hub_datasets.downloaded_files(name) is not None for name in on_hub)
 
@@ -138,7 +159,7 @@ def default_unit_bytes(total: int) -> int:
     return min(max(total // _UNITS_PER_CORPUS, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
 
 
-def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list[Unit]:
+def split_file(path: InputPath, file_index: int, keys: Keys, unit_bytes: int) -> list[Unit]:
     """The units of one file, in order. A compressed file is read once for its length.
 
     Raises DataError where a table or an index is damaged, or `keys` ask for what such a file does not have.
@@ -159,7 +180,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
             f"{path}: a line has no {keys.prompt!r}; give texts with prompts as JSONL, CSV or Parquet"
         )
     if kind == "tokens":
-        ranges = _token_ranges(path, unit_bytes)
+        ranges = _token_ranges(Path(str(path)), unit_bytes)
     elif kind == "parquet":
         ranges = parquet_ranges(path, keys, unit_bytes)
     elif kind == "arrow":
@@ -182,7 +203,7 @@ def split_file(path: Path, file_index: int, keys: Keys, unit_bytes: int) -> list
     ]
 
 
-def _layout(path: Path, kind: Kind, keys: Keys) -> Kind:
+def _layout(path: InputPath, kind: Kind, keys: Keys) -> Kind:
     """The kind of a text file by its content: JSON that is not an object a line, and lines of old Macs."""
     if kind == "text":
         return "text_cr" if line_end(open_stream(path, keys.encoding)) == b"\r" else kind
@@ -196,7 +217,7 @@ def _layout(path: Path, kind: Kind, keys: Keys) -> Kind:
     return kind
 
 
-def beginning_of(path: Path, keys: Keys, most_bytes: int) -> tuple[Unit, float]:
+def beginning_of(path: InputPath, keys: Keys, most_bytes: int) -> tuple[Unit, float]:
     """The beginning of a file of text, and about how many bytes of text the whole file has.
 
     That is about `most_bytes` of lines; tables and arrays have no parts, so the unit is all of them. No compressed file
@@ -235,7 +256,7 @@ def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
 
 def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
     """The records of a unit of text."""
-    path = Path(unit.path)
+    path = input_path(unit.path)
     if unit.kind == "tokens":
         raise DataError(
             f"{path}: holds tokens, expected text; name text, for a held-out part as heldout_input"
@@ -373,7 +394,7 @@ def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> Data
     )
 
 
-def _kind(path: Path) -> Kind:
+def _kind(path: InputPath) -> Kind:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     suffix = "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
@@ -387,6 +408,6 @@ def _kind(path: Path) -> Kind:
 
 
 @lru_cache(maxsize=1)
-def _cached_stream(path: Path, encoding: str | None) -> Stream:
+def _cached_stream(path: InputPath, encoding: str | None) -> Stream:
     """The stream of the last file: reading the next unit of a compressed file continues where the last unit ended."""
     return open_stream(path, encoding)

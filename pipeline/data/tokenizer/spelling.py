@@ -21,6 +21,7 @@ from pipeline.data.tokenizer.extension.bpe import byte_tokens
 from pipeline.data.tokenizer.load import (
     Encoded,
     Encoder,
+    GigatokenEncoder,
     HuggingFaceEncoder,
     SentencePieceEncoder,
     Tokenizer,
@@ -30,6 +31,8 @@ from pipeline.files import read_object
 
 # A character is encoded behind this one, because some tokenizers begin every text with a space.
 _BEFORE = "a"
+_MANY_RANGES = 8
+"""So many ranges of ids are compared one after the other; more are looked up in a table."""
 
 
 class Spelled(NamedTuple):
@@ -51,8 +54,11 @@ class Speller(Protocol):
     def special_tokens(self) -> SpecialTokens:
         """What a text that spells a special token becomes."""
 
-    def spell(self, texts: Sequence[str]) -> Spelled:
-        """Encodes `texts`. Raises DataError where an id is beyond the vocabulary."""
+    def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
+        """Encodes `texts`; `utf8`: the same texts in UTF-8, where the caller has them.
+
+        Raises DataError where an id is beyond the vocabulary.
+        """
 
 
 class SentencePieceSpeller:
@@ -72,7 +78,7 @@ class SentencePieceSpeller:
         self._reference = reference
         self._unknown = int(reference.model.processor.unk_id())
 
-    def spell(self, texts: Sequence[str]) -> Spelled:
+    def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
         """Encodes `texts`.
 
         Every model has an unknown token, so that no character is lost without a trace.
@@ -109,6 +115,7 @@ class TokenizerJsonSpeller:
         self._unknown = self._unknown_id()
         # All special tokens but the unknown one, which a text also becomes without naming it.
         self._control = sorted({*self._special} - {self._unknown})
+        self._control_ranges = _ranges_of(self._control)
         if special_tokens == "text" and not self._can_be_text:
             raise DataError(
                 f"{tokenizer.path}: reads {', '.join(self._special.values())} in a text as special "
@@ -122,11 +129,15 @@ class TokenizerJsonSpeller:
         """What a text that spells a special token becomes."""
         return "text" if self._as_text else "control"
 
-    def spell(self, texts: Sequence[str]) -> Spelled:
+    def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
         """Encodes `texts`. Raises DataError where an id is beyond the vocabulary."""
-        encoded = self._encoder.encode(texts)
-        is_special = self._is_one_of(encoded, self._control)
-        special_tokens = int(is_special.sum())
+        if isinstance(self._encoder, GigatokenEncoder):
+            encoded = self._encoder.encode(texts, utf8)
+        else:
+            encoded = self._encoder.encode(texts)
+        self._check_ids(encoded)
+        is_special = self._is_control(encoded)
+        special_tokens = int(np.count_nonzero(is_special))
         unknown_name = None
         if self._count_unknown(encoded) and self._unknown in self._special:
             # Where an unknown token is found, a text may also spell it by its name.
@@ -147,27 +158,30 @@ class TokenizerJsonSpeller:
             encoded = self._as_ordinary_text(texts, encoded, sorted(again))
         return Spelled(encoded, special_tokens, self._count_unknown(encoded), self._lost(texts))
 
-    def _is_one_of(self, encoded: Encoded, ids: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which of the encoded ids are among `ids`: bool [sum of lengths].
-
-        A table over the vocabulary, as this is asked of every text.
-        """
-        table = np.zeros(max(self._tokenizer.vocab_size, 1), dtype=np.bool_)
-        for number in ids:
-            if number < len(table):
-                table[number] = True
-        if len(encoded.ids) and int(encoded.ids.max()) >= len(table):
+    def _check_ids(self, encoded: Encoded) -> None:
+        """Raises DataError where an id is beyond the vocabulary."""
+        size = self._tokenizer.vocab_size
+        if len(encoded.ids) and int(encoded.ids.max()) >= size:
             raise DataError(
                 f"{self._tokenizer.path}: produced the id {encoded.ids.max()}, but has a "
-                f"vocabulary of {len(table)}"
+                f"vocabulary of {size}"
             )
-        return table[encoded.ids]
+
+    def _is_control(self, encoded: Encoded) -> npt.NDArray[np.bool_]:
+        """Which of the ids are special tokens, other than the unknown one: bool [sum of lengths]."""
+        if len(self._control_ranges) > _MANY_RANGES:
+            return np.isin(encoded.ids, self._control, kind="table")
+        found = np.zeros(len(encoded.ids), dtype=np.bool_)
+        for first, count in self._control_ranges:
+            # Of unsigned integers, those below `first` become very large: one comparison is enough.
+            found |= encoded.ids - np.uint32(first) < count
+        return found
 
     def _count_unknown(self, encoded: Encoded) -> int:
         """How many of the encoded ids are the unknown token."""
         if self._unknown is None:
             return 0
-        return int((encoded.ids == self._unknown).sum())
+        return int(np.count_nonzero(encoded.ids == self._unknown))
 
     def _as_ordinary_text(
         self, texts: Sequence[str], encoded: Encoded, again: Sequence[int]
@@ -192,7 +206,8 @@ class TokenizerJsonSpeller:
         spellings = [self._special[number] for number in self._control]
         with self._special_tokens_as_text():
             encoded = self._tokenizer.reference.encode(spellings)
-        return not self._is_one_of(encoded, self._control).any()
+        self._check_ids(encoded)
+        return not self._is_control(encoded).any()
 
     @contextmanager
     def _special_tokens_as_text(self) -> Iterator[None]:
@@ -264,6 +279,18 @@ class TokenizerJsonSpeller:
 def _split(encoded: Encoded) -> list[npt.NDArray[np.uint32]]:
     """The ids of each text."""
     return np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
+
+
+def _ranges_of(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending ids as ranges: the first id of each, and how many follow each other there."""
+    ranges: list[tuple[int, int]] = []
+    for number in ids:
+        if ranges and number == sum(ranges[-1]):
+            first, count = ranges[-1]
+            ranges[-1] = (first, count + 1)
+        else:
+            ranges.append((number, 1))
+    return ranges
 
 
 @lru_cache(maxsize=4)

@@ -12,7 +12,8 @@ import pytest
 from pipeline.data.corpus.indexed_dataset import Shard, shard_file, token_dtype, writing_shard
 from pipeline.errors import DataError
 
-# Written by megatron-core 0.16.1's IndexedDatasetBuilder: twenty documents of random ids; 3 of 2, 1 and 3 sequences.
+# Written by megatron-core 0.16.1's IndexedDatasetBuilder: twenty documents of random ids; 3 of 2, 1
+# and 3 sequences.
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 VOCABULARIES = {"uint16": 50_277, "int32": 128_256}
 

@@ -18,7 +18,8 @@ from tests.texts import REVIEWS_HELDOUT, STORIES_HELDOUT
 
 
 def test_inspect_data_shows_the_manifest_and_documents(tmp_path: Path):
-    """The manifest, the quarantine, and every document as text; then that another tokenizer is refused."""
+    """The manifest, the quarantine, and every document as text; then that another tokenizer is
+    refused."""
     texts = documents(30)
     source = write_jsonl(tmp_path / "x.jsonl", [*texts, 1, ""])
     tokenize(tmp_path / "corpus", source, unit_bytes=1000)

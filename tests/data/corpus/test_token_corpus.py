@@ -1,4 +1,5 @@
-"""Shards are read as one sequence; damage to them is found: never accepted in silence, never a traceback."""
+"""Shards are read as one sequence; damage to them is found: never accepted in silence, never a
+traceback."""
 
 from __future__ import annotations
 

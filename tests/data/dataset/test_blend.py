@@ -35,7 +35,8 @@ def test_a_large_permutation_stays_in_range_and_keeps_indices_apart(
 
 
 def test_a_permutation_looks_random():
-    """Over many keys every value lands everywhere about equally often, and neighbours do not stay neighbours."""
+    """Over many keys every value lands everywhere about equally often, and neighbours do not stay
+    neighbours."""
     size, keys = 10, 4000
     counts = np.zeros((size, size))
     neighbours = 0
@@ -132,7 +133,8 @@ def test_any_range_has_the_proportions(weights: list[float], start: int, length:
 def test_a_temperature_makes_shares_of_sizes(
     sizes: list[int], temperature: float, hotter_by: float
 ):
-    """Proportional at 1, the power 1 / T in between, and with a higher T more even but never in another order."""
+    """Proportional at 1, the power 1 / T in between, and with a higher T more even but never in
+    another order."""
     named = {str(size): size for size in sizes}
     factors = tempered(named, temperature)
     for name, size in named.items():
@@ -211,7 +213,8 @@ def test_each_pass_over_a_corpus_reads_each_of_its_samples_once():
 def test_any_ranks_and_resume_points_read_the_same_batches(
     global_batch: int, dp_size: int, micro: int, resumed: list[int], other_dp_size: int
 ):
-    """Six steps, resumed at some of them on another number of ranks: each reads its own batch, every sample once."""
+    """Six steps, resumed at some of them on another number of ranks: each reads its own batch,
+    every sample once."""
     for step in range(7):
         ranks = other_dp_size if step in resumed else dp_size
         micro_batches = [

@@ -69,7 +69,8 @@ def test_samples_by_hand():
 
 
 def test_a_document_sees_the_end_of_the_one_before_it_where_no_start_token_does():
-    # Documents 1 2 3 | 4 5 | 6 7 8 end in 3, 5 and 8: tokens 3 and 5 are also the first that 4 and 6 see.
+    # Documents 1 2 3 | 4 5 | 6 7 8 end in 3, 5 and 8: tokens 3 and 5 are also the first that 4 and
+    # 6 see.
     corpus = packed(Documents([3, 2, 3]), 5, end=True)
     assert rows(corpus, "tokens") == [[1, 2, 3, 4, 5], [6, 7, 8, PADDING, PADDING]]
     assert rows(corpus, "targets") == [[2, 3, 4, 5, 6], [7, 8, _, _, _]]
@@ -83,14 +84,16 @@ def test_a_document_sees_the_end_of_the_one_before_it_where_no_start_token_does(
 
 
 def test_samples_of_prompts_and_answers_by_hand():
-    # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document does not fit into the first.
+    # 1 2 [3 4] | 5 [6] | 7 8 [9 10 11 12 13 14] in samples of five: the second document does not
+    # fit into the first.
     corpus = packed(Documents([4, 2, 8], [2, 1, 2]), 5, whole=True)
     assert rows(corpus, "tokens")[:3] == [
         [1, 2, 3, 4, PADDING],
         [5, 6, *[PADDING] * 3],
         [7, 8, 9, 10, 11],
     ]
-    # Longer than a sample: it starts a new one; its continuation in the next is not the beginning of an answer.
+    # Longer than a sample: it starts a new one; its continuation in the next is not the beginning
+    # of an answer.
     assert rows(corpus, "targets") == [
         [_, 3, 4, _, _],
         [6, _, _, _, _],
@@ -143,7 +146,8 @@ def test_every_token_is_read_once_and_predicted_from_its_own_document(
         assert np.array_equal(sample.positions == 0, new)
         assert np.all(np.diff(sample.positions)[~new[1:]] == 1)
     assert read == list(range(1, sum(lengths) + 1))
-    # Everything is predicted except the first token of each text: that of a document, or of the corpus.
+    # Everything is predicted except the first token of each text: that of a document, or of the
+    # corpus.
     firsts = np.cumsum([0, *lengths])[:-1] + 1 if mask else [1]
     assert predicted(corpus) == [token for token in read if token not in firsts]
 

@@ -93,11 +93,12 @@ def test_a_file_is_read_or_refused(name: str, unit_bytes: int):
             raise DataError(str(rejected[0]))
 
 
-# --- Tables ----------------------------------------------------------------------------------------------------------
+# --- Tables ---------------------------------------------------------------------------------------
 
 
 def test_a_stray_quote_of_a_csv_costs_the_lines_that_it_takes(tmp_path: Path):
-    """A pair of stray quotes far apart looks like one field; its lines look like rows, and are counted one by one."""
+    """A pair of stray quotes far apart looks like one field; its lines look like rows, and are
+    counted one by one."""
     rows = [f"{number},row {number}" for number in range(300)]
     rows[50], rows[250] = '50,"opened', '250,closed"'
     (tmp_path / "x.csv").write_text("\n".join(["id,text", *rows]))
@@ -118,7 +119,7 @@ def test_a_quoted_text_of_many_lines_is_one_document(tmp_path: Path):
     assert texts_of(tmp_path / "x.csv") == [poem, "short"]
 
 
-# --- Compressed files ------------------------------------------------------------------------------------------------
+# --- Compressed files -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.xz"])
@@ -155,7 +156,7 @@ def test_a_damaged_file_is_named_on_the_screen_and_read_only_if_allowed(tmp_path
     assert "1 records rejected" in allowed.stdout
 
 
-# --- Names -----------------------------------------------------------------------------------------------------------
+# --- Names ----------------------------------------------------------------------------------------
 
 
 def test_names_with_brackets_capitals_and_hangul_are_read(tmp_path: Path):
@@ -281,7 +282,7 @@ def test_nested_columns_of_parquet_and_keys_that_are_not_there(tmp_path: Path):
     assert texts_of(tmp_path / "x.jsonl", keys=Keys("meta.body")) == ["named so", "no_text_key"]
 
 
-# --- JSON of other shapes --------------------------------------------------------------------------------------------
+# --- JSON of other shapes -------------------------------------------------------------------------
 
 
 def test_lines_of_arrays_are_no_array_of_records(tmp_path: Path):

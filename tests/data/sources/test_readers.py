@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.corpus.manifest import load_manifest
+from pipeline.data.sources import lines as line_reading
 from pipeline.data.sources import readers
-from pipeline.data.sources.readers import lines
+from pipeline.data.sources.lines import lines
 from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import open_stream, text_length
 from pipeline.data.tokenize.units import split_file
@@ -66,7 +67,8 @@ def test_parquet_by_row_groups(tmp_path: Path, unit_bytes: int, units: int, type
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
 def test_files_written_on_windows(tmp_path: Path, name: str):
-    """A byte-order mark, also where files were joined, and CRLF are no text; JSON's own escapes are."""
+    """A byte-order mark, also where files were joined, and CRLF are no text; JSON's own escapes
+    are."""
     content = (
         b"\xef\xbb\xbf\r\n"
         + jsonl(["one\r\n"]).replace(b"\n", b"\r\n")
@@ -95,7 +97,7 @@ def test_a_json_array_of_records(tmp_path: Path, indent: int | None):
         ]
 
 
-# --- Lines and paragraphs --------------------------------------------------------------------------------------------
+# --- Lines and paragraphs -------------------------------------------------------------------------
 
 
 class Bytes:
@@ -120,8 +122,8 @@ def test_every_line_belongs_to_one_range(pieces: list[bytes], ended: bool, data:
     content = b"\n".join(pieces) + (b"\n" if ended and pieces else b"")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_BLOCK_BYTES", "_BLOCK_BYTES_PAST_END"):
-            patch.setattr(readers, name, data.draw(st.integers(1, 40)))
+        for name in ("BLOCK_BYTES", "_BLOCK_BYTES_PAST_END"):
+            patch.setattr(line_reading, name, data.draw(st.integers(1, 40)))
         edges = itertools.pairwise([0, *cuts, len(content)])
         found = [line for start, stop in edges for line in lines(Bytes(content), start, stop)]
     assert [line.content for line in found] == content.removesuffix(b"\n").split(b"\n")[
@@ -160,14 +162,15 @@ AS_A_WHOLE = Keys(document="file")
 
 
 def test_a_document_that_is_too_large_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
+    for module in (readers, line_reading):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", 1000)
     path = tmp_path / "x.txt"
     path.write_text("short\n" + "long line " * 200 + "\nlast")
     assert texts_of(path) == ["short", "too_large", "last"]
     assert texts_of(path, keys=AS_A_WHOLE) == ["too_large"]
 
 
-# --- Tables of text and other encodings ------------------------------------------------------------------------------
+# --- Tables of text and other encodings -----------------------------------------------------------
 
 ROWS = 'id,question,text\r\n1,"왜?","하나, ""둘""\r\n셋"\r\n\r\n2,누가?,넷\r\n'
 

@@ -1,4 +1,5 @@
-"""Bad records are quarantined with file, offset and reason, too many stop the job; a file that is no use is named."""
+"""Bad records are quarantined with file, offset and reason, too many stop the job; a file that is
+no use is named."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.config.data import Data
 from pipeline.data.corpus.manifest import load_manifest
+from pipeline.data.tokenize import job
 from pipeline.data.tokenize.corpora import corpus_jobs, is_heldout
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
@@ -37,8 +38,8 @@ def made(folder: Path, **corpora: dict[str, Any]) -> Path:
         {"folder": folder / "tokens", "sequence_length": 64, "corpora": corpora}
     )
     with local_workers(1) as workers:
-        for job in corpus_jobs(data, STORIES260K):
-            preprocess(job, workers)
+        for one in corpus_jobs(data, STORIES260K):
+            preprocess(one, workers)
     return data.folder
 
 
@@ -73,6 +74,28 @@ def test_a_copy_that_differs_in_white_space_or_form_is_named(tmp_path: Path, cop
         match=rf"a\.jsonl: the document ' ?0-33 .* held out, in {tmp_path}/tokens/a\.heldout",
     ):
         made(tmp_path, a=corpus)
+
+
+def test_a_copy_is_named_where_files_are_held_out_during_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Letters of training documents are hashed from their tokens where no part was held out before."""
+    copied = TEXTS[33].replace(" ", "  ")
+    texts = {"a.jsonl": [*TEXTS[:20], copied]}
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(job, "compare_documents", killed)
+        with pytest.raises(KeyboardInterrupt):
+            made(tmp_path, a={"input": texts})
+    state = tmp_path / "tokens" / "a" / ".units"
+    assert not list(state.glob("*.letters.npy"))
+    finished = (state / "00000-000000.json").stat().st_ino
+    with pytest.raises(DataError, match=r"the document '0-33 .* is also held out"):
+        made(tmp_path, a={"input": texts, "heldout_input": {"held.jsonl": TEXTS[30:40]}})
+    assert (state / "00000-000000.json").stat().st_ino == finished
 
 
 def test_files_held_out_later_are_compared_with_what_is_there(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""Corpora made by Megatron-LM become those that we would have made, and are refused where they are not right."""
+"""Corpora made by Megatron-LM become those that we would have made, and are refused where they are
+not right."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from tests.training.runs import write_config
 def write_megatron(
     prefix: Path, texts: list[list[int]], *, dtype: type = np.uint16, sentences: int = 1
 ) -> Path:
-    """What Megatron-LM's IndexedDatasetBuilder writes; `sentences`: a document is split into so many sequences."""
+    """What Megatron-LM's IndexedDatasetBuilder writes; `sentences`: a document is split into so
+    many sequences."""
     sequences = [part for ids in texts for part in np.array_split(np.array(ids, dtype), sentences)]
     lengths = np.array([len(part) for part in sequences], np.int32)
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(dtype).itemsize
@@ -47,7 +49,8 @@ def encoded(texts: list[str]) -> list[list[int]]:
     "frame", [slice(None), slice(1, None), slice(1, -1)], ids=["framed", "end", "bare"]
 )
 def test_a_megatron_corpus_is_ours_without_tokenizing(tmp_path, dtype, frame):
-    """The same bytes, whether its documents have the tokens around them, the end alone (--append-eod) or none."""
+    """The same bytes, whether its documents have the tokens around them, the end alone
+    (--append-eod) or none."""
     texts = stories(40)
     written = write_jsonl(tmp_path / "x.jsonl", texts)
     ours = tokenize(

@@ -1,4 +1,5 @@
-"""A corpus depends on its job alone: not on the workers, how often they were killed, or their order."""
+"""A corpus depends on its job alone: not on the workers, how often they were killed, or their
+order."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ from tests.texts import REVIEWS, STORIES
 from tests.training.runs import write_config
 from tests.waiting import PATIENCE_S
 
-# 50 units of a quarter MiB, from two compressed files: enough that none is finished before it is killed.
+# 50 units of a quarter MiB, from two compressed files: enough that none is finished before it is
+# killed.
 INPUTS = (REVIEWS, STORIES)
 SETTINGS: dict[str, Any] = {"heldout_fraction": 0.1, "unit_bytes": 2**18}
 ARGUMENTS = [
@@ -303,7 +305,7 @@ def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
     source = write_jsonl(tmp_path / "x.jsonl", [*documents(60), "거짓 하나"])
     original = GigatokenEncoder.encode
 
-    def erring(self: GigatokenEncoder, texts: list[str]) -> Encoded:
+    def erring(self: GigatokenEncoder, texts: list[str], utf8: object = None) -> Encoded:
         encoded = original(self, texts)
         return Encoded(encoded.ids + any("거짓" in text for text in texts), encoded.lengths)
 

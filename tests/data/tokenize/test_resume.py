@@ -1,4 +1,5 @@
-"""A job that continues publishes what an undisturbed one does, whatever became of its files since it was killed."""
+"""A job that continues publishes what an undisturbed one does, whatever became of its files since
+it was killed."""
 
 from __future__ import annotations
 

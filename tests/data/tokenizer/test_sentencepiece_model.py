@@ -1,4 +1,5 @@
-"""SentencePiece's own models: their ids are the library's, and so are those of their tokenizer.json."""
+"""SentencePiece's own models: their ids are the library's, and so are those of their
+tokenizer.json."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversion_has_the_same_ids(kind: str):
-    """But where a Unigram model has several best cuts, between which the libraries choose by their rounding."""
+    """But where a Unigram model has several best cuts, between which the libraries choose by their
+    rounding."""
     model = trained(**KINDS[kind])
     tokenizer = converted(model, (1,))
     read = [
@@ -183,7 +185,8 @@ def test_a_model_is_converted_and_its_ids_are_compared(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert "korean: 150 of 150 texts have the ids of" in done.stdout
-    # These stories spell <s>, which is a control token in a tokenizer.json and plain text for SentencePiece.
+    # These stories spell <s>, which is a control token in a tokenizer.json and plain text for
+    # SentencePiece.
     assert "english: 292 of 292" not in done.stdout and "differ" in done.stdout
     assert load_tokenizer(folder).document_start == (1,)
     assert load_tokenizer(folder).path.name == "tokenizer.json"

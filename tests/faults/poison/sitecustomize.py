@@ -1,7 +1,9 @@
-"""Python runs this at startup if this folder is on PYTHONPATH: it puts a NaN into one batch of a rank.
+"""Python runs this at startup if this folder is on PYTHONPATH: it puts a NaN into one batch of a
+rank.
 
-POISON, as JSON, names the rank, the number of its micro-batch (from 1, in this process), and the file that takes a
-line with the time of each NaN. With `stays` the NaN is in the data: it appears whenever those tokens are read.
+POISON, as JSON, names the rank, the number of its micro-batch (from 1, in this process), and the
+file that takes a line with the time of each NaN. With `stays` the NaN is in the data: it appears
+whenever those tokens are read.
 """
 
 from __future__ import annotations

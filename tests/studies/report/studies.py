@@ -10,7 +10,8 @@ from typing import Any
 
 from pipeline.files import write_json
 
-# label, method, trained parameters; fall of the new perplexity and rise of the kept one in nats, as in the paper.
+# label, method, trained parameters; fall of the new perplexity and rise of the kept one in nats, as
+# in the paper.
 METHODS = (
     ("Full fine-tuning", "fft", 1_236_000_000, 0.955, 0.181),
     ("LoRA", "lora", 180_000_000, 0.955, 0.181),
@@ -82,7 +83,8 @@ def write_study(folder: Path, content: Any) -> Path:
 
 
 def at_rates(content: Sequence[dict[str, Any]], factors: Sequence[float]) -> list[dict[str, Any]]:
-    """The rows, and of the first seed also those at other rates: they learn and forget that many times as much."""
+    """The rows, and of the first seed also those at other rates: they learn and forget that many
+    times as much."""
     found = []
     for row in content:
         for factor in factors if row["seed"] == content[0]["seed"] else (1.0,):

@@ -1,4 +1,5 @@
-"""Which kernels a training step of a 1B model spends its time in, and what larger chunks of logits change.
+"""Which kernels a training step of a 1B model spends its time in, and what larger chunks of logits
+change.
 
 python docs/results/gpu/session/profile_steps.py OUTPUT.json
 """

@@ -1,7 +1,9 @@
-"""Lets the project, which asks for torch 2.13, run on the torch 2.11 of the machine with a GPU; put on its Python path.
+"""Lets the project, which asks for torch 2.13, run on the torch 2.11 of the machine with a GPU; put
+on
+its Python path.
 
-Two things differ there: `varlen_attn` takes grouped heads without being told, and the count of attention's FLOPs
-refuses them.
+Two things differ there: `varlen_attn` takes grouped heads without being told, and the count of
+attention's FLOPs refuses them.
 """
 
 import torch

@@ -1,4 +1,5 @@
-"""Extended tokenizers: texts without new characters are cut as before, exactly, and others are only joined."""
+"""Extended tokenizers: texts without new characters are cut as before, exactly, and others are only
+joined."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ ROWS = [0xC0, *range(0xAC00 >> ROW_BITS, 0xD7A4 >> ROW_BITS)]
 
 
 def llama3_like(folder: Path) -> Path:
-    """The 20B tokenizer in a folder, with a chat template, more rows than tokens, and whole words before merges."""
+    """The 20B tokenizer in a folder, with a chat template, more rows than tokens, and whole words
+    before merges."""
     folder.mkdir()
     described = json.loads(OF_20B.read_text())
     described["model"]["ignore_merges"] = True

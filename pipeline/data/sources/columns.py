@@ -1,0 +1,196 @@
+"""The records of tables in Parquet and Arrow: a range [start, stop) counts row groups, or record batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipeline.data.sources.object_stores import InputPath, RemoteFile
+from pipeline.data.sources.records import (
+    Keys,
+    Record,
+    missing_column,
+    record_of,
+    repeated_column,
+)
+from pipeline.errors import DataError, faults_of_library
+
+_ARROW_FILE = b"ARROW1"
+# Few rows at a time: the memory needed is that of the longest documents in one batch.
+_ROWS = 256
+# Text is read as bytes: one value that is not UTF-8 must not make the others unreadable.
+_BYTES_OF: dict[pa.DataType, pa.DataType] = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+
+
+def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
+    """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
+
+    Raises DataError where the file is damaged, or lacks a column of `keys`.
+    """
+    with _faults(path, "Parquet"):
+        file = _parquet(path, keys)
+        paths = [file.schema.column(at).path for at in range(len(file.schema))]
+        leaves = [
+            at
+            for at, leaf in enumerate(paths)
+            if any(f"{leaf}.".startswith(f"{key}.") for key in keys.all)
+        ]
+        groups = map(file.metadata.row_group, range(file.num_row_groups))
+        sizes = [
+            sum(max(0, group.column(leaf).total_uncompressed_size) for leaf in leaves)
+            for group in groups
+        ]
+    return _ranges(sizes, unit_bytes)
+
+
+def arrow_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
+    """The same of a file of record batches, as `datasets` saves them. Raises as `parquet_ranges`."""
+    with _faults(path, "Arrow"):
+        sizes = [
+            sum(_column(batch, key).nbytes for key in keys.all)
+            for batch in _arrow_batches(path, keys)
+        ]
+    return _ranges(sizes, unit_bytes)
+
+
+def _ranges(sizes: list[int], unit_bytes: int) -> list[tuple[int, int, int]]:
+    """Joins consecutive parts of a table until they have `unit_bytes`."""
+    ranges: list[tuple[int, int, int]] = []
+    start = total = 0
+    for at, size in enumerate(sizes):
+        total += size
+        if total >= unit_bytes or at == len(sizes) - 1:
+            ranges.append((start, at + 1, total))
+            start, total = at + 1, 0
+    return ranges
+
+
+def parquet_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
+    """The records of a range; offsets are row numbers. Raises as `parquet_ranges`."""
+    with _faults(path, "Parquet"):
+        file = _parquet(path, keys)
+        first = sum(file.metadata.row_group(group).num_rows for group in range(start))
+        names, groups = [*{*keys.all}], range(start, stop)
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names, use_threads=False):
+            yield from _batch_records(batch, first, keys)
+            first += batch.num_rows
+
+
+def arrow_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
+    """The same of a file of record batches."""
+    first = 0
+    with _faults(path, "Arrow"):
+        for number, batch in enumerate(islice(_arrow_batches(path, keys), stop)):
+            for row in range(0, batch.num_rows if number >= start else 0, _ROWS):
+                yield from _batch_records(batch.slice(row, _ROWS), first + row, keys)
+            first += batch.num_rows
+
+
+def _batch_records(batch: Any, first: int, keys: Keys) -> Iterator[Record]:
+    """The records of some rows, the first of which is number `first`."""
+    columns = [_values(_column(batch, key)) for key in keys.all]
+    for row, values in enumerate(zip(*columns, strict=True), first):
+        if keys.chat is None:
+            yield record_of(row, *values)
+        else:
+            yield from keys.chat.records(row, values[0])
+
+
+def _faults(path: InputPath, kind: str) -> AbstractContextManager[None]:
+    """Damaged files make pyarrow raise errors of many types."""
+    return faults_of_library(
+        f"{path}: damaged or not a complete {kind} file, copy it again", DataError
+    )
+
+
+def _parquet(path: InputPath, keys: Keys) -> Any:  # pyarrow has no type hints
+    if isinstance(path, RemoteFile):
+        # The parts of a group of rows are fetched together, because each request takes long.
+        opened = path.open()
+        file = pq.ParquetFile(opened, pre_buffer=True, page_checksum_verification=True)
+    else:
+        file = pq.ParquetFile(
+            path, memory_map=True, pre_buffer=False, page_checksum_verification=True
+        )
+    _check_columns(path, file.schema_arrow, keys)
+    return file
+
+
+def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
+    """The record batches of a file in Arrow's format for files, or for streams, which `datasets` writes."""
+    if isinstance(path, RemoteFile):
+        source = pa.PythonFile(path.open(), mode="r")
+    else:
+        source = pa.memory_map(str(path))
+    if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
+        file = pa.ipc.open_file(source)
+        _check_columns(path, file.schema, keys)
+        yield from map(file.get_batch, range(file.num_record_batches))
+        return
+    source.seek(0)
+    stream = pa.ipc.open_stream(source)
+    _check_columns(path, stream.schema, keys)
+    yield from stream
+
+
+def _check_columns(path: InputPath, schema: Any, keys: Keys) -> None:
+    """Raises DataError where a table lacks a column of `keys`, or has several, or one without text."""
+    for key in keys.all:
+        if schema.names.count(key) > 1:
+            raise DataError(repeated_column(path, key))
+        found = _type_at(schema, key)
+        if found is None:
+            raise DataError(f"{path}: {missing_column(schema.names, keys)}")
+        found = found.value_type if pa.types.is_dictionary(found) else found
+        if keys.chat is None and found not in _BYTES_OF:
+            raise DataError(
+                f"{path}: expected strings in the column {key!r}, found {found}; name another column"
+            )
+
+
+def _type_at(schema: Any, key: str) -> Any:
+    """The type of a column, or of what a path of names such as `meta.body` leads to; None where there is none."""
+    if key in schema.names:
+        return schema.field(key).type
+    first, *rest = key.split(".")
+    if first not in schema.names:
+        return None
+    found = schema.field(first).type
+    for name in rest:
+        at = found.get_field_index(name) if pa.types.is_struct(found) else -1
+        if at < 0:
+            return None
+        found = found.field(at).type
+    return found
+
+
+def _column(batch: Any, key: str) -> Any:
+    """The column of a batch that a key, or a path of names, leads to."""
+    if key in batch.schema.names:
+        return batch.column(key)
+    first, *rest = key.split(".")
+    column = batch.column(first)
+    for name in rest:
+        column = pc.struct_field(column, name)
+    return column
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """The values of a column, whose offsets lie within its data; text as bytes."""
+    if pa.types.is_dictionary(column.type):
+        column.validate(full=True)
+        column = column.dictionary_decode()
+    if column.type in _BYTES_OF:
+        column = column.view(_BYTES_OF[column.type])
+    column.validate(full=True)
+    return list(column.to_pylist())

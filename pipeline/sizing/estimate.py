@@ -137,7 +137,7 @@ class Estimator:
 
     @property
     def has_uncounted_rows(self) -> bool:
-        """Whether own rows of tokens are counted as of all tokens, because they are not chosen yet."""
+        """Whether every token counts as having an own row, as they are not chosen yet."""
         method = training_method(self.config)
         return isinstance(method, Scale) and method.has_uncounted_rows
 

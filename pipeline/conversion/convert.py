@@ -233,6 +233,7 @@ def _write_expansion(
         "method": model.settings.of_initial_expansion,
         "seed": run.seed,
         "tokenizer": run.tokenizer_fingerprint,
+        "own_tokens": run.own_tokens,
     }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)

@@ -8,17 +8,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 from pipeline.combination.combine import combine
+from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
+from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods.scale import Scale
 from tests.bases import reference
-from tests.conversion.checkpoints import generate_greedily, training_decoder
-from tests.conversion.exports import exported
+from tests.conversion.checkpoints import (
+    generate_greedily,
+    save_many,
+    trained,
+    training_decoder,
+)
+from tests.conversion.exports import MORE_METHODS, exported
+from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding
 from tests.widened import some_tokens
@@ -139,6 +148,24 @@ def test_documents_packed_in_one_row_do_not_see_each_other(exports):
 
 
 @torch.no_grad()
+def test_a_base_that_was_widened_before(models, tmp_path):
+    """A merged export, whose norms count added channels less."""
+    first = models("llama tied", "merged")
+    widened_base = exported(first, "merged", tmp_path / "base")
+    run_ranks(save_many, 1, [(widened_base, MORE_METHODS["own adapt"], tmp_path / "run")])
+    model = trained(widened_base, tmp_path / "run")
+    assert model.spec.residual is not None
+    decoder = training_decoder(model)
+    tokens = some_tokens(model.spec, 2, LENGTH)
+    decoder.gate = random_gate(decoder, tokens)
+    folder = exported(replace(model, gate=decoder.gate), "scale", tmp_path / "hf")
+    found = load_hf_model(folder)(tokens).logits
+    assert_near(found, decoder.logits(tokens), PARITY)
+    decoder.gate = replace(decoder.gate, threshold=1e30)
+    assert torch.equal(decoder.logits(tokens), decoder.logits(tokens, path="base"))
+
+
+@torch.no_grad()
 def test_sixteen_bits_keep_the_table_of_rows(models, tmp_path):
     model = models("llama", "own adapt")
     decoder = training_decoder(model)
@@ -163,8 +190,6 @@ def test_a_saved_copy_is_the_same_model(exports, tmp_path):
 
 @torch.no_grad()
 def test_layers_may_be_on_several_devices(exports):
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
     model = load_hf_model(exports("llama", "own preserve", features="token")[0])
     elsewhere = torch.device("meta")
     for module in (*model.layers[1:], model.own_input, model.final_norm, model.output):
@@ -204,9 +229,6 @@ def test_what_a_format_cannot_express_is_refused(format, gated, message, models)
 
 def test_an_expansion_carries_them(models, tmp_path):
     """A run that trains it further has the same tokens with rows of their own."""
-    from pipeline.conversion.convert import Conversion, convert
-    from pipeline.conversion.verify import probe_maker
-
     model = models("llama", "own adapt")
     output = tmp_path / "expansion"
     request = Conversion(model.checkpoint, model.base.path, output, "expansion")

@@ -113,11 +113,15 @@ class Decoder(nn.Module):
                 self.mixtures.append(layer.ffn.base)
         self.final_norm = widened_norm(spec, plan, spec.num_layers, tp)
         self._is_routed = plan is not None and plan.routed
+        own_row_of: OwnRowOfToken | None = None
+        if plan is not None and plan.own is not None and plan.own.tokens is not None:
+            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size)
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,
             hidden_up,
             new_tokens=spec.new_tokens,
+            own_row_of=own_row_of,
             threshold=0.0 if plan is None else plan.router_threshold,
             softcap=spec.output_softcap,
             tp=tp,
@@ -125,10 +129,8 @@ class Decoder(nn.Module):
         if spec.tie_word_embeddings:
             self.output.base = self.embedding.base.weight
         self.own_input: OwnInputRows | None = None
-        if plan is not None and plan.own is not None and plan.own.tokens is not None:
-            row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size)
-            self.own_input = OwnInputRows(row_of, hidden_size, tp=tp)
-            self.output.add_own_rows(row_of)
+        if own_row_of is not None:
+            self.own_input = OwnInputRows(own_row_of, hidden_size, tp=tp)
 
     @property
     def keeps_base(self) -> bool:

@@ -47,6 +47,8 @@ class OutputProjection(nn.Module):
         base: W_out, [V / tp_size, D].
         expansion: W_out^up, [V / tp_size, U].
         new_rows: [n / tp_size, D + U], the rows of tokens from `vocab_size` on, for both streams.
+        own_rows: [r, D], the differences of W_out's rows for open tokens; `own_row_of` says which
+            row a token has.
         reference: a frozen copy of the base's W_out where W_out itself trains.
         kl_coefficient: the factor of KL(base || model) in the loss.
         threshold: the router's, of Route.
@@ -65,6 +67,7 @@ class OutputProjection(nn.Module):
         expansion_size: int | None,
         *,
         new_tokens: int = 0,
+        own_row_of: OwnRowOfToken | None = None,
         threshold: float,
         softcap: float | None = None,
         tp: TensorParallel,
@@ -83,18 +86,16 @@ class OutputProjection(nn.Module):
         if new_tokens:
             both_streams = hidden_size + (expansion_size or 0)
             self.new_rows = sharded_parameter((new_tokens, both_streams), VOCABULARY, tp)
+        self._own_row_of = own_row_of
         self.own_rows: nn.Parameter | None = None
-        self._own_row_of: OwnRowOfToken | None = None
+        if own_row_of is not None:
+            # Every rank has all of them: they are few, and each rank's columns need any of them.
+            shape = (own_row_of.rows, hidden_size)
+            self.own_rows = sharded_parameter(shape, REPLICATED, tp)
         self.reference: nn.Parameter | None = None
         self.vocabulary = LogitColumns(vocab_size, new_tokens, tp)
         self.columns = self.vocabulary.base_count
         self.base_columns = self.vocabulary.base_count
-
-    def add_own_rows(self, row_of: OwnRowOfToken) -> None:
-        """Adds the differences of W_out's rows for open tokens, [r, D], on every rank."""
-        hidden_size = self.base.shape[1]
-        self.own_rows = sharded_parameter((row_of.rows, hidden_size), REPLICATED, self.tp)
-        self._own_row_of = row_of
 
     def own_columns(self) -> OwnColumns:
         """The own rows of this rank's columns of the base's vocabulary."""

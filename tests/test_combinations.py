@@ -74,6 +74,7 @@ IN_JOURNEYS: dict[str, tuple[str, Any]] = {
     "sequence parallel": ("sequence_parallel", True),
     "vocabulary": ("vocabulary", True),
     "self-generated text": ("replay_loss", "kl"),
+    "own weights": ("own_weights", True),
     "fp8": ("base_precision", "fp8"),
     "nf4": ("base_precision", "nf4"),
     "norm: base": ("norm", "base"),

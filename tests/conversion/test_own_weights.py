@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
 from pipeline.combination.combine import combine
 from pipeline.conversion.convert import Conversion, convert
@@ -196,6 +197,52 @@ def test_layers_may_be_on_several_devices(exports):
         add_hook_to_module(module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere))
     out = model(some_tokens(model.config, 2, 9))
     assert out.logits.device == elsewhere and out.logits.shape[:2] == (2, 9)
+
+
+def test_a_model_that_is_not_loaded_has_initial_values(exports):
+    config = AutoConfig.from_pretrained(exports("gemma2", "own adapt", features="token")[0])
+    torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN
+    try:
+        model = ScaleForCausalLM(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not any(gain.any() for name, gain in model.named_parameters() if ".own." in name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant, exports):
+    """Where another library trains the export further."""
+    model = load_hf_model(exports("llama", "own adapt", features="token")[0]).train()
+    tokens = some_tokens(model.config, 2, LENGTH)
+    model.token_gate.requires_grad_(False)
+
+    def gradients():
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+        return {key: parameter.grad.clone() for key, parameter in trained.items()}
+
+    expected = gradients()
+    assert expected["output.own_rows"].abs().max() > 0
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = gradients()
+    for key, gradient in expected.items():
+        assert_near(found[key], gradient, PARITY, key)
+
+
+def test_continuous_batching_generates_the_same(exports):
+    model = load_hf_model(exports("llama", "own adapt", features="token")[0])
+    prompts = [some_tokens(model.config, length, seed=length).tolist() for length in (5, 20, 11)]
+    settings = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    paged = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
+    found = model.generate_batch(prompts, settings, paged)
+    assert len(found) == len(prompts)
+    for prompt, answer in zip(prompts, found.values(), strict=True):
+        alone = generate(model, torch.tensor([prompt]))[0, len(prompt) :].tolist()
+        assert answer.generated_tokens == alone
 
 
 def test_embeddings_and_backbones_are_refused_by_name(exports):

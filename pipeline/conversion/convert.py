@@ -125,7 +125,8 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
 
 
 def run_texts(config: RunConfig) -> Iterator[str]:
-    """The beginnings of the texts that an export is verified on, on which tokenizers are compared."""
+    """The beginnings of the texts that an export is verified on, on which tokenizers are
+    compared."""
     sources, keys = run_sources(config)
     return texts_of(sources, keys)
 

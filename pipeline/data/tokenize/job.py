@@ -123,7 +123,8 @@ def preprocess(
         OutputError: the folder holds something that is not a corpus.
         DataError: the input, the tokenizer or the records cannot be used; the folder holds another
             corpus; or the disk is full.
-    """
+        OSError: a file cannot be read or written.
+    """  # noqa: DOC501
     tokenizer = load_tokenizer(job.tokenizer, end_of_document=job.end_of_document)
     plan = plan_of(job, tokenizer)
     make = partial(_make_corpus, job, plan, workers, share, max_bad_fraction)
@@ -471,7 +472,7 @@ def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Record]:
     """The documents of tokens that Megatron-LM made.
 
     They come without the tokens that this tokenizer puts before and after a document.
-    """
+    """  # noqa: DOC501
     shard = Shard(Path(unit.path).with_suffix(""))
     start = list(tokenizer.document_start)
     end = list(tokenizer.document_end)

@@ -499,7 +499,7 @@ class _Records(Generic[_Record]):
 
         Sizes are always compared, and hashes where no other job has compared them since this one
         began.
-        """
+        """  # noqa: DOC501
         path = self.path_of(unit.name)
         try:
             changed = path.stat().st_mtime_ns

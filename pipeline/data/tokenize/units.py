@@ -420,7 +420,7 @@ def sampled_documents(
 
     Raises:
         DataError: there is none, or an input cannot be read.
-    """
+    """  # noqa: DOC501
     files = input_files(inputs)
     draw = random.Random(seed)
     opened = draw.sample([*files], min(_SAMPLED_FILES, len(files)))

@@ -1,4 +1,5 @@
-"""One decoder layer on both streams: attention, and a feed-forward network or a mixture of experts."""
+"""One decoder layer on both streams: attention, and a feed-forward network or a mixture
+of experts."""
 
 from __future__ import annotations
 

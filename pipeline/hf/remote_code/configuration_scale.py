@@ -126,7 +126,10 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         if self.own_rows:
             return "tokens that its gate opens have output rows of their own"
         if self.gate_layer is not None and self.base_vocab_size not in (None, self.vocab_size):
-            return "after a token that its gate closes, the new tokens of its vocabulary have no probability"
+            return (
+                "after a token that its gate closes, the new tokens of its vocabulary have no "
+                "probability"
+            )
         return None
 
     def packing_unsupported_reason(self) -> str | None:
@@ -136,5 +139,8 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         if any(spec["context"] is not None for spec in self.rotary):
             return "its rotary frequencies change with a text's length"
         if self.gate_layer is not None and self.gate_features == "token+running_mean":
-            return "its gate reads a running mean, which servers do not cache; fit one with features: token"
+            return (
+                "its gate reads a running mean, which servers do not cache; fit one with "
+                "features: token"
+            )
         return None

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.config.data import Data
 from pipeline.config.method import Method
-from pipeline.config.reading import flattened, with_defaults
+from pipeline.config.reading import flattened, with_defaults, with_new_names
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import (
@@ -147,6 +147,7 @@ class RunRecord(_ManifestSection):
             in a checkpoint of an earlier version.
         vocabulary: the folder of the extended vocabulary.
         new_rows: how many tokens that vocabulary adds.
+        own_tokens: the ids that have rows of their own; None without own rows.
     """
 
     name: str
@@ -162,6 +163,7 @@ class RunRecord(_ManifestSection):
     tokenizer_fingerprint: str
     vocabulary: str | None = None
     new_rows: int = 0
+    own_tokens: tuple[int, ...] | None = None
 
 
 class CheckpointFile(_ManifestSection):
@@ -209,6 +211,9 @@ def describe_run(
     expansion = None
     if model.plan is not None:
         expansion = asdict(model.plan.expansion)
+    own_tokens = None
+    if model.plan is not None and model.plan.own is not None:
+        own_tokens = model.plan.own.tokens
     vocabulary = None
     if config.vocabulary is not None:
         vocabulary = str(config.vocabulary.folder)
@@ -231,6 +236,7 @@ def describe_run(
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocabulary=vocabulary,
         new_rows=base.spec.new_tokens,
+        own_tokens=own_tokens,
     )
 
 
@@ -328,6 +334,11 @@ def check_same_run(
             "it back as it was, or start a run in another folder"
         )
 
+    if manifest.run.own_tokens != run.own_tokens:
+        raise CheckpointError(
+            f"{folder}: was trained with rows of their own for other tokens; put the run's initial "
+            "expansion back as it was, or start a run in another folder"
+        )
     saved = _compared(manifest.run, names)
     wanted = _compared(run, names)
     # Names of either: a setting may exist in one of them only, as those of another method.
@@ -384,9 +395,10 @@ def not_recorded(manifest: CheckpointManifest) -> list[str]:
 def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
     """The settings `names` of a run by their dotted names, without the sources of its corpora."""
     # The schemas fill in the defaults of settings that are not recorded.
-    corpora = {name: _with_files(corpus) for name, corpus in run.data["corpora"].items()}
+    data = with_new_names(run.data)
+    corpora = {name: _with_files(corpus) for name, corpus in data["corpora"].items()}
     record = run.model_dump()
-    record["data"] = with_defaults(Data, run.data | {"folder": "-", "corpora": corpora})
+    record["data"] = with_defaults(Data, data | {"folder": "-", "corpora": corpora})
     record["method"] = with_defaults(Method, run.method)
     return dict(flattened({name: record[name] for name in names}))
 

@@ -99,6 +99,14 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         dp_size = inputs.layout.dp_size
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
         rows.append(("parameters", str(estimator.parameters)))
+        if estimator.has_uncounted_rows:
+            rows.append(
+                (
+                    "parameters",
+                    "an upper bound, with own rows of all tokens: scale-cpt upscale counts which "
+                    "tokens get one (method.own_rows.min_count)",
+                )
+            )
         rows += _checkpoint_rows(estimator, faults)
         rows += _disk_space_rows(estimator, faults)
         try:
@@ -218,7 +226,7 @@ def _more_token_bytes(config: RunConfig) -> int | None:
             if (job.output / CORPUS_MANIFEST).exists():
                 continue
             if not is_here(job.corpus.input):
-                return None  # It is on the hub.
+                return None  # It is on the hub, or on an object store.
             needed += max(0, corpus_bytes(job) - held_bytes(job.output))
     except (UserError, OSError):
         return None  # It is among the faults.

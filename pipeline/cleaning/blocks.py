@@ -92,7 +92,11 @@ class CleanedShard(JsonlReader):
 def in_language(
     model: str, labels: Sequence[str], least: float, exclusion_writer: DiskWriter
 ) -> LanguageFilter:
-    """Keeps documents of whose language, one of `labels`, a model of fastText is that sure."""
+    """Keeps documents of whose language, one of `labels`, a model of fastText is that sure.
+
+    Raises:
+        MissingPackageError: fastText is not installed.
+    """
     try:
         return LanguageFilter([*labels], least, exclusion_writer, model)
     except ImportError:

@@ -191,7 +191,11 @@ def table(steps: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def examples(folder: Path, count: int) -> Iterator[str]:
-    """The beginnings of `count` documents that each step dropped from a cleaned text, and why."""
+    """The beginnings of `count` documents that each step dropped from a cleaned text, and why.
+
+    Raises:
+        DataError: `folder` does not exist.
+    """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; run scale-cpt clean first")
     for step in sorted(folder.glob(f"{DROPPED}/*")):
@@ -361,9 +365,13 @@ def _record_of(work: Path, stage: str, task: int) -> Path:
 
 
 def _fault_of(executor: bytes, task: str) -> str:
-    """Runs a task.
+    """Runs a task, and returns its fault.
 
-    Returns its fault; one of the user's or of a disk is raised, as another attempt would not help.
+    A fault of the user's or of a disk is raised instead, as another attempt would not help.
+
+    Raises:
+        UserError: a fault of the user's.
+        OSError: a fault of a disk.
     """
     try:
         with contextlib.redirect_stderr(_NOWHERE):

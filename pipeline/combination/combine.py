@@ -169,11 +169,19 @@ def open_export(path: Path) -> ExpansionExport:
     if config.get("model_type") != ScaleConfig.model_type:
         fault = "it is no export in the format scale; convert the run again with --format scale"
     elif config.get("gate_layer") is None:
-        fault = "it has no gate, which would say where it applies; fit one (scale-cpt gate), and convert the run again"
+        fault = (
+            "it has no gate, which would say where it applies; fit one (scale-cpt gate), and "
+            "convert the run again"
+        )
     elif config.get("routed"):
         fault = "a Route model computes two paths by itself; train Preserve or Adapt"
     elif any(rotary["context"] is not None for rotary in config.get("rotary", ())):
         fault = "its rotary frequencies change with the text's length"
+    elif config.get("own_first_layer") is not None:
+        fault = (
+            "its open tokens have weights of their own (method.own_rows, own_gains, low_rank), "
+            "which a combination does not run; serve the export alone"
+        )
     if fault is not None:
         raise ConversionError(f"{folder}: cannot be combined: {fault}")
     return ExpansionExport(folder, config, read_object(folder / RECORD, ConversionError))
@@ -314,7 +322,9 @@ Each was trained alone on the frozen base. Where no gate opens, the model is its
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["{rows[0][0]}"])
+model = AutoModelForCausalLM.from_pretrained(
+    folder, trust_remote_code=True, active=["{rows[0][0]}"]
+)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 

@@ -96,6 +96,8 @@ def main(arguments: argparse.Namespace) -> None:
     learned: list[str] = []
     heldout: list[str] = []
     for text in texts(arguments.corpus, **read):
+        # By the text's hash: tokens are judged on texts from which they were not learned, the same
+        # ones in each call.
         if is_heldout(text, _HELDOUT_FRACTION):
             heldout.append(text)
         else:

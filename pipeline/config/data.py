@@ -24,6 +24,8 @@ CleaningStep = Literal[
 ]
 
 
+# A fixed day: with today's, the same command would make another corpus tomorrow, which a resumed
+# run refuses.
 CHAT_DATE = date(2025, 1, 1)
 """The date that chat templates are told is today, where nothing else is said."""
 
@@ -263,6 +265,7 @@ class Data(Section):
         roles = self._roles()
         fractions: dict[Role, float] = {}
         if "replay" in roles:
+            # Only of roles that have a corpus: the others' share goes to the new text.
             fractions["replay"] = self.replay_fraction
         if "self_generated" in roles:
             fractions["self_generated"] = self.self_generated_fraction

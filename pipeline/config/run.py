@@ -138,6 +138,8 @@ class Stability(Section):
     max_skipped_steps: NonNegativeInt = 20
     """most skipped steps of the whole run, those with NaN or infinity and those after a rollback
     together; beyond it the run ends as diverged"""
+    # In nats above the median, not as a multiple: near a loss of 0.01 noise alone doubles it
+    # (docs/adr/0011-one-job-a-run-folder.md).
     loss_increase: PositiveFloat | None = 1.0
     """how many nats per token above its running median the loss of a spike lies; null: the loss
     never makes a spike"""
@@ -146,6 +148,7 @@ class Stability(Section):
     null: the gradient norm never makes a spike"""
     window: Annotated[int, Field(ge=2)] = 128
     """number of steps of the running medians; earlier in a run no step counts as a spike"""
+    # Three in a row, because training recovers from a single bad batch.
     spike_steps: PositiveInt = 3
     """number of spikes in a row after which the run rolls back to the last checkpoint before them,
     and skips them"""
@@ -185,6 +188,7 @@ class WatchdogSettings(Section):
     dead_after_s: PositiveFloat = 60.0
     """seconds without a heartbeat after which a rank counts as lost; the end of a process is
     noticed immediately"""
+    # Of a phase, not a step: a step may include a validation or a save, which take minutes.
     hung_after_s: PositiveFloat = 600.0
     """seconds that every rank may stay in one phase of a step (data, forward, backward, step)
     before the run counts as hung"""
@@ -304,12 +308,18 @@ class RunConfig(Section):
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
         layer = self.gate.layer
-        # Only adapt changes the base's stream: preserve and route keep it exact in every layer.
-        l_fp = self.method.l_fp if self.method.variant == "adapt" else None
-        if layer is not None and l_fp is not None and layer > l_fp:
+        # Only adapt, and weights of open tokens' own, change the base's stream: preserve and route
+        # keep it exact in every layer.
+        last_exact = self.method.own_first_layer
+        setting = "own_first_layer"
+        if self.method.variant == "adapt":
+            last_exact = self.method.l_fp
+            setting = "l_fp"
+        # A gate that reads a changed stream would depend on the expansion that it opens and closes.
+        if layer is not None and last_exact is not None and layer > last_exact:
             raise ValueError(
-                f"gate.layer: {layer} is above method.l_fp {l_fp}, "
-                "where adapt changes the base's stream"
+                f"gate.layer: {layer} is above method.{setting} {last_exact}, "
+                "from where on the base's stream changes"
             )
         for name in self.gate.negatives:
             if name not in self.data.corpora or self.data.corpora[name].role == "new":
@@ -323,6 +333,23 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _own_weights_have_a_gate(self) -> RunConfig:
+        method = self.method
+        if not isinstance(method, ScaleMethod) or not method.has_own_weights:
+            return self
+        if self.gate is None:
+            raise ValueError(
+                "method.own_rows, own_gains, low_rank: only tokens that a gate opens read them, "
+                "without one the base's outputs would change; add a section gate, or remove them"
+            )
+        if method.own_rows is not None and self.vocabulary is not None:
+            raise ValueError(
+                "method.own_rows: not beside an extended vocabulary, whose new tokens have rows "
+                "already; remove own_rows or vocabulary"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _settings_have_an_effect(self) -> RunConfig:
         method = self.method
         limits = self.forgetting
@@ -332,6 +359,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
             )
+        # Forgetting is measured on held-out replay alone: without any, a limit would silently never
+        # apply.
         has_limit = limits.max_increase is not None or limits.max_kl_from_base is not None
         if has_limit and not self._has_heldout_replay():
             raise ValueError("forgetting: needs a corpus of role replay with a held-out part")

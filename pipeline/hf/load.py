@@ -1,4 +1,4 @@
-"""Loads a model from a Hugging Face folder as its users do: through `transformers`' Auto classes."""
+"""Loads a model from a Hugging Face folder as its users do: by transformers' Auto classes."""
 
 from __future__ import annotations
 

@@ -22,14 +22,20 @@ from pipeline.parallel.topology import TensorParallel, check_sequence_length
 from pipeline.scale.widened_linear import base_maps
 
 
-def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:
+def method_for(
+    settings: Method,
+    expansion_folder: Path,
+    seed: int,
+    own_tokens: tuple[int, ...] | None = None,
+) -> TrainingMethod:
     """The method of `settings`; SCALE reads its initial expansion from `expansion_folder`.
 
-    `seed` determines random initial values.
+    `seed` determines random initial values. `own_tokens` are the ids that have rows of their own,
+    where no expansion folder says so.
     """
     match settings:
         case ScaleMethod():
-            return Scale(settings, expansion_folder, seed)
+            return Scale(settings, expansion_folder, seed, own_tokens)
         case FullFineTuning():
             return FullFineTuningMethod()
         case Freeze():
@@ -65,6 +71,7 @@ def build_model(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
+        ConfigError: `compile` with a mixture of experts.
     """
     check_sequence_length(config.data.sequence_length, tp)
     if config.compile and spec.mixture is not None:
@@ -86,8 +93,10 @@ def build_model(
 def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
     """Stores the base's linear maps, unset yet, in `precision`.
 
-    Embedding, norms and output projection stay. Raises ConfigError if one of them trains, or cannot
-    be split over the ranks in `precision`.
+    Embedding, norms and output projection stay.
+
+    Raises:
+        ConfigError: if one of them trains, or cannot be split over the ranks in `precision`.
     """
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")

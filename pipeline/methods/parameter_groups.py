@@ -24,7 +24,16 @@ _PARTS_OF_A_MAP = (
     "adapter",
     "router",
 )
-KINDS = ("embedding", "output", "new_tokens", "norm", *_PARTS_OF_A_MAP, "base")
+KINDS = (
+    "embedding",
+    "output",
+    "new_tokens",
+    "own_rows",
+    "own_gains",
+    "norm",
+    *_PARTS_OF_A_MAP,
+    "base",
+)
 """The kinds of blocks that a setting may name; `base` is every other parameter of the base's own.
 """
 
@@ -48,8 +57,12 @@ class ParameterGroup:
 def kind_of(name: str) -> str:
     """The kind of block, one of `KINDS`, of the parameter `name`."""
     parts = name.split(".")
-    if "new_tokens" in parts:
+    if "new_rows" in parts:
         return "new_tokens"
+    if parts[0] == "own_input" or parts[-1] == "own_rows":
+        return "own_rows"
+    if "own" in parts:
+        return "own_gains"
     if parts[0] in ("embedding", "output"):
         return parts[0]
     if any(part.endswith("_norm") for part in parts):
@@ -86,6 +99,7 @@ def factors_by_name(
 def _matches(key: str, name: str) -> bool:
     if key in KINDS:
         return kind_of(name) == key
+    # Not `fnmatch`, whose case depends on the operating system.
     return fnmatchcase(name, key)
 
 
@@ -113,6 +127,7 @@ def parameter_groups(
     muon_names = set(by_muon)
     members: dict[tuple[bool, float, float], list[str]] = {}
     for name, parameter in trained.items():
+        # As is usual since GPT-2: decay would pull gains, which start at 1, to 0.
         is_vector = len(full_shape_of(parameter)) <= 1
         decay = 0.0 if is_vector else schedule.weight_decay * decays[name]
         members.setdefault((name in muon_names, rates[name], decay), []).append(name)
@@ -120,4 +135,6 @@ def parameter_groups(
         ParameterGroup(tuple(names), rate, decay, is_muon)
         for (is_muon, rate, decay), names in members.items()
     ]
+    # The order of groups is part of ZeRO's flat tensors; it is the same on every rank, since it
+    # follows from names alone. `sorted` is stable.
     return sorted(groups, key=lambda group: not group.by_muon)

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from pipeline.config.method import Initialisers
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear, stacked
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
-from pipeline.scale.initialisers import base_to_expansion, expansion_to_expansion, leading_columns
+from pipeline.scale.initialisers import (
+    base_to_expansion,
+    expansion_to_expansion,
+    leading_columns,
+    seeded,
+)
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
@@ -72,11 +78,20 @@ def blocks_of_module(
         yield from _linear_blocks(path, module, source)
     elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion is not None:
         yield f"{path}.expansion.weight", _gains(path, module, source)
+    elif isinstance(module, LowRankAdapter):
+        name = f"{path}.a"
+        yield name, initial_a(source.shapes[name], seed=source.seed, name=name)
     elif isinstance(module, WidenedEmbedding) and module.expansion is not None:
         name = f"{path}.expansion.weight"
         _, columns = source.shapes[name]
         base = source.read_base(f"{path}.base.weight").float()
         yield name, leading_columns(base, columns, seed=source.seed, name=name)
+
+
+def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
+    """A of a difference B A, [rank, in]: uniform in ±1/√in, as in PEFT. B starts at zero."""
+    whole = torch.empty(shape)
+    return whole.uniform_(-1, 1, generator=seeded(seed, name)) * shape[1] ** -0.5
 
 
 def _linear_blocks(
@@ -99,6 +114,7 @@ def _linear_blocks(
         block = base_to_expansion(kind, base, rows, seed=source.seed, name=name)
     yield name, block
 
+    # From the same W as W21. One matrix of the base is in memory at a time.
     name = f"{path}.expansion_to_expansion.weight"
     kind = source.initialisers.expansion_to_expansion
     rows, columns = source.shapes[name]
@@ -111,6 +127,8 @@ def _gains(path: str, module: WidenedNorm | WidenedHeadNorm, source: BlockSource
     shape = source.shapes[f"{path}.expansion.weight"]
     if isinstance(module, WidenedHeadNorm) and gains.shape == shape:
         return gains.clone()  # the channels of a base's head and of an added one correspond
+    # Added channels correspond to none of the base's: a gain of the usual size keeps the maps'
+    # inputs on the scale that they were initialised for.
     return gains.mean().expand(shape).clone()
 
 

@@ -34,6 +34,7 @@ def stream_weights(
                 # A tied output projection has no values of its own.
                 path = "embedding.base.weight"
             values[name] = read(path).to(device, dtype)
+        # `assign`, because copying into a tensor on the meta device does nothing.
         module.load_state_dict(values, assign=True)
 
     def drop(module: nn.Module, *_: object) -> None:
@@ -44,6 +45,8 @@ def stream_weights(
         "final_norm.": decoder.final_norm,
         "output.": decoder.output,
     }
+    if decoder.own_input is not None:
+        modules["own_input."] = decoder.own_input
     for index, layer in enumerate(decoder.layers):
         modules[f"layers.{index}."] = layer
     for prefix, module in modules.items():

@@ -31,6 +31,7 @@ from pipeline.data.corpus.indexed_dataset import (
 )
 from pipeline.data.corpus.manifest import InputFile, Manifest, SamplingRecord
 from pipeline.data.dataset.blend import mix
+from pipeline.data.sources.object_stores import RemoteFile, input_path
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import train_folder
 from pipeline.data.tokenize.queue import (
@@ -140,7 +141,11 @@ def sampling_jobs(config: RunConfig, batch_size: int | None = None) -> Iterator[
 def check_sampling(
     sampling: Sampling, max_tokens: int, tokenizer: Tokenizer, spec: DecoderSpec
 ) -> None:
-    """Raises ConfigError where `max_tokens` is too few for the prompts or too many for the base."""
+    """Checks `max_tokens`, the longest document.
+
+    Raises:
+        ConfigError: it is too few for the prompts, or too many for the base.
+    """
     frame = len(tokenizer.before_document) + len(tokenizer.document_end)
     least = frame + (sampling.prompt_tokens or 0) + 1
     most = spec.max_position_embeddings
@@ -157,6 +162,7 @@ def plan_of(job: SamplingJob) -> CorpusPlan:
     Raises:
         UserError: the base, its tokenizer or the prompts cannot be used, or do not fit the
             settings.
+        ConfigError: settings of chats, where the prompts are no chats.
     """
     base = open_base(job.base)
     tokenizer = load_tokenizer(job.base)
@@ -239,10 +245,18 @@ def sample_corpus(
             records[name] = record.train
         inputs: list[InputFile] = []
         for path, size in plan.inputs:
-            inputs.append(InputFile(path=path, bytes=size, sha256=file_hash(Path(path))))
+            inputs.append(InputFile(path=path, bytes=size, sha256=_identity(path)))
         return manifest_of(plan, "train", records, inputs)
 
     return complete(job.output, plan, make)
+
+
+def _identity(path: str) -> str:
+    """What stands for the content of a file of prompts: its hash, or what its store says of it."""
+    file = input_path(path)
+    if isinstance(file, RemoteFile):
+        return file.identity()
+    return file_hash(file)
 
 
 def _units_of(job: SamplingJob, plan: CorpusPlan) -> list[_Unit]:

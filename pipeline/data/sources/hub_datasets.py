@@ -61,6 +61,8 @@ def dataset_files(name: str) -> list[Path]:
             urls = urls[: int(named["files"])]
         sizes = list(in_threads(_size_of, urls))
         _logger.info("%s: downloads %s", name, shown_size(sizes))
+        # The URLs hold the commit, so that all files are of one revision, whatever is pushed
+        # meanwhile.
         files = list(in_threads(_local_file, urls))
     _record_of(name).parent.mkdir(parents=True, exist_ok=True)
     write_record(_record_of(name), Downloaded(files=files))

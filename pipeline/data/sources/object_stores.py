@@ -87,7 +87,11 @@ class RemoteFile:
         """
         with _faults(self.url):
             raw: Any = _system_of(self.url).open(
-                self.url, "rb", block_size=_BLOCK_BYTES, cache_type="readahead"
+                # Readers go forwards: what follows a block is wanted next.
+                self.url,
+                "rb",
+                block_size=_BLOCK_BYTES,
+                cache_type="readahead",
             )
         return _Reading(raw, self.url)  # type: ignore[return-value]  # it has what readers need
 

@@ -85,6 +85,7 @@ class Stream:
     def _stored_at(self, offset: int, size: int) -> bytes:
         """At most `size` bytes of the file from `offset` on, as they are stored."""
         if self._remote is None:
+            # pread has no position that readers of one descriptor would share.
             return os.pread(self._descriptor, size, offset)
         self._remote.seek(offset)
         return self._remote.read(size)
@@ -116,6 +117,8 @@ class DecodedStream(Stream):
             pieces = list(islice(self._pieces, _SLICES))
             if not pieces:
                 return b""
+            # Compressed text can only be read forwards: going back within the window costs nothing,
+            # further back everything.
             kept = self._window[-_KEPT_BYTES:]
             self._window_start += len(self._window) - len(kept)
             self._window = b"".join([kept, *pieces])
@@ -127,6 +130,7 @@ class DecodedStream(Stream):
         if self._encoding is None:
             yield from self._decompressed()
             return
+        # Incremental, because a piece may end within a character.
         decoder = codecs.getincrementaldecoder(self._encoding)("lone_surrogate")
         for piece in self._decompressed():
             yield decoder.decode(piece).encode(errors="surrogatepass")
@@ -177,7 +181,8 @@ class DecodedStream(Stream):
 def open_stream(path: InputPath, encoding: str | None = None) -> Stream:
     """The text of `path`, decompressed if its name ends in .gz, .zst or .xz.
 
-    Raises DataError for an unknown encoding, and where the file is not compressed as its name says.
+    Raises:
+        DataError: for an unknown encoding, and where the file is not compressed as its name says.
     """
     try:
         is_plain = encoding is None or codecs.lookup(encoding).name == "utf-8"

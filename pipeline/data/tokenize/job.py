@@ -123,7 +123,8 @@ def preprocess(
         OutputError: the folder holds something that is not a corpus.
         DataError: the input, the tokenizer or the records cannot be used; the folder holds another
             corpus; or the disk is full.
-    """
+        OSError: a file cannot be read or written.
+    """  # noqa: DOC501
     tokenizer = load_tokenizer(job.tokenizer, end_of_document=job.end_of_document)
     plan = plan_of(job, tokenizer)
     make = partial(_make_corpus, job, plan, workers, share, max_bad_fraction)
@@ -343,6 +344,7 @@ def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     elif file.size <= _HASHED_BYTES:
         digest = file_hash(path)
     else:
+        # Reading a very large file only for its hash would take as long as tokenizing it.
         digest = f"sampled:{sampled_hash(path, _SAMPLED_BLOCKS)}"
     return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
 
@@ -470,7 +472,7 @@ def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Record]:
     """The documents of tokens that Megatron-LM made.
 
     They come without the tokens that this tokenizer puts before and after a document.
-    """
+    """  # noqa: DOC501
     shard = Shard(Path(unit.path).with_suffix(""))
     start = list(tokenizer.document_start)
     end = list(tokenizer.document_end)

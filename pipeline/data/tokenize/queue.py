@@ -167,6 +167,7 @@ def complete(output: Path, plan: CorpusPlan, make: Callable[[Path], Manifest]) -
     Raises:
         OutputError: one of the folders holds something else.
         DataError: the folder holds or was begun for another corpus.
+        FileNotFoundError: somebody removed a file during the work.
     """
     _forget_without_documents(output, plan)
     manifest = finished(output, plan)
@@ -255,6 +256,8 @@ def _forget_without_documents(output: Path, plan: CorpusPlan) -> None:
             # The fast encoder erred in that job, and the user is to remove the folder knowingly.
             return
         with (state / _PLAN).open("rb") as lock:
+            # Exclusive, so that it fails while any job holds its share of the lock. The kernel
+            # releases the locks of a killed job.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _has_documents(output):
                 _logger.info("%s: holds no document of what was begun; it is begun anew", output)
@@ -496,7 +499,7 @@ class _Records(Generic[_Record]):
 
         Sizes are always compared, and hashes where no other job has compared them since this one
         began.
-        """
+        """  # noqa: DOC501
         path = self.path_of(unit.name)
         try:
             changed = path.stat().st_mtime_ns
@@ -504,6 +507,8 @@ class _Records(Generic[_Record]):
             if (record.unit, record.plan) != (unit.name, self.plan):
                 raise DataError(f"{path}: is of another unit, or of another {_PLAN}; {_AGAIN}")
             for file, content in record.written(self.state, unit.name):
+                # A record that is younger than this job was written, or compared, by another one
+                # meanwhile: hashing its files again would double the reading.
                 check_file(file, content, _AGAIN, whole=changed <= self.began)
         except FileNotFoundError:
             return _Kept(unit.name, None)

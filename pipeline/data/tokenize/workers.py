@@ -138,6 +138,8 @@ def worker_number() -> int:
 
 def _begin_work() -> None:
     """Makes a worker end with its parent, and leaves Ctrl-C to the parent."""
+    # Ctrl-C reaches the whole group of processes: the parent alone ends the work, and prints one
+    # line.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

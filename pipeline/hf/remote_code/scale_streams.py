@@ -175,7 +175,7 @@ class ScaleNorm(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor
+        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor = False
     ) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)
         if x_up is None:

@@ -8,17 +8,27 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import AutoConfig, ContinuousBatchingConfig, GenerationConfig
 
 from pipeline.combination.combine import combine
+from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import choose_export
+from pipeline.conversion.verify import probe_maker
 from pipeline.errors import ConversionError
 from pipeline.expansion_folder import open_expansion
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.methods.scale import Scale
 from tests.bases import reference
-from tests.conversion.checkpoints import generate_greedily, training_decoder
-from tests.conversion.exports import exported
+from tests.conversion.checkpoints import (
+    generate_greedily,
+    save_many,
+    trained,
+    training_decoder,
+)
+from tests.conversion.exports import MORE_METHODS, exported
+from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding
 from tests.widened import some_tokens
@@ -139,6 +149,24 @@ def test_documents_packed_in_one_row_do_not_see_each_other(exports):
 
 
 @torch.no_grad()
+def test_a_base_that_was_widened_before(models, tmp_path):
+    """A merged export, whose norms count added channels less."""
+    first = models("llama tied", "merged")
+    widened_base = exported(first, "merged", tmp_path / "base")
+    run_ranks(save_many, 1, [(widened_base, MORE_METHODS["own adapt"], tmp_path / "run")])
+    model = trained(widened_base, tmp_path / "run")
+    assert model.spec.residual is not None
+    decoder = training_decoder(model)
+    tokens = some_tokens(model.spec, 2, LENGTH)
+    decoder.gate = random_gate(decoder, tokens)
+    folder = exported(replace(model, gate=decoder.gate), "scale", tmp_path / "hf")
+    found = load_hf_model(folder)(tokens).logits
+    assert_near(found, decoder.logits(tokens), PARITY)
+    decoder.gate = replace(decoder.gate, threshold=1e30)
+    assert torch.equal(decoder.logits(tokens), decoder.logits(tokens, path="base"))
+
+
+@torch.no_grad()
 def test_sixteen_bits_keep_the_table_of_rows(models, tmp_path):
     model = models("llama", "own adapt")
     decoder = training_decoder(model)
@@ -163,14 +191,58 @@ def test_a_saved_copy_is_the_same_model(exports, tmp_path):
 
 @torch.no_grad()
 def test_layers_may_be_on_several_devices(exports):
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
     model = load_hf_model(exports("llama", "own preserve", features="token")[0])
     elsewhere = torch.device("meta")
     for module in (*model.layers[1:], model.own_input, model.final_norm, model.output):
         add_hook_to_module(module.to(elsewhere), AlignDevicesHook(execution_device=elsewhere))
     out = model(some_tokens(model.config, 2, 9))
     assert out.logits.device == elsewhere and out.logits.shape[:2] == (2, 9)
+
+
+def test_a_model_that_is_not_loaded_has_initial_values(exports):
+    config = AutoConfig.from_pretrained(exports("gemma2", "own adapt", features="token")[0])
+    torch.use_deterministic_algorithms(True)  # memory that is not written to is NaN
+    try:
+        model = ScaleForCausalLM(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert not any(gain.any() for name, gain in model.named_parameters() if ".own." in name)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant, exports):
+    """Where another library trains the export further."""
+    model = load_hf_model(exports("llama", "own adapt", features="token")[0]).train()
+    tokens = some_tokens(model.config, 2, LENGTH)
+    model.token_gate.requires_grad_(False)
+
+    def gradients():
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+        return {key: parameter.grad.clone() for key, parameter in trained.items()}
+
+    expected = gradients()
+    assert expected["output.own_rows"].abs().max() > 0
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = gradients()
+    for key, gradient in expected.items():
+        assert_near(found[key], gradient, PARITY, key)
+
+
+def test_continuous_batching_generates_the_same(exports):
+    model = load_hf_model(exports("llama", "own adapt", features="token")[0])
+    prompts = [some_tokens(model.config, length, seed=length).tolist() for length in (5, 20, 11)]
+    settings = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    paged = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=16)
+    found = model.generate_batch(prompts, settings, paged)
+    assert len(found) == len(prompts)
+    for prompt, answer in zip(prompts, found.values(), strict=True):
+        alone = generate(model, torch.tensor([prompt]))[0, len(prompt) :].tolist()
+        assert answer.generated_tokens == alone
 
 
 def test_embeddings_and_backbones_are_refused_by_name(exports):
@@ -204,9 +276,6 @@ def test_what_a_format_cannot_express_is_refused(format, gated, message, models)
 
 def test_an_expansion_carries_them(models, tmp_path):
     """A run that trains it further has the same tokens with rows of their own."""
-    from pipeline.conversion.convert import Conversion, convert
-    from pipeline.conversion.verify import probe_maker
-
     model = models("llama", "own adapt")
     output = tmp_path / "expansion"
     request = Conversion(model.checkpoint, model.base.path, output, "expansion")

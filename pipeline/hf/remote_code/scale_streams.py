@@ -255,6 +255,8 @@ class ScaleOwnInput(nn.Module):
     Tokens that were too rare to learn a row of their own share the last one.
     """
 
+    row_of_token: Tensor
+
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
         self.rows = nn.Embedding(config.own_rows, config.hidden_size)
@@ -277,8 +279,11 @@ class ScaleOutput(nn.Module):
     """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the
     embedding's own.
 
-    Tokens that the gate opens add the product of x with `own_rows`, if there are any. With `output_softcap` c a logit is c · tanh(z / c); the router compares z itself.
+    Tokens that the gate opens add the product of x with `own_rows`, if there are any. With
+    `output_softcap` c a logit is c · tanh(z / c); the router compares z itself.
     """
+
+    row_of_token: Tensor
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()

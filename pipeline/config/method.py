@@ -68,8 +68,8 @@ class ScaleMethod(Section):
     own_gains: bool = False
     """whether the gains of norms have trained differences, for tokens that the gate opens"""
     low_rank: PositiveInt | None = None
-    """rank of the trained differences B A of the base's linear maps, for tokens that the gate opens;
-    default: none"""
+    """rank of the trained differences B A of the base's linear maps, for tokens that the gate
+    opens; default: none"""
     own_first_layer: NonNegativeInt | None = None
     """for variant preserve: first layer in which open tokens have weights of their own; with adapt
     that is l_fp"""

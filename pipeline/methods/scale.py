@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import BaseModelError, CheckpointError, ConfigError
 from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
@@ -59,11 +59,21 @@ class Scale(TrainingMethod):
         """The ids that have rows of their own; all, as an upper bound, until they were counted."""
         if self.settings.own_rows is None:
             return None
+        counted = self._counted_tokens()
+        if counted is not None:
+            return counted
+        return tuple(range(vocab_size))
+
+    @property
+    def has_uncounted_rows(self) -> bool:
+        """Whether own rows depend on counts that are yet to be made: `own_tokens` is a bound."""
+        return isinstance(self.settings.own_rows, OwnRows) and self._counted_tokens() is None
+
+    def _counted_tokens(self) -> tuple[int, ...] | None:
+        """The ids that the initial expansion has rows for; None until it is made."""
         if self._own_tokens is None and (self.expansion_folder / MANIFEST).exists():
             self._own_tokens = self.expansion.manifest.own_tokens
-        if self._own_tokens is not None:
-            return self._own_tokens
-        return tuple(range(vocab_size))
+        return self._own_tokens
 
     @cached_property
     def expansion(self) -> ExpansionFolder:

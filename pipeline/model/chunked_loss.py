@@ -88,7 +88,7 @@ class Projection(Protocol):
     kl_coefficient: float
 
     def own_columns(self) -> OwnColumns:
-        """The own rows of this rank's columns of the base's vocabulary, where there are own rows."""
+        """The own rows of this rank's columns of the base's vocabulary, if there are any."""
 
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of tokens of which none holds tokens on both sides of `kl_tokens`."""
@@ -292,11 +292,7 @@ def add_gradients(
         if projected.x_up is not None:
             streams = torch.cat([projected.x, projected.x_up], dim=1)
         gradients.new_rows += of_new.T @ streams
-    of_own: Tensor | None = None
-    if inputs.own_rows is not None and own_columns is not None:
-        of_own = gradient_by_own_row(of_base, own_columns).to(of_base.dtype)
-        if gradients.own_rows is not None:
-            gradients.own_rows += of_own.T @ projected.x
+    of_own = _add_gradient_of_own_rows(gradients, inputs, projected.x, of_base, own_columns)
 
     of_x: Tensor | None = None
     if gradients.x is not None:
@@ -320,6 +316,25 @@ def add_gradients(
     _set_rows(gradients.x_up, rows, of_paths.x_up)
     _set_rows(gradients.preserved_x, rows, of_paths.preserved_x)
     _set_rows(gradients.preserved_x_up, rows, of_paths.preserved_x_up)
+
+
+def _add_gradient_of_own_rows(
+    gradients: LossInputs,
+    inputs: LossInputs,
+    x: Tensor,
+    of_base: Tensor,
+    own_columns: OwnColumns | None,
+) -> Tensor | None:
+    """Adds one chunk's part for own rows; of_base: [n, columns of the base's vocabulary].
+
+    Returns the gradient with respect to x · own_rowsᵀ: [n, r]; None without own rows.
+    """
+    if inputs.own_rows is None or own_columns is None:
+        return None
+    of_own = gradient_by_own_row(of_base, own_columns).to(of_base.dtype)
+    if gradients.own_rows is not None:
+        gradients.own_rows += of_own.T @ x
+    return of_own
 
 
 def _set_rows(gradient: Tensor | None, rows: slice, values: Tensor | None) -> None:

@@ -89,7 +89,7 @@ def blocks_of_module(
 
 
 def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
-    """A of a low-rank difference B A, [rank, in]: uniform in ±1/√in, as in PEFT. B starts at zero."""
+    """A of a difference B A, [rank, in]: uniform in ±1/√in, as in PEFT. B starts at zero."""
     whole = torch.empty(shape)
     return whole.uniform_(-1, 1, generator=seeded(seed, name)) * shape[1] ** -0.5
 

@@ -46,7 +46,7 @@ class OwnColumns:
 
 
 class OwnRowOfToken:
-    """Which own row each token of the vocabulary has: one of its own, or the shared one behind them.
+    """Which own row each token has: one of its own, or the shared one behind them.
 
     Tables are copied to a device once, so that the host never waits for it. They are no buffers: a
     decoder on the meta device, of which one module at a time gets values, would have none for them.
@@ -141,7 +141,7 @@ class NormWithOwnGain(WidenedNorm):
 
 
 class HeadNormWithOwnGain(WidenedHeadNorm):
-    """A `WidenedHeadNorm` whose gain on the base's heads has a trained difference for open tokens."""
+    """A `WidenedHeadNorm` whose gain on the base's heads has a difference for open tokens."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ def add_low_rank_differences(layer: nn.Module, rank: int, tp: TensorParallel) ->
 
 
 def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:
-    """What own output rows add to the logits, in fp32: x [n, D], own_rows [r, D] -> [n, columns]."""
+    """What own output rows add to logits, in fp32: x [n, D], own_rows [r, D] -> [n, columns]."""
     return own_row_logits(x, own_rows, columns.row_of_column)
 
 

@@ -23,7 +23,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class OwnWeights:
-    """What tokens have of their own where a gate opens them. This is not in the paper (docs/gate.md).
+    """What tokens have of their own where a gate opens them; not in the paper (docs/gate.md).
 
     Attributes:
         first_layer: the first layer with such weights; the difference of an input row is added to x

@@ -104,9 +104,7 @@ def build(case: Case, spec: DecoderSpec) -> Decoder:
         method = scale_settings(case.method, **own, **first_layer)
     own_tokens = tuple(range(0, spec.vocab_size, 2)) if "own_rows" in own else None
     with DEVICE, default_dtype(dtype):
-        model = method_for(method, Path("unread"), SEED, own_tokens).build(
-            spec, SINGLE, recomputed
-        )
+        model = method_for(method, Path("unread"), SEED, own_tokens).build(spec, SINGLE, recomputed)
         for precision in get_args(QuantizedPrecision):
             if precision in case.options:
                 quantize_base(model, precision)

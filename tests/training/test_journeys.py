@@ -335,9 +335,7 @@ def test_a_run_keeps_the_tokens_that_have_rows_of_their_own(
     others = expansion.manifest.own_tokens[1:]
     shutil.rmtree(config.initial_expansion_folder)
     assert isinstance(config.method, ScaleMethod)
-    upscale(
-        config.method, open_base(STORIES), config.initial_expansion_folder, config.seed, others
-    )
+    upscale(config.method, open_base(STORIES), config.initial_expansion_folder, config.seed, others)
     with pytest.raises(CheckpointError, match="rows of their own for other tokens") as error:
         begin(config, journey.layout.ranks, "train")
     assert "\n" not in str(error.value)

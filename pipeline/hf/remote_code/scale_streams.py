@@ -120,8 +120,8 @@ class ScaleStreamNorm(nn.Module):
     other stream.
 
     With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale`
-    in them. With `gain_offset` (RMSNorm only) the gain is 1 + weight; what open tokens add to a gain
-    (`is_own`) is the weight itself.
+    in them. With `gain_offset` (RMSNorm only) the gain is 1 + weight; what open tokens add to a
+    gain (`is_own`) is the weight itself.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class ScaleOutput(nn.Module):
         return z
 
     def _own_logits(self, x: Tensor, own_rows: Tensor, closed: Tensor | None) -> Tensor:
-        """What own rows add to the logits of open tokens, and 0 for the others: [B, S, V] in fp32."""
+        """What own rows add to the logits of open tokens, and 0 for others: [B, S, V] in fp32."""
         change = own_row_logits(x, own_rows, self.row_of_token)
         if closed is None:
             return change

@@ -165,8 +165,7 @@ def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
 def config_to_plan(
     config: Mapping[str, Any], own_tokens: tuple[int, ...] | None = None
 ) -> ExpansionPlan:
-    """The expansion that a config.json describes; `own_tokens` have rows of their own, if
-    any do."""
+    """The expansion that a config.json describes; `own_tokens` have rows of their own."""
     own: OwnWeights | None = None
     if config.get("own_first_layer") is not None:
         own = OwnWeights(

@@ -1,4 +1,6 @@
-"""Exports whose open tokens have weights of their own: the trained model's where open, the base's where closed."""
+"""Exports whose open tokens have weights of their own: the trained model's where open, the base's
+where closed.
+"""
 
 from __future__ import annotations
 

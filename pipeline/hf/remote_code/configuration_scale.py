@@ -108,13 +108,11 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         return layer >= self.l_fp and module in self.collaborative_modules
 
     def has_own_gains(self, layer: int) -> bool:
-        """Whether norms of `layer` have gains for open tokens; the number of layers: the
-        last norm."""
+        """Whether norms of `layer` have gains for open tokens; `num_hidden_layers`: the last."""
         return self.own_gains and self.own_first_layer is not None and layer >= self.own_first_layer
 
     def own_rank_of(self, layer: int) -> int | None:
-        """The rank of what open tokens add to the linear maps of `layer`; None: they add
-        nothing."""
+        """The rank of what open tokens add to the linear maps of `layer`; None: nothing."""
         if self.own_first_layer is None or layer < self.own_first_layer:
             return None
         return self.own_rank

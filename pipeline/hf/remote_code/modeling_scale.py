@@ -219,8 +219,10 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         (0: all), or those.
 
         inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its
-        score. A model whose open tokens have rows of their own takes input_ids alone. Hidden states
-        are such streams of the adapted path: before each layer, and after the last norm.
+        score. A model whose open tokens have rows of their own takes input_ids alone.
+
+        Hidden states are such streams of the adapted path: before each layer, and after the last
+        norm.
         """
         streams, past_key_values, states = self.hidden_states(
             input_ids,

@@ -175,7 +175,7 @@ class ScaleNorm(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor
+        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor = False
     ) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)
         if x_up is None:
@@ -343,8 +343,7 @@ class ScaleOutput(nn.Module):
         return z
 
     def _own_logits(self, x: Tensor, own_rows: Tensor, closed: Tensor | None) -> Tensor:
-        """What own rows add to the logits of open tokens, and 0 for the others: [B, S, V]
-        in fp32."""
+        """What own rows add to the logits of open tokens, and 0 for others: [B, S, V] in fp32."""
         change = own_row_logits(x, own_rows, self.row_of_token)
         if closed is None:
             return change

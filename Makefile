@@ -57,9 +57,10 @@ test: $(STAMP) slurm lint  ## lint, types, import contracts, and the tests of ev
 test-all: $(STAMP) slurm lint  ## also every fault, packaging, the tutorial, benchmarks and studies, 20 to 40 minutes
 	$(PYTEST)
 
-lint: $(STAMP)  ## ruff, mypy, import contracts, shellcheck
+lint: $(STAMP)  ## ruff, spelling, mypy, import contracts, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@if command -v shellcheck >/dev/null; then shellcheck slurm/*.sh studies/*.sh tests/slurm/*.sh .ci/run; else echo "shellcheck is not installed: scripts unchecked"; fi

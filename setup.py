@@ -110,7 +110,6 @@ setup(
             "mkdocs-include-markdown-plugin>=7,<8",
             "mkdocstrings[python]>=1,<2",
             "codespell>=2.4,<3",
-            "pydoclint>=0.12,<0.13",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

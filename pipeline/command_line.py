@@ -35,7 +35,11 @@ from pipeline.hub import model_folder
 def run_parsed(
     main: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace
 ) -> None:
-    """Runs the `main` of a command with its arguments, and exits with its exit code."""
+    """Runs the `main` of a command with its arguments, and exits with its exit code.
+
+    Raises:
+        SystemExit: always, with the exit code of the command.
+    """
 
     def checked() -> int | None:
         if getattr(arguments, "set", None) and arguments.run is None:
@@ -56,6 +60,7 @@ def run(main: Callable[[], int | None]) -> None:
         sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = main() or 0
+        # Here, where a full disk or a closed pipe still becomes an exit code.
         sys.stdout.flush()
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -63,6 +68,7 @@ def run(main: Callable[[], int | None]) -> None:
     except Exception as error:  # noqa: BLE001  # Python's own exit code, 1, means a user's fault.
         code = exit_code_of(error)
         if isinstance(error, BrokenPipeError) and _has_lost_reader():
+            # What a shell reports for programs that SIGPIPE ends, as Python sets it to be ignored.
             code = 128 + signal.SIGPIPE
         elif code == INTERNAL_FAULT and not isinstance(error, UserError):
             traceback.print_exc()
@@ -91,6 +97,8 @@ def _has_lost_reader() -> bool:
     poll.register(sys.stdout, 0)
     lost = any(events & select.POLLERR for _, events in poll.poll(0))
     if lost:
+        # Python flushes stdout at its exit, and would print a second BrokenPipeError (its own
+        # documentation of SIGPIPE).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return lost
 

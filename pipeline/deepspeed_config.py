@@ -301,6 +301,8 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:  # noqa: C
         size = settings.get(name, 0)
         if not _is_whole(size):
             yield f"{name}: expected a whole number, found {size!r:.80}"
+        # DeepSpeed takes consecutive ranks of the world for a node's replicas, but these are
+        # tensor-parallel neighbours, which hold different shards.
         elif layout.tp_size > 1 and size > 1:
             yield (
                 f"{name}: with parallel.tp_size {layout.tp_size} it mixes different shards of the "
@@ -319,6 +321,8 @@ def _faults(values: dict[str, Any], layout: Layout) -> Iterator[str]:  # noqa: C
     for name, value in settings.items():
         if value == "auto":
             yield f'{name}: "auto" means nothing here, DeepSpeed would drop it; give a value'
+        # A NaN is found in the gradient norm, before the update, and the step is skipped; without
+        # the norm it would be in every weight.
         elif name in _GUARDS and value is False:
             yield f"{name}: a gradient that is not finite would reach the weights; remove it"
         elif name in _BROKEN and value:

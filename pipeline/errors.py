@@ -283,6 +283,9 @@ def full_disk_names(path: Path) -> Iterator[None]:
     """Adds the name of `path`, which the block writes, to the error of a full disk.
 
     The system's error has no name where the write was to an open file.
+
+    Raises:
+        OSError: with that name.
     """
     try:
         yield
@@ -297,6 +300,9 @@ def faults_of_library(what: str, kind: type[UserError]) -> Iterator[None]:
     """Turns whatever a library raises for a damaged input into a `kind`: one line after `what`.
 
     Such libraries have no error of their own: they raise what their code happens to raise.
+
+    Raises:
+        UserError: of `kind`, or the block's own.
     """
     try:
         yield

@@ -35,7 +35,7 @@ class ExpansionManifest(BaseModel):
     """The entries of manifest.json that are read.
 
     Attributes:
-        base: the path of the base; exports do not name it, as any path of the machine.
+        base: the path of the base; in an export its name, on the hub or of its folder.
         base_architecture: None in a manifest of an earlier version.
         tensors: the name of the file that holds each tensor.
         hashes: the SHA-256 of each file.
@@ -48,7 +48,7 @@ class ExpansionManifest(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     format: Literal["scale-cpt expansion 1"]
-    base: str = "(not named)"
+    base: str
     base_hashes: dict[str, str]
     base_architecture: dict[str, Any] | None = None
     method: dict[str, Any]
@@ -104,6 +104,7 @@ class ExpansionFolder:
                 raise CheckpointError(
                     f"{file}: {name} has shape {stored.get_shape()}, expected {shape}; {_AGAIN}"
                 )
+            # safetensors reads the slice alone: a rank never holds more than its shard.
             return read_shard(stored, partition, tp_rank, tp_size, rows)
 
     def check_origin(
@@ -188,6 +189,7 @@ def write_expansion(
             file = f"expansion-{number:05d}.safetensors"
             save_file(batch, folder / file)
             file_of |= dict.fromkeys(batch, file)
+            # Just written, and so still in the page cache.
             hashes[file] = file_hash(folder / file)
         manifest = {"format": FORMAT, **origin, "tensors": file_of, "hashes": hashes}
         write_json(folder / MANIFEST, with_checksum(manifest))

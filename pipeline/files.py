@@ -70,6 +70,7 @@ def file_hash(path: Path) -> str:
     """The SHA-256 of a file, as hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
+        # In blocks: files may be larger than memory, and hashlib lets other threads run meanwhile.
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -79,6 +80,7 @@ def sampled_hash(path: Path, blocks: int) -> str:
     """A hash of a file's size and of `blocks` of its blocks, the first and the last included."""
     size = path.stat().st_size
     last = max(0, size - SAMPLE_BYTES)
+    # The size is part of it: a file that was cut between two of its blocks differs.
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         for number in range(blocks):
@@ -97,6 +99,7 @@ def json_bytes(value: object, option: int | None = None) -> bytes:
 
     Raises:
         OutputError: a text in it is not UTF-8, as the name of a file may be.
+        TypeError: JSON has no such value.
     """
     try:
         return orjson.dumps(value, option=option)
@@ -371,6 +374,8 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
         with full_disk_names(path), unfinished.open("wb") as file:
             yield file
             file.flush()
+            # Before the rename: a file system may write the new name to disk before the data, and a
+            # power failure then leaves an empty file under it (ext4's delayed allocation).
             os.fsync(file.fileno())
         unfinished.replace(path)
     except IsADirectoryError:
@@ -379,6 +384,7 @@ def published_file(path: Path, scratch: Path | None = None) -> Iterator[BinaryIO
         ) from None
     finally:
         unfinished.unlink(missing_ok=True)  # it is still there if the block failed
+    # The rename is an entry of the folder, and is on the disk only with that.
     sync(path.parent)
 
 
@@ -387,6 +393,9 @@ def publish_first(unfinished: Path, path: Path) -> bool:
 
     Of several processes, also of several machines, one is first. Returns whether this one was;
     `unfinished` is gone in any case.
+
+    Raises:
+        OSError: the file system can do it in none of three ways, or fails.
     """
     try:
         # Each kind of file system has one of these.
@@ -434,6 +443,8 @@ def _rename_under_claim(old: Path, new: Path) -> None:
             claim.mkdir()
             break
         except FileExistsError:
+            # The claim is a folder, because mkdir is atomic on every file system, on NFS and FUSE
+            # too. Its owner needs milliseconds.
             if time.monotonic() > deadline:  # of a process that was killed
                 break
             time.sleep(_CLAIM_POLL_S)
@@ -564,6 +575,7 @@ def published_folder(
     check_replaceable(path, kind, overwrite=overwrite)
     _remove_leftovers(path)
     # Processes of several machines may write the same folder at the same time.
+    # Beside `path`: a rename is atomic within one file system only.
     partial = own_temporary(path)
     partial.mkdir(parents=True)
     try:
@@ -571,6 +583,7 @@ def published_folder(
             yield partial
             _sync_files(partial)
         check_replaceable(path, kind, overwrite=overwrite)  # the work may have taken hours
+        # The old folder is removed when the new one is in place.
         shutil.rmtree(replace_directory(partial, path), ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -581,6 +594,8 @@ def _remove_leftovers(path: Path) -> None:
     own = _own_prefix(path.name)
     for leftover in path.parent.glob(f"{glob.escape(own)}*{TEMPORARY_SUFFIX}"):
         number, _, _ = leftover.name[len(own) :].partition(".")
+        # The name has host, boot and PID namespace in it: a process number of another machine says
+        # nothing about ours.
         if number.isdecimal() and not process_exists(int(number)):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -603,6 +618,8 @@ def replace_directory(new: Path, path: Path) -> Path:
 
     Returns the new path of the folder that it replaced, if any, which is to be removed.
     """
+    # Linux cannot rename a folder over one that is not empty, so the old one goes aside first.
+    # `published_folder` undoes a kill between the two renames.
     replaced = rename_aside(path)
     new.rename(path)
     sync(path.parent)

@@ -63,6 +63,8 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
         f"{path}: no such folder here, and cannot be fetched from the Hugging Face hub ({ADVICE})"
     )
     with faults_of_library(what, BaseModelError):
+        # Its folder is named after the commit: a branch that moves during a run does not change the
+        # base.
         fetched = snapshot_download(
             named["repo"],
             revision=named["revision"],

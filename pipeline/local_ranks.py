@@ -65,7 +65,11 @@ def run_ranks(command: Sequence[str], count: int) -> int:
             environment["WORLD_SIZE"] = str(count)
             environment["MASTER_ADDR"] = "127.0.0.1"
             environment["MASTER_PORT"] = str(port)
+            # In this process's group: Ctrl-C in a terminal reaches all of them, and a kill of the
+            # group leaves none.
             ranks.append(subprocess.Popen([sys.executable, *command], env=environment))
+        # The watchdog of the other ranks ends them within seconds; what is left then hangs in a
+        # system call.
         grace_s = float(os.environ.get("EXIT_GRACE_S", "15"))
         return _highest_exit_code(ranks, grace_s)
 
@@ -91,6 +95,7 @@ def _highest_exit_code(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> 
             if code != 0 and first_failed is None:
                 first_failed = rank
             if code < 0:
+                # The shell's convention, on which slurm/common.sh acts.
                 code = 128 - code
             highest = max(highest, code)
         if deadline is not None and time.monotonic() > deadline:

@@ -44,6 +44,7 @@ class _Where(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.where = self.where
+        # A thousand ranks that log the same line would hide the one that differs.
         return self.rank == 0 or record.levelno >= logging.WARNING
 
 

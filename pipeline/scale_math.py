@@ -39,6 +39,7 @@ WINDOW = 2**WINDOW_DOUBLINGS
 def masked_sum(y: Tensor, change: Tensor, masked: bool | Tensor) -> Tensor:
     """y + change, [..., D]; y alone for the tokens of a mask [..., 1]."""
     if isinstance(masked, Tensor):
+        # Selected, not multiplied by 0 or 1: y + 0 · change would be NaN where change is infinite.
         return torch.where(masked, y, y + change)
     return y + change
 
@@ -71,6 +72,8 @@ def with_gain(normal: Tensor, weight: Tensor, dtype: torch.dtype, gain_offset: b
     """
     if gain_offset:
         return (normal * (1 + weight.float())).to(dtype)
+    # The order of transformers' LlamaRMSNorm; Gemma's is the one above. The other order differs in
+    # the last bits of bf16, and preservation is checked to the bit.
     return weight * normal.to(dtype)
 
 
@@ -105,7 +108,9 @@ def rotary_table(
     frequencies: the angle per position of each pair of channels, [R / 2], or those of each token
     [..., R / 2].
     """
+    # In fp32 whatever the model's type: bf16 counts exactly to 256 only.
     angles = positions.float().unsqueeze(-1) * frequencies
+    # Channels i and i + R / 2 turn by one angle: the halves of the table are the same.
     angles = torch.cat([angles, angles], dim=-1)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
@@ -148,10 +153,14 @@ def choose_experts(
         [N, E]; weights and scores in fp32.
     """
     if bias is None:
+        # The product in the model's type and the softmax in fp32, as in Mixtral's and Qwen's code
+        # in transformers; the sigmoid families compute the product in fp32 as well.
         scores = F.linear(x, weight).float().softmax(-1)
         weights, chosen = scores.topk(top_k, dim=-1)
     else:
         scores = F.linear(x.float(), weight.float()).sigmoid()
+        # The bias steers which experts are chosen and is no part of their weights (DeepSeek-V3,
+        # section 2.1.2).
         chosen = (scores + bias.float().sum(0)).topk(top_k, dim=-1).indices
         weights = scores.gather(1, chosen)
     if normalised:
@@ -187,6 +196,7 @@ def keeps_preserved_path(
         square_a: the sum of squares of z_a.
         threshold: the setting `router_threshold`.
     """
+    # cos > t, multiplied out: a division by 0 would give NaN for logits that are all 0.
     return product > threshold * (square_p * square_a).sqrt()
 
 
@@ -265,8 +275,12 @@ def running_mean(
         shift = 2**doubling
         if shift >= total.shape[1]:
             break
+        # The sum of the 2 ** doubling tokens before those of `total`, which are so many tokens
+        # older.
         earlier = decay**shift * total[:, :-shift]
         if documents is not None:
+            # Documents are contiguous: if the token `shift` back is of the same one, so are all
+            # between.
             is_same = documents[:, shift:] == documents[:, :-shift]
             earlier = earlier * is_same.unsqueeze(-1)
         total = torch.cat([total[:, :shift], total[:, shift:] + earlier], dim=1)
@@ -297,4 +311,5 @@ def choose_path(
     x_up = adapted[1]
     if x_up is None:
         return x, None
+    # `masked_fill` and not a product with 0, which keeps NaN and infinity.
     return x, x_up.masked_fill(closed, 0)

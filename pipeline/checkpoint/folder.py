@@ -96,6 +96,7 @@ def quarantine(checkpoint: Path, suffix: str = DAMAGED) -> Path:
         if not aside.exists():
             break
         aside = checkpoint.with_name(f"{checkpoint.name}{suffix}.{number}")
+    # `aside` is beside it, in the same file system: elsewhere a rename would be a copy.
     checkpoint.rename(aside)
     sync(checkpoint.parent)
     return aside
@@ -117,6 +118,8 @@ def publish(partial: Path, final: Path) -> None:
         quarantine(final)
     # An attempt that was killed, or rolled back, may have saved the same step. Its checkpoint is
     # removed only when the new one is in place.
+    # `latest` changes only after the rename is on the disk: a reader that follows it finds a whole
+    # checkpoint.
     replaced = replace_directory(partial, final)
     set_latest(final)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -134,6 +137,7 @@ def rollback_to(checkpoint: Path) -> None:
     cannot tell it from a void one.
     """
     set_latest(checkpoint)
+    # `latest` first: a kill in between leaves later checkpoints that `candidates` passes over.
     for path in all_checkpoints(checkpoint.parent):
         if step_of(path) > step_of(checkpoint):
             quarantine(path, ROLLED_BACK)

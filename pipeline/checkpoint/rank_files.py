@@ -79,6 +79,8 @@ def write_rank_file(path: Path, state: RankState) -> None:
     header: dict[str, Any] = {"__metadata__": {_LAYOUT: json.dumps(layout)}}
     begin = 0
     for name, tensor in tensors.items():
+        # Offsets count from the end of the header, and values may have no gaps: safetensors refuses
+        # a file with holes.
         end = begin + tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -91,6 +93,7 @@ def write_rank_file(path: Path, state: RankState) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
+            # In this machine's byte order, which is little-endian, as the format's is.
             file.write(tensor.cpu().numpy().data)
         # On the disk before a manifest says that it is.
         file.flush()
@@ -148,6 +151,8 @@ def read_index(folder: Path) -> Index:
             header_bytes = int.from_bytes(file.read(8), "little")
             # A damaged length must not ask for more memory than the file has bytes.
             header = orjson.loads(file.read(min(header_bytes, path.stat().st_size - 8)))
+            # The header is read here instead of by `safe_open`, which does not tell where values
+            # lie in the file.
             layout = orjson.loads(header["__metadata__"][_LAYOUT])
             tp_rank = int(layout["tp_rank"])
             tp_size = int(layout["tp_size"])
@@ -222,6 +227,7 @@ class CheckpointReader:
         shape = full_shape_of(parameter)
         shard_shape = local_shape(shape, partition, self.tp_size)
         # A parameter that is not split is whole on every rank: rank 0's copy is read.
+        # A unit that several ranks hold is saved by each of them; `merge` takes the first one's.
         shard_count = 1 if partition.dim is None else self.tp_size
         shards = []
         for tp_rank in range(shard_count):
@@ -254,6 +260,8 @@ class CheckpointReader:
 
     def _read(self, name: str, kind: Kind, tp_rank: int, span: Span) -> Tensor:
         first_wanted, end_wanted = span
+        # Parts follow each other without gaps or overlaps if the checkpoint is whole; the loop
+        # below stops at the first gap.
         values = np.empty(end_wanted - first_wanted, np.float32)
         no_parts = np.zeros((0, 4), np.int64)
         parts = self._index.parts.get((name, tp_rank), no_parts)
@@ -268,6 +276,7 @@ class CheckpointReader:
                 if not first <= at < end:
                     break
                 start = place + _FLOAT_BYTES * (kinds_before * length + at - first)
+                # Bytes of the memory map, seen as fp32: nothing is copied but what is wanted.
                 stored = self._file(file_number)[start : start + _FLOAT_BYTES * (end - at)]
                 values[at - first_wanted : end - first_wanted] = stored.view(np.float32)
                 at = end

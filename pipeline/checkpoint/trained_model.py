@@ -135,6 +135,7 @@ class TrainedModel:
         columns = slice(width)
         if "expansion" in name:
             columns = slice(width, None)
+        # In fp32, as the new rows trained: the base's 16-bit rows lose nothing by it.
         old = self.read_stored(base_name).float()
         new = self.read_stored(new_rows)[:, columns]
         return torch.cat([old, new])
@@ -157,6 +158,7 @@ class TrainedModel:
             A tensor [S, V] in fp32 for each window.
         """
         decoder, fill_output = self.streamed(dtype)
+        # Padding follows the text, and attention is causal: it changes no logit of a window.
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
         length = tokens.shape[1]
         hidden = decoder.hidden_states(tokens)
@@ -183,6 +185,8 @@ class TrainedModel:
         decoder = self._without_values(dtype)
         values = {name: self.read(name).to(device, dtype) for name, _ in decoder.named_parameters()}
         decoder.load_state_dict(values, strict=False, assign=True)
+        # `assign` has replaced the embedding's parameter, so that the output's is no longer the
+        # same.
         if decoder.spec.tie_word_embeddings:
             decoder.output.base = decoder.embedding.base.weight
         return decoder
@@ -237,6 +241,8 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
     # checkpoint.
     method = method_for(settings, Path(), manifest.run.seed, manifest.run.own_tokens)
     with torch.device("meta"):
+        # At one rank: partitions are kept as attributes, from which the reader knows how the shards
+        # of any layout join.
         structure = method.build(_whole_vocabulary(base.spec, manifest), SINGLE, "none")
         stored = method.build(replace(base.spec, new_tokens=manifest.run.new_rows), SINGLE, "none")
     reader = CheckpointReader(read_index(checkpoint), stored)

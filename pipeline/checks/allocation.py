@@ -155,7 +155,9 @@ def check_memory(allocation: Allocation) -> Finding:
     def available() -> AvailableMemory:
         free, total = 0, 0
         if on_gpu:
+            # The driver's figures count other processes too, which torch's own do not.
             free, total = torch.cuda.mem_get_info(allocation.device)
+        # All ranks of a node share its memory, and measure it at the same time.
         host = int(host_memory() * USABLE_FRACTION) // allocation.ranks_on_node
         return AvailableMemory(int(free), int(total * USABLE_FRACTION), host)
 

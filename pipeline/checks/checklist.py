@@ -110,9 +110,12 @@ PREFLIGHT_CHECKS: tuple[RankCheck, ...] = (
 
 
 def begin(config: RunConfig, world_size: int, stage: Literal["tokenize", "train"]) -> RunInputs:
-    """Makes the checks of a stage before it begins; raises the first fault, a UserError.
+    """Makes the checks of a stage before it begins.
 
     Before training, what it reads is then open: no other rank reads it again.
+
+    Raises:
+        UserError: the first fault that a check finds.
     """
     inputs = RunInputs(config, world_size)
     for check in TOKENIZE_CHECKS if stage == "tokenize" else TRAIN_CHECKS:
@@ -157,7 +160,11 @@ def check_allocation(inputs: RunInputs, groups: ProcessGroups, device: torch.dev
 
 
 def refuse_faults(findings: list[Finding]) -> None:
-    """Raises PreflightError with every fault, and the Slurm option that excludes broken nodes."""
+    """Refuses an allocation in which a check of the preflight found a fault.
+
+    Raises:
+        PreflightError: with every fault, and the Slurm option that excludes broken nodes.
+    """
     texts: list[str] = []
     broken_nodes: set[str] = set()
     all_passing = True

@@ -137,6 +137,7 @@ def _slowness(products: Sequence[Product], rank: int) -> float:
             others.append(product.seconds)
     if not others or products[rank].wrong is not None:
         return 1.0
+    # By the median, which a second slow rank does not move.
     return products[rank].seconds / statistics.median(others)
 
 
@@ -162,6 +163,8 @@ def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Link:
     size = dist.get_world_size(group)
     rank = dist.get_rank(group)
     elements = MESSAGE_BYTES[device.type] // 4
+    # Whole numbers: their sums are exact in every order, so any difference is a fault of links or
+    # memory.
     pattern = torch.arange(elements, dtype=torch.int32, device=device) % _DISTINCT
     # Rank r sends (r + 1) times the pattern; 1 + 2 + ... + size = size (size + 1) / 2.
     expected = pattern * (size * (size + 1) // 2)

@@ -40,7 +40,11 @@ def check_deepspeed_config(inputs: RunInputs) -> None:
 
 
 def check_profile(inputs: RunInputs) -> None:
-    """The ranks that `profile` names exist."""
+    """The ranks that `profile` names exist.
+
+    Raises:
+        ConfigError: one of them does not.
+    """
     profile = inputs.config.profile
     if profile.steps is None or not profile.ranks:
         return
@@ -53,7 +57,11 @@ def check_profile(inputs: RunInputs) -> None:
 
 
 def check_trackers(inputs: RunInputs) -> None:
-    """The packages of the trackers that `observers` names are installed."""
+    """The packages of the trackers that `observers` names are installed.
+
+    Raises:
+        MissingPackageError: one is not installed.
+    """
     for name in ("wandb", "mlflow"):
         if getattr(inputs.config.observers, name) is not None and find_spec(name) is None:
             raise MissingPackageError(

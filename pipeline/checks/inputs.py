@@ -91,6 +91,8 @@ class RunInputs:
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, and so broadcast: everything that is open but the tokenizer."""
         state = dict(self.__dict__)
+        # Objects of Rust and C++ libraries, which cannot all be pickled; the other ranks need the
+        # fingerprint alone.
         state.pop("tokenizer", None)
         return state
 
@@ -160,6 +162,9 @@ class RunInputs:
 
         The corpora must be made with the run's tokenizer. Where it cannot be opened, which is a
         fault of its own, corpora of any tokenizer are taken.
+
+        Raises:
+            DataError: the corpora end before the run does, or are of another tokenizer.
         """
         config = self.config
         fingerprint = self.get_or_none("tokenizer_fingerprint")
@@ -175,6 +180,7 @@ class RunInputs:
         )
         batch = config.schedule.global_batch_size
         needed = config.schedule.steps * batch
+        # Before the first step, not at the last: a job of days would end in an error.
         if training.total is not None and training.total < needed:
             raise DataError(
                 f"schedule.steps: {config.schedule.steps} steps need {needed} sequences, but the "
@@ -214,6 +220,7 @@ class RunInputs:
         self, checkpoint: Path, manifest: CheckpointManifest, *, finished: bool
     ) -> None:
         """Raises CheckpointError where this run cannot be the one that wrote the checkpoint."""
+        # Names and shapes alone: rank 0 may have less memory than the model takes.
         with torch.device("meta"):
             model = build_model(self.config, self.base.spec, SINGLE)
         contents = None
@@ -269,6 +276,8 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
         ConfigError: The method, the layout or the sequence length does not fit the base.
     """
     longest = spec.max_position_embeddings
+    # Rotary angles beyond the context were never trained; most bases give nonsense there, without
+    # any error.
     if config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length: {config.data.sequence_length} is beyond the base's context of "

@@ -121,6 +121,8 @@ def _logits_by_transformers(
     transformers_logging.disable_progress_bar()
     try:
         with faults_of_library(f"{base.path}: cannot be loaded by transformers", BaseModelError):
+            # In fp32 on the CPU: in bf16, rounding alone would differ by more than many a misread
+            # setting.
             model = AutoModelForCausalLM.from_pretrained(
                 base.path,
                 **loading_options(base_config(base.path), **changes),

@@ -78,7 +78,7 @@ class Records(PipelineStep):
                     yield Document(record.text, f"{unit.name}-{number}")
 
 
-class Shard(JsonlReader):
+class CleanedShard(JsonlReader):
     """Reads the shard that the same task of an earlier stage wrote.
 
     It wrote none where it had nothing to write.
@@ -92,7 +92,11 @@ class Shard(JsonlReader):
 def in_language(
     model: str, labels: Sequence[str], least: float, exclusion_writer: DiskWriter
 ) -> LanguageFilter:
-    """Keeps documents of whose language, one of `labels`, a model of fastText is that sure."""
+    """Keeps documents of whose language, one of `labels`, a model of fastText is that sure.
+
+    Raises:
+        MissingPackageError: fastText is not installed.
+    """
     try:
         return LanguageFilter([*labels], least, exclusion_writer, model)
     except ImportError:

@@ -55,7 +55,7 @@ _SETTINGS = {"input", "clean", "text_key", "document", "encoding", "quoting", "n
 _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # open as long as the process
 
 
-class Plan(BaseModel):
+class CleaningPlan(BaseModel):
     """What cleaning is begun for: settings of the corpus, and the sizes of all its input files."""
 
     format: Literal["scale-cpt cleaned text 1"] = _FORMAT
@@ -63,7 +63,7 @@ class Plan(BaseModel):
     files: dict[str, int]
 
 
-class CleanedText(Plan):
+class CleanedText(CleaningPlan):
     """The manifest of cleaned text.
 
     `steps`: of each the documents that reached it ("total"), "dropped" and "changed", and the
@@ -167,9 +167,9 @@ def clean(job: CleaningJob, workers: int) -> CleanedText:
     return cleaned
 
 
-def _check_plan(file: Path, plan: Plan) -> None:
+def _check_plan(file: Path, plan: CleaningPlan) -> None:
     """Raises DataError where the manifest or the plan in `file` is of another plan."""
-    if read_record(file, Plan, DataError) != plan:
+    if read_record(file, CleaningPlan, DataError) != plan:
         advice = "set them back, or remove the folder to clean again"
         raise DataError(f"{file.parent}: was made with other settings or inputs; {advice}")
 
@@ -191,7 +191,11 @@ def table(steps: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def examples(folder: Path, count: int) -> Iterator[str]:
-    """The beginnings of `count` documents that each step dropped from a cleaned text, and why."""
+    """The beginnings of `count` documents that each step dropped from a cleaned text, and why.
+
+    Raises:
+        DataError: `folder` does not exist.
+    """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; run scale-cpt clean first")
     for step in sorted(folder.glob(f"{DROPPED}/*")):
@@ -274,7 +278,7 @@ def submit(job: CleaningJob, partition: str, limit: str) -> int:
     return int(last.job_id)
 
 
-def _plan_of(job: CleaningJob) -> Plan:
+def _plan_of(job: CleaningJob) -> CleaningPlan:
     settings = job.corpus.model_dump(mode="json", include=_SETTINGS)
     files: list[InputPath] = []
     for corpus in (job.corpus, *job.heldout, *job.others):
@@ -284,7 +288,7 @@ def _plan_of(job: CleaningJob) -> Plan:
         # Text that an earlier version cleaned has none of them.
         if settings[name] is None:
             del settings[name]
-    return Plan(settings=settings, files={str(file): file.stat().st_size for file in files})
+    return CleaningPlan(settings=settings, files={str(file): file.stat().st_size for file in files})
 
 
 def _run(job: CleaningJob, stage: Stage, workers: int) -> None:
@@ -361,9 +365,13 @@ def _record_of(work: Path, stage: str, task: int) -> Path:
 
 
 def _fault_of(executor: bytes, task: str) -> str:
-    """Runs a task.
+    """Runs a task, and returns its fault.
 
-    Returns its fault; one of the user's or of a disk is raised, as another attempt would not help.
+    A fault of the user's or of a disk is raised instead, as another attempt would not help.
+
+    Raises:
+        UserError: a fault of the user's.
+        OSError: a fault of a disk.
     """
     try:
         with contextlib.redirect_stderr(_NOWHERE):

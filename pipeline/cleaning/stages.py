@@ -36,10 +36,10 @@ from datatrove.utils.text import TextNormConfig
 
 from pipeline import log
 from pipeline.cleaning.blocks import (
+    CleanedShard,
     Contamination,
     PlainFolder,
     Records,
-    Shard,
     Signatures,
     Words,
     benchmark_lines,
@@ -209,7 +209,7 @@ def stages_of(job: CleaningJob) -> list[Stage]:
         first.append(Signatures(str(job.work / "signatures"), _MINHASH, _WORDS))
     filtered = [*_patterns_of(_OF_EACH), "filtered/{rank:05d}.*", "signatures/*/{rank:05d}.*"]
     stages = [Stage("filter", tasks, first, filtered)]
-    last: list[Block] = [Shard(str(job.work / "filtered"))]
+    last: list[Block] = [CleanedShard(str(job.work / "filtered"))]
     if finds_copies:
         known = [*heldout, *units_of(job.others)]
         stages += _stages_of_copies(job, known)

@@ -169,7 +169,10 @@ def open_export(path: Path) -> ExpansionExport:
     if config.get("model_type") != ScaleConfig.model_type:
         fault = "it is no export in the format scale; convert the run again with --format scale"
     elif config.get("gate_layer") is None:
-        fault = "it has no gate, which would say where it applies; fit one (scale-cpt gate), and convert the run again"
+        fault = (
+            "it has no gate, which would say where it applies; fit one (scale-cpt gate), and "
+            "convert the run again"
+        )
     elif config.get("routed"):
         fault = "a Route model computes two paths by itself; train Preserve or Adapt"
     elif any(rotary["context"] is not None for rotary in config.get("rotary", ())):
@@ -319,7 +322,9 @@ Each was trained alone on the frozen base. Where no gate opens, the model is its
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, active=["{rows[0][0]}"])
+model = AutoModelForCausalLM.from_pretrained(
+    folder, trust_remote_code=True, active=["{rows[0][0]}"]
+)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ```
 

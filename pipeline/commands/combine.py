@@ -39,6 +39,7 @@ def main(arguments: argparse.Namespace) -> None:
     runs = dict[str, Path]()
     for pair in arguments.runs:
         name, _, path = pair.partition("=")
+        # A name is a folder, and an argument of `active`: of two alike one would be lost.
         if not path or name in runs:
             raise ConfigError(f"{pair}: expected NAME=RUN, and each name once")
         runs[name] = Path(path)

@@ -40,4 +40,5 @@ def main(arguments: argparse.Namespace) -> int:
     estimator = open_estimator(config, cluster, base_config=arguments.base_config)
     text, recommended = report(estimator, every=arguments.all)
     print(text)
+    # So that a script can refuse to submit a job that would not fit.
     return 0 if recommended else 1

@@ -187,6 +187,7 @@ def _score_texts(arguments: argparse.Namespace) -> str:
     keys = Keys(arguments.text_key, arguments.prompt_key, special_tokens=arguments.special_tokens)
     scores = {}
     for model in arguments.model:
+        # Read anew for each model: the documents are iterators, and used up by the one before.
         texts = {name: good_documents([name], keys) for name in arguments.data}
         scores[str(model)] = score_folder(
             model,

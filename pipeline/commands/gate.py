@@ -30,6 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
     if config.gate is None:
         _logger.info("the configuration has no section gate: nothing to fit")
         return
+    # Under a lock: two fits would write the same folder.
     with stage_of(config, "gate", alone=True):
         # After the configuration is checked, so that a mistake in it is reported at once.
         from pipeline.gating.fit_run import as_text, fit_gate

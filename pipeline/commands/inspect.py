@@ -33,6 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     folder = arguments.checkpoint
     if (folder / CHECKPOINTS).is_dir():
+        # A run's folder without any checkpoint is refused below, as a folder that is none.
         folder = latest_checkpoint(folder / CHECKPOINTS) or folder
     facts = describe_checkpoint(folder, arguments.base)
     if arguments.json:

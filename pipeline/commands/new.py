@@ -22,6 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
     ignored = shutil.ignore_patterns("__pycache__")
+    # None: no folder is replaced, since a user works in it.
     with published_folder(folder, None) as unfinished:
         for name in SHIPPED:
             shutil.copytree(shipped() / name, unfinished / name, ignore=ignored)

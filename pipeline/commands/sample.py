@@ -122,6 +122,7 @@ def main(arguments: argparse.Namespace) -> None:
         if config is not None:
             begin_run(config)
         workers = arguments.workers or default_workers(jobs[0].base)
+        # The server of forks loads torch and transformers once for all workers.
         with local_workers(workers, preload="pipeline.self_generated.corpus") as pool:
             for job, plan in zip(jobs, plans, strict=True):
                 manifest = sample_corpus(job, plan, pool, arguments.share)

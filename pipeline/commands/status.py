@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    # Without torch: an answer in a fraction of a second, also on a login node.
     folders = runs_in(arguments.run)
     if folders:
         statuses = [read_status(folder) for folder in folders]

@@ -71,6 +71,8 @@ def _dry_run(arguments: argparse.Namespace) -> int:
 def _start_ranks(arguments: argparse.Namespace) -> int:
     """Runs this command on several ranks of this machine; returns their highest exit code."""
     cores = len(os.sched_getaffinity(0))
+    # Otherwise each rank would start a thread for every core, and the ranks would slow each other
+    # down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // arguments.ranks)))
     command = ["-m", "pipeline", "train", str(arguments.run)]
     command += [f"--set={change}" for change in arguments.set]

@@ -89,6 +89,8 @@ def _seems_made_for(config: RunConfig, method: ScaleMethod) -> bool:
         return False  # The checks that follow say why.
     return (
         found.get("base") == str(config.base)
+        # A base that was changed after the expansion was made may be another one; its times answer
+        # without reading it.
         and base_changed_at <= made_at
         and found.get("method") == method.of_initial_expansion
         and found.get("seed") == config.seed

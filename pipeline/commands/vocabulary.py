@@ -29,7 +29,7 @@ from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenizer.extension.merges import ROW_BITS
 from pipeline.data.tokenizer.extension.vocabulary import (
     VOCABULARY,
-    Comparison,
+    CutComparison,
     Cuts,
     learn_extension,
     write_extension,
@@ -96,6 +96,8 @@ def main(arguments: argparse.Namespace) -> None:
     learned: list[str] = []
     heldout: list[str] = []
     for text in texts(arguments.corpus, **read):
+        # By the text's hash: tokens are judged on texts from which they were not learned, the same
+        # ones in each call.
         if is_heldout(text, _HELDOUT_FRACTION):
             heldout.append(text)
         else:
@@ -109,7 +111,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     def check(folder: Path) -> None:
         """Compares the tokenizers on all texts, before the folder is published."""
-        comparison = Comparison(extension, folder)
+        comparison = CutComparison(extension, folder)
         found["new, held out"] = comparison.of(heldout)
         found["old"] = comparison.of(old)
         for name, file in reports.items():

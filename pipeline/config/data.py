@@ -24,6 +24,8 @@ CleaningStep = Literal[
 ]
 
 
+# A fixed day: with today's, the same command would make another corpus tomorrow, which a resumed
+# run refuses.
 CHAT_DATE = date(2025, 1, 1)
 """The date that chat templates are told is today, where nothing else is said."""
 
@@ -109,8 +111,8 @@ class Corpus(Section):
 
     input: Texts = []
     """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that
-    `datasets` saved; URLs of object stores, s3://bucket/*.parquet; or datasets on the hub,
-    hf://org/name[/config][@revision][/split][?files=N]"""
+    `datasets` saved; URLs of object stores, `s3://bucket/*.parquet`; or datasets on the
+    hub, `hf://org/name[/config][@revision][/split][?files=N]`"""
     clean: Cleaning | None = None
     """how scale-cpt clean filters the documents of `input` before they are tokenized; default: not
     at all"""
@@ -263,6 +265,7 @@ class Data(Section):
         roles = self._roles()
         fractions: dict[Role, float] = {}
         if "replay" in roles:
+            # Only of roles that have a corpus: the others' share goes to the new text.
             fractions["replay"] = self.replay_fraction
         if "self_generated" in roles:
             fractions["self_generated"] = self.self_generated_fraction

@@ -138,6 +138,8 @@ class Stability(Section):
     max_skipped_steps: NonNegativeInt = 20
     """most skipped steps of the whole run, those with NaN or infinity and those after a rollback
     together; beyond it the run ends as diverged"""
+    # In nats above the median, not as a multiple: near a loss of 0.01 noise alone doubles it
+    # (docs/adr/0011-one-job-a-run-folder.md).
     loss_increase: PositiveFloat | None = 1.0
     """how many nats per token above its running median the loss of a spike lies; null: the loss
     never makes a spike"""
@@ -146,6 +148,7 @@ class Stability(Section):
     null: the gradient norm never makes a spike"""
     window: Annotated[int, Field(ge=2)] = 128
     """number of steps of the running medians; earlier in a run no step counts as a spike"""
+    # Three in a row, because training recovers from a single bad batch.
     spike_steps: PositiveInt = 3
     """number of spikes in a row after which the run rolls back to the last checkpoint before them,
     and skips them"""
@@ -185,6 +188,7 @@ class WatchdogSettings(Section):
     dead_after_s: PositiveFloat = 60.0
     """seconds without a heartbeat after which a rank counts as lost; the end of a process is
     noticed immediately"""
+    # Of a phase, not a step: a step may include a validation or a save, which take minutes.
     hung_after_s: PositiveFloat = 600.0
     """seconds that every rank may stay in one phase of a step (data, forward, backward, step)
     before the run counts as hung"""
@@ -311,6 +315,7 @@ class RunConfig(Section):
         if self.method.variant == "adapt":
             last_exact = self.method.l_fp
             setting = "l_fp"
+        # A gate that reads a changed stream would depend on the expansion that it opens and closes.
         if layer is not None and last_exact is not None and layer > last_exact:
             raise ValueError(
                 f"gate.layer: {layer} is above method.{setting} {last_exact}, "
@@ -354,6 +359,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"forgetting.max_kl_from_base: method {method.name} keeps no base; set max_increase"
             )
+        # Forgetting is measured on held-out replay alone: without any, a limit would silently never
+        # apply.
         has_limit = limits.max_increase is not None or limits.max_kl_from_base is not None
         if has_limit and not self._has_heldout_replay():
             raise ValueError("forgetting: needs a corpus of role replay with a held-out part")

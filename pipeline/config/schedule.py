@@ -40,6 +40,7 @@ class Schedule(Section):
     parameter names; the last key that matches a parameter counts (docs/methods.md)"""
     weight_decay_factors: dict[str, Annotated[float, Field(ge=0)]] = {}
     """factors of weight_decay, by kind of block or by pattern of parameter names"""
+    # 0.95, as in GPT-3 and Llama: with 0.999 a spike's second moment lasts for a thousand steps.
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the two moments"""
     gradient_clipping: PositiveFloat = 1.0
@@ -55,9 +56,14 @@ def learning_rate(step: int, schedule: Schedule) -> float:
     """
     warmup_steps = math.ceil(schedule.warmup_fraction * schedule.steps)
     if step < warmup_steps:
+        # step + 1: at a rate of 0 the first step would train nothing.
         return schedule.learning_rate * (step + 1) / warmup_steps
+    # Computed from the step alone, without a state: a resumed run, or one that rolled back, has the
+    # same rates.
     decay_steps = schedule.steps - warmup_steps
     if schedule.decay == "wsd":
+        # Warmup-stable-decay (Hu et al. 2024, MiniCPM): the peak holds until then, so that one run
+        # can be ended at several lengths.
         decay_steps = min(decay_steps, math.ceil(schedule.decay_fraction * schedule.steps))
     progress = max(0.0, (step - (schedule.steps - decay_steps)) / max(1, decay_steps))
     if schedule.decay == "cosine":

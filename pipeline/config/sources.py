@@ -49,6 +49,8 @@ def _of_run_folder(folder: Path) -> dict[str, Any]:
     """The settings in a run's folder. If it was moved, so are the folders in it."""
     values = _extended(folder / RUN_FILE, ())
     old = Path(str(values.get("folder")))
+    # run.yaml holds paths as they were at its start: of a folder that was moved or copied, they
+    # would lead to the old one.
     if old.resolve() == folder.resolve():
         return values
     return merged(values, {**_moved(values, old, folder), "folder": str(folder)})
@@ -56,6 +58,8 @@ def _of_run_folder(folder: Path) -> dict[str, Any]:
 
 def _extended(path: Path, outer: tuple[Path, ...]) -> dict[str, Any]:
     """The settings of a file, which the files `outer` extend, with those that it extends itself."""
+    # Resolved, so that a file that extends itself by another spelling, or through a link, is found
+    # too.
     if path.resolve() in outer:
         raise ConfigError(
             f"{path}: this file is extended already; remove one of the keys {EXTENDS}"
@@ -108,6 +112,7 @@ def _change_of(text: str) -> dict[str, Any]:
     dotted, equals, value = text.partition("=")
     if not (dotted and equals):
         raise ConfigError(f"{COMMAND_LINE} {text}: expected KEY=VALUE, such as schedule.steps=20")
+    # As YAML, so that numbers, lists and null have the types that they have in a file.
     values: Any = parse_yaml(value, f"{COMMAND_LINE} {text}: expected a value in YAML")
     for key in reversed(dotted.strip().split(".")):
         values = {key: values}

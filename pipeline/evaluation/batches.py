@@ -44,6 +44,7 @@ def frequencies_of(length: int, new: int, context: int | None) -> int:
     """
     if context is None or length + new <= context:
         return 0
+    # Beyond the context from the start, all have the long frequencies, whatever their length.
     return -1 if length > context else length
 
 

@@ -82,7 +82,8 @@ def load_tasks(
     try:
         import datasets
     except ImportError as error:
-        raise _missing(error) from None
+        fault = _missing(error)
+        raise fault from None
     datasets.disable_progress_bars()
     given = f"--tasks {' '.join(names)}"
     manager = _task_manager(names, include, given)
@@ -120,7 +121,8 @@ def _task_manager(names: Sequence[str], include: Path | None, given: str) -> Any
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise _missing(error) from None
+        fault = _missing(error)
+        raise fault from None
     with faults_of_library(given, ConfigError):
         if include is None:
             return TaskManager()
@@ -231,6 +233,7 @@ def benchmark_model(
     )
     context = frequency_context(model.config)
     if context is not None:
+        # lm-eval has no public place for it: all its scores of texts pass through this method.
         score = scored._loglikelihood_tokens
         scored._loglikelihood_tokens = partial(_score_by_length, score, context)
         scored.generate_until = partial(_write_one_by_one, scored.generate_until)

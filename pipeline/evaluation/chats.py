@@ -222,6 +222,7 @@ def _judged(ids: list[int], ends: list[int], reference: str, tokenizer: Tokenize
     """An answer up to the first of its `ends`, compared with the reference."""
     for place, id_ in enumerate(ids):
         if id_ in ends:
+            # Compared as text, not as ids: a text can be cut in several ways.
             is_right = _said(tokenizer.decode(ids[:place])) == _said(reference)
             return _Answer(is_right, has_ended=True, length=place)
     # An answer that was cut by the limit is never right.
@@ -249,7 +250,12 @@ def _answers(
     tokens = torch.tensor(rows, device=model.device)
     mask = torch.tensor(masks, device=model.device)
     settings = GenerationConfig(
-        do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=ends[0]
+        # A config of our own, because the model's may have a temperature or a repetition penalty,
+        # with which two models would be compared by their settings.
+        do_sample=False,
+        max_new_tokens=new,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
     )
     written: torch.Tensor = model.generate(tokens, attention_mask=mask, generation_config=settings)
     return written[:, width:].tolist()

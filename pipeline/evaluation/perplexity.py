@@ -83,6 +83,9 @@ class _Sequence(NamedTuple):
     def windows(self, context: int) -> list[_Window]:
         """Windows of at most `context` tokens that score every token once."""
         found = []
+        # Windows that overlap by half: every token but a document's first sees at least context / 2
+        # tokens. Without overlap the first tokens of each window would see none, and a shorter
+        # context would look worse.
         for start, stop, first in windows(len(self.ids), context, context // 2, self.first_scored):
             found.append(_Window(self.ids[start:stop], stop - first))
         return found
@@ -289,6 +292,8 @@ def _total_nll(
         again = []
         for one, own in zip(left, cut, strict=True):
             nll = torch.cat(list(islice(found, len(own))))
+            # An nll of 1e30 is finite, unlike that of -inf: it is found here, and not as a NaN of
+            # the sum.
             impossible = nll > -NEVER / 2
             if rounds_left == 0 or not impossible.any():
                 totals.append(float(nll.sum()))
@@ -335,4 +340,5 @@ def _window_nll(logits: Tensor, window: _Window) -> Tensor:
     # The logits at a token predict the next one.
     predicting = logits[length - window.scored - 1 : length - 1].float()
     targets = window.ids[-window.scored :].to(logits.device)
+    # The softmax in fp32: a log-probability in bf16 has two to three significant digits.
     return F.cross_entropy(predicting, targets, reduction="none").double().cpu()

@@ -11,6 +11,7 @@ from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
+from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
 from pipeline.data.tokenize.units import input_files
 from pipeline.errors import CheckpointError, ConversionError, UserError
@@ -75,6 +76,8 @@ def summarise(
             scores[when] = score_folder(
                 folder,
                 heldout_corpora(config),
+                # The length of training for both models, whatever their own contexts: a longer
+                # window alone lowers perplexity.
                 context=config.data.sequence_length,
                 max_bytes=max_bytes,
                 prefix=prefix,
@@ -155,11 +158,16 @@ def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[st
     for name, corpus in check_heldout(config).items():
         texts[name] = []
         for file, size in input_files(corpus.input).items():
-            texts[name].append([str(file), size, file.stat().st_mtime_ns])
+            # A remote file has no time of its own; its store says what changes with its content.
+            if isinstance(file, RemoteFile):
+                texts[name].append([str(file), size, file.identity()])
+            else:
+                texts[name].append([str(file), size, file.stat().st_mtime_ns])
     hf_folder = config.folder / HF_FOLDER
     return {
         "base": str(config.base),
         "base_config": file_hash(config.base / "config.json"),
+        # The records name what the export was made of, so that its weights need not be hashed.
         "export": file_hash(hf_folder / VERIFICATION),
         "export_record": file_hash(hf_folder / EXPORT.record),
         "context": config.data.sequence_length,

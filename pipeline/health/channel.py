@@ -59,6 +59,7 @@ def listen() -> socket.socket:
     # Often 1,024 files are allowed, fewer than there are connections; the hard limit is higher.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    # The ranks connect to the address by which torch found rank 0, of either family.
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
@@ -147,6 +148,7 @@ class Channel:
                 self._add(connection, None)
 
     def _add(self, connection: socket.socket, rank: int | None) -> None:
+        # The watchdog must never wait for a rank that may be stopped.
         connection.setblocking(False)
         peer = _Peer(connection, rank)
         self._ready.register(connection, selectors.EVENT_READ, peer)
@@ -161,6 +163,7 @@ class Channel:
         except OSError:  # the connection broke
             data = b""
         ended = not data
+        # TCP has no messages: a line may arrive in parts, or several at once.
         *lines, peer.rest = (peer.rest + data).split(b"\n")
         try:
             for line in lines:

@@ -214,6 +214,7 @@ class RankHealth:
 
     def accept(self, verdict: Verdict) -> None:
         """Adopts a verdict, unless there is one already."""
+        # The first verdict names the cause; what is reported after it mostly follows from it.
         if self.verdict is None:
             self.verdict = verdict
 

@@ -107,6 +107,8 @@ class RankWatchdog:
             # The watchdog's thread will name that rank and end this process. If it has not done so
             # after this time, the exception itself is reported.
             time.sleep(self._limits.dead_after_s + 2 * self._limits.beat_every_s + LAST_ACTS_S)
+        # At once, so that the others report this fault and not the broken connection that follows
+        # it.
         self._send_last({"failed": in_one_line(error), "exit_code": exit_code_of(error)})
 
     def _send_last(self, message: Message) -> None:
@@ -158,6 +160,8 @@ class RankWatchdog:
     def _poll(self) -> None:
         """Waits a moment, and handles the messages that have arrived."""
         began = time.monotonic()
+        # A sleep and not a select with a timeout: its length shows whether this process was
+        # stopped.
         time.sleep(_POLL_S)
         paused_s = time.monotonic() - began
         if paused_s > self._limits.beat_every_s:
@@ -201,6 +205,8 @@ class RankWatchdog:
         last_acts = threading.Thread(target=self._last_acts, args=(verdict,), daemon=True)
         last_acts.start()
         last_acts.join(LAST_ACTS_S)
+        # Not sys.exit: the main thread may hang in a collective, or in C code that never returns to
+        # Python, and would be waited for.
         os._exit(verdict.exit_code)
 
     def _last_acts(self, verdict: Verdict) -> None:
@@ -230,6 +236,7 @@ def lost_a_peer(error: BaseException) -> bool:
         return True
     if type(error) is not RuntimeError:
         return False
+    # gloo's and NCCL's faults in C++ are plain RuntimeErrors in Python; only their texts tell them.
     text = str(error)
     return "gloo" in text or "NCCL" in text or "Connection closed" in text
 

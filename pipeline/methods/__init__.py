@@ -71,6 +71,7 @@ def build_model(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
+        ConfigError: `compile` with a mixture of experts.
     """
     check_sequence_length(config.data.sequence_length, tp)
     if config.compile and spec.mixture is not None:
@@ -92,8 +93,10 @@ def build_model(
 def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
     """Stores the base's linear maps, unset yet, in `precision`.
 
-    Embedding, norms and output projection stay. Raises ConfigError if one of them trains, or cannot
-    be split over the ranks in `precision`.
+    Embedding, norms and output projection stay.
+
+    Raises:
+        ConfigError: if one of them trains, or cannot be split over the ranks in `precision`.
     """
     for path, module in base_maps(model).items():
         weight = module.get_parameter("weight")

@@ -89,6 +89,7 @@ class LoraMethod(TrainingMethod):
         model = Decoder(spec, tp=tp).requires_grad_(False)
         for linear in self._targets(model):
             weight = linear.base.get_parameter("weight")
+            # Made after `requires_grad_(False)`, so that the adapter trains and W does not.
             linear.adapter = LowRankAdapter(
                 weight, self.settings.rank, scale=self.settings.scale, tp=tp
             )
@@ -121,7 +122,11 @@ class LoraMethod(TrainingMethod):
             # B is zero, so that the model starts as its base (Hu et al. 2022, section 4.1).
             whole = torch.zeros(full_shape_of(parameter))
             if name.endswith(".a"):
+                # PEFT draws A by kaiming_uniform_ with a = sqrt(5), whose bound sqrt(6 / ((1 + 5)
+                # in)) is 1 / sqrt(in).
                 bound = whole.shape[1] ** -0.5
+                # The whole factor is drawn on every rank, by a generator of its own, and then
+                # split: the values do not depend on the layout.
                 whole.uniform_(-1, 1, generator=seeded(self.seed, name)).mul_(bound)
             fill_whole(parameter, tp, whole)
 
@@ -152,10 +157,13 @@ class LlamaProMethod(TrainingMethod):
                 f"method.added_layers: expected a divisor of the base's {spec.num_layers} layers, "
                 f"found {count}"
             )
+        # Each group of num_layers / added_layers layers becomes one layer longer.
         return spec.num_layers // count + 1
 
     def _base_layer(self, layer: int, spec: DecoderSpec) -> int:
         """The base's layer from which a layer of the deeper model comes."""
+        # (layer + 1) // stride added layers come up to and including this one: an added layer, the
+        # last of its group, thus maps to the layer before it, of which it is a copy.
         return layer - (layer + 1) // self._stride(spec)
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
@@ -164,6 +172,8 @@ class LlamaProMethod(TrainingMethod):
         added = frozenset(range(stride - 1, depth, stride))
         layers = tuple(spec.layers[self._base_layer(layer, spec)] for layer in range(depth))
         deeper = replace(spec, layers=layers)
+        # The layers' kinds are copied too: an added layer has the window and the rotary embedding
+        # of the layer that it is a copy of.
         model = Decoder(deeper, added_layers=added, tp=tp).requires_grad_(False)
         # Only the added layers train, without their routers.
         for layer in added:
@@ -182,5 +192,7 @@ class LlamaProMethod(TrainingMethod):
         load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
         for layer in model.added_layers:
             for name, parameter in model.layers[layer].named_parameters():
+                # Both residual branches then add nothing (Wu et al. 2024, section 3.2). Gradients
+                # flow all the same: those of the zeroed maps are not zero.
                 if name.startswith(_ZEROED):
                     held_values(parameter).zero_()

@@ -32,8 +32,11 @@ class TrainingMethod(ABC):
                 ranks.
         """
         model = self._build(spec, tp)
+        # Set here for all methods: recomputing activations changes memory and time, but no result.
         model.activation_checkpointing = activation_checkpointing
         for name, parameter in model.named_parameters():
+            # Also where the base is frozen: new rows start as averages of others, and are yet to be
+            # learned.
             if holds_new_tokens(name):
                 parameter.requires_grad_(True)
         return model
@@ -41,6 +44,7 @@ class TrainingMethod(ABC):
     def load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
         """Sets every parameter to its value before the first step."""
         self._load(model, base, tp)
+        # After the base, from whose rows the new ones may be computed.
         load_new_tokens(model, base, tp, self.expansion)
 
     @abstractmethod

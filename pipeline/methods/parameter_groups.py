@@ -99,6 +99,7 @@ def factors_by_name(
 def _matches(key: str, name: str) -> bool:
     if key in KINDS:
         return kind_of(name) == key
+    # Not `fnmatch`, whose case depends on the operating system.
     return fnmatchcase(name, key)
 
 
@@ -126,6 +127,7 @@ def parameter_groups(
     muon_names = set(by_muon)
     members: dict[tuple[bool, float, float], list[str]] = {}
     for name, parameter in trained.items():
+        # As is usual since GPT-2: decay would pull gains, which start at 1, to 0.
         is_vector = len(full_shape_of(parameter)) <= 1
         decay = 0.0 if is_vector else schedule.weight_decay * decays[name]
         members.setdefault((name in muon_names, rates[name], decay), []).append(name)
@@ -133,4 +135,6 @@ def parameter_groups(
         ParameterGroup(tuple(names), rate, decay, is_muon)
         for (is_muon, rate, decay), names in members.items()
     ]
+    # The order of groups is part of ZeRO's flat tensors; it is the same on every rank, since it
+    # follows from names alone. `sorted` is stable.
     return sorted(groups, key=lambda group: not group.by_muon)

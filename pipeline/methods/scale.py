@@ -52,6 +52,9 @@ class Scale(TrainingMethod):
         model = Decoder(spec, plan, tp=tp)
         # Only what SCALE adds trains; the base stays frozen.
         for name, parameter in model.named_parameters():
+            # No gradient masks: a frozen block is a parameter of its own, for which autograd
+            # computes no gradient, and the optimizer has no state
+            # (docs/adr/0001-two-streams-not-one-padded-matrix.md).
             parameter.requires_grad_(not is_base(name))
         return model
 
@@ -89,6 +92,8 @@ class Scale(TrainingMethod):
                 continue
             shape = full_shape_of(parameter)
             partition = partition_of(parameter)
+            # Read from the folder, not computed: an SVD takes minutes, and its last bits depend on
+            # the machine, so ranks that each computed one could differ.
             read = partial(expansion.read, name, shape, partition, tp.rank, tp.size)
             fill(parameter, tp, read)
 
@@ -125,9 +130,12 @@ def _check_new_tokens(expansion: ExpansionFolder, new_tokens: NewTokens | None) 
 
 
 def check_named_expansion(folder: Path | None) -> None:
-    """Raises ConfigError if a run is to continue from the expansion in `folder` and there is none.
+    """Checks that `folder` has the expansion from which a run is to continue.
 
     A new expansion in its place would not be trained.
+
+    Raises:
+        ConfigError: there is none.
     """
     if folder is not None and not (folder / MANIFEST).exists():
         raise ConfigError(
@@ -140,8 +148,9 @@ def check_named_expansion(folder: Path | None) -> None:
 def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
     """The initial expansion of a run of method scale; None if it is yet to be made.
 
-    Raises UserError if it is damaged, of another base or other settings, or missing where a run is
-    to continue from it.
+    Raises:
+        UserError: if it is damaged, of another base or other settings, or missing where a run is to
+            continue from it.
     """
     check_named_expansion(config.init_expansion)
     if (
@@ -183,8 +192,10 @@ def upscale(
     """
     check_own_weights(settings, base.spec)
     plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
+    # Names and shapes alone: `initial_expansion` reads one matrix of the base at a time.
     with torch.device("meta"):
         model = Decoder(base.spec, plan, tp=SINGLE)
+    # Before the decompositions, which take minutes, and would end at a tensor that is missing.
     check_weights(model, base)
     names = {name for name, _ in model.named_parameters() if not is_base(name)}
     origin = {

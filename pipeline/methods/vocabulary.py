@@ -16,7 +16,8 @@ from pipeline.model.spec import DecoderSpec
 def with_new_tokens(config: RunConfig, base: BaseFolder) -> BaseFolder:
     """The base of a run, with the tokens by which the run extends its vocabulary.
 
-    Raises DataError if the extended tokenizer is missing, damaged, or of another base.
+    Raises:
+        DataError: if the extended tokenizer is missing, damaged, or of another base.
     """
     new_tokens = _new_tokens(config, base.spec)
     if new_tokens is None:
@@ -27,7 +28,8 @@ def with_new_tokens(config: RunConfig, base: BaseFolder) -> BaseFolder:
 def extended_spec(config: RunConfig, spec: DecoderSpec) -> DecoderSpec:
     """The architecture of a run's base with the run's new tokens; the base itself may be missing.
 
-    Raises as `with_new_tokens`.
+    Raises:
+        DataError: as `with_new_tokens`.
     """
     new_tokens = _new_tokens(config, spec)
     return replace(spec, new_tokens=0 if new_tokens is None else len(new_tokens))
@@ -39,6 +41,8 @@ def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
     folder = config.vocabulary.folder
     again = "make it again with scale-cpt vocabulary"
     record = read_vocabulary(folder)
+    # By fingerprint and not by path: a tokenizer that was made again, with other merges, gives the
+    # same ids other meanings.
     if load_tokenizer(folder).fingerprint != record.tokenizer:
         raise DataError(f"{folder}: its tokenizer is not the one that {RECORD} describes; {again}")
     if record.base_rows != spec.vocab_size or (
@@ -55,9 +59,13 @@ def _new_tokens(config: RunConfig, spec: DecoderSpec) -> NewTokens | None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, spec: DecoderSpec) -> None:
-    """Raises BaseModelError where some ids have no row in the embedding.
+    """Checks that every id of the tokenizer has a row in the embedding.
 
-    Tensor-parallel ranks would silently read such a token as zeros, and a single GPU would fail.
+    Tensor-parallel ranks would silently read a token without one as zeros, and a single GPU would
+    fail.
+
+    Raises:
+        BaseModelError: some ids have no row.
     """
     if tokenizer.vocab_size > spec.vocab_size + spec.new_tokens:
         raise BaseModelError(

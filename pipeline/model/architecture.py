@@ -60,5 +60,6 @@ def _changes(name: str, recorded: Any, found: Any) -> Iterator[str]:  # JSON
 
 def _is_same(recorded: Any, found: Any) -> bool:  # JSON
     if isinstance(recorded, float) and isinstance(found, (int, float)):
+        # By relative distance, because rotary frequencies go from 1 down to 1e-6.
         return math.isclose(recorded, found, rel_tol=_ROUNDING)
     return bool(recorded == found)

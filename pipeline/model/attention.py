@@ -52,6 +52,8 @@ class Documents:
         """The documents of the `ids` [B, S]. On a GPU the host waits for them: make it before they
         are copied there."""
         begins = torch.ones_like(ids, dtype=torch.bool)
+        # The first token of a row always begins a document: attention never crosses rows, which lie
+        # end to end for the variable-length kernel.
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         starts = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=ids.numel())
         return cls(ids, starts.int(), tuple(begins.sum(dim=1).tolist()))
@@ -115,6 +117,8 @@ class CausalAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not self.grouped:
+            # Copies of key and value heads cost memory of B·S·H·K, where torch would otherwise fall
+            # back to its unfused kernel, with B·H·S·S scores.
             key = _one_for_each(query, key)
             value = _one_for_each(query, value)
         return _scaled_dot_product(query, key, value, None, self.scale)
@@ -150,6 +154,7 @@ class MaskedAttention:
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = query @ key.mT * scale
         scores = torch.tanh(scores / self.softcap) * self.softcap + self.mask
+        # The softmax in fp32, as transformers' eager attention of Gemma 2 computes it.
         return (scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value).transpose(1, 2)
 
 
@@ -198,6 +203,7 @@ class FlexAttention:
 
         attend = _compiled(flex_attention) if query.is_cuda else flex_attention
         head_dim = query.shape[-1]
+        # Before heads are padded: the default would be that of the padded size.
         scale = head_dim**-0.5 if self.scale is None else self.scale
         # Its kernels take no smaller heads. Zeros change neither the products of queries and keys
         # nor the values.
@@ -230,6 +236,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, window: int | None =
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
     if window is not None:
+        # Of the keys up to the query, the last `window`: the diagonal is the query itself.
         causal.triu_(1 - window)
     hidden = (same & causal).logical_not_().unsqueeze(1)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(

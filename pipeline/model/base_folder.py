@@ -52,7 +52,11 @@ class BaseFolder:
 
     @cached_property
     def file_of(self) -> dict[str, Path]:
-        """The file of each of the folder's tensors. Raises as `files_by_tensor`."""
+        """The file of each of the folder's tensors.
+
+        Raises:
+            BaseModelError: as `files_by_tensor`.
+        """
         return files_by_tensor(self.path)
 
     @property
@@ -78,8 +82,9 @@ class BaseFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         """The unsharded shape of the base parameter `name` (ours), from its file's header.
 
-        Raises BaseModelError if it is missing, its file damaged, or the experts that it is of are
-        not of one size.
+        Raises:
+            BaseModelError: if it is missing, its file damaged, or the experts that it is of are not
+                of one size.
         """
         source = self._source(name)
         shapes = self._of_each(source.names(), lambda view: tuple(view.get_shape()))
@@ -109,7 +114,10 @@ class BaseFolder:
         """The shard of the base parameter `name` (ours) that `tp_rank` holds, or `rows` of it.
 
         Reads nothing else, unless the tensor holds several linear maps. The rows of a parameter of
-        all experts are the experts. Raises BaseModelError if it is missing, or its file damaged.
+        all experts are the experts.
+
+        Raises:
+            BaseModelError: if it is missing, or its file damaged.
         """
         source = self._source(name)
         first_row = 0
@@ -125,9 +133,13 @@ class BaseFolder:
             experts = self._of_each(
                 source.names()[taken], lambda view: read_shard(view, of_one, tp_rank, tp_size)
             )
+            # transformers stores an expert a tensor; ours are one tensor, for a product over all of
+            # them.
             stored = torch.stack(experts)
             first_row = 0
         elif source.part is not None or source.in_three:
+            # A part of a fused tensor is not contiguous: it is read whole and cut. Such tensors are
+            # one layer's.
             (whole,) = self._of_each(source.names(), lambda view: view[:])
             if source.part is not None:
                 whole = source.part.of(whole)
@@ -145,14 +157,17 @@ class BaseFolder:
         return self.spec.residual.restore(name, stored, first_row)
 
     def check_tie(self) -> None:
-        """Raises BaseModelError if config.json ties the output projection to the embedding, and the
-        files hold another.
+        """Checks that the output projection is the embedding where config.json says so.
 
-        transformers then uses what the files hold.
+        transformers uses what the files hold.
+
+        Raises:
+            BaseModelError: config.json ties them, and the files hold another output projection.
         """
         stored = hf_tensor("output.base", self.spec).name
         if not self.spec.tie_word_embeddings or stored not in self.file_of:
             return
+        # By parts: both matrices may be gigabytes.
         for first in range(0, self.spec.vocab_size, _ROWS):
             rows = (first, min(first + _ROWS, self.spec.vocab_size))
             output = self.read("output.base", rows=rows)
@@ -198,7 +213,8 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
     single file to an index, takes whatever a file holds, and applies an adapter where peft is
     installed. So a folder is refused from which it would read other weights.
 
-    Raises BaseModelError: that is so, or a file is missing or damaged.
+    Raises:
+        BaseModelError: transformers would read other weights, or a file is missing or damaged.
     """
     _check_no_other_weights(folder)
     index = folder / INDEX_FILE
@@ -221,6 +237,8 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
     for name in named:
         for tensor in _tensors_in(folder / name):
             listed = names.get(tensor)
+            # transformers reads every tensor of a file that the index names, whether the index
+            # lists it or not.
             if listed is None:
                 raise BaseModelError(
                     f"{index}: lacks the tensor {tensor}, which {name} holds; copy the folder again"
@@ -235,8 +253,12 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
 
 
 def _check_no_other_weights(folder: Path) -> None:
-    """Raises BaseModelError where config.json names a file of weights, or an adapter lies beside
-    the weights."""
+    """Refuses a folder whose config.json names a file of weights, or with an adapter beside the
+    weights.
+
+    Raises:
+        BaseModelError: one of these is so.
+    """
     adapter = folder / ADAPTER_FILE
     if adapter.exists():
         raise BaseModelError(
@@ -287,6 +309,8 @@ def in_three(values: Tensor) -> Tensor:
     """values: [size] -> three rows in bf16, as fp32, whose sum they are to the last bit in fp32."""
     rows: list[Tensor] = []
     rest = values.float()
+    # Three times 8 bits of mantissa cover the 24 of fp32; each rest is exact, because it is what
+    # rounding left.
     for _ in range(3):
         row = rest.bfloat16().float()
         rows.append(row)

@@ -111,6 +111,8 @@ class DecoderLayer(nn.Module):
         # With parallel residuals (GPT-NeoX) the FFN reads what attention read.
         ffn_input = streams if self.parallel_residual else summed
         fed = self.ffn(*_normed(self.ffn_norm, ffn_input, masked), masked=masked)
+        # x and x_up are never added to each other here: what the expansion does to the base goes
+        # through W12 alone.
         return _add(summed, _normed(self.ffn_post_norm, fed, masked))
 
 
@@ -135,6 +137,9 @@ class Attention(nn.Module):
             collaborative = plan.has_expansion_to_base(layer, "attention")
             # Each rank that holds a replicated head adds it to the sum of the output map.
             replicas = Partition(dim=0, units=added.num_attention_heads).replicas(tp.size)
+            # Replicas are a power of two in practice, so that the division and the sum over ranks
+            # are exact. Only added heads are scaled: the base's query heads always divide by
+            # tp_size.
             self.share_of_expansion_heads = 1.0 / replicas
 
         column = partial(
@@ -155,10 +160,14 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, x_up: Tensor | None, context: Context, *, masked: bool | Tensor = False
     ) -> Streams:
+        # One collective for both streams before the region, and one after it, as in Megatron-LM's
+        # layer without an expansion.
         x, x_up = enter_region(self.tp, x, x_up)
         query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked), masked)
         key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked), masked)
         value, value_up = self.value(x, x_up, masked=masked)
+        # Base and added heads in calls of their own: a kernel may split its work, and so round, by
+        # the number of heads.
         heads = self._attend(query, key, value, context)
         heads_up: Tensor | None = None
         if query_up is not None and key_up is not None and value_up is not None:

@@ -78,4 +78,5 @@ def stacked(experts: Tensor, *, by_columns: bool) -> Tensor:
         whole = experts.movedim(0, 1).flatten(1)
     else:
         whole = experts.flatten(0, 1)
+    # E matrices stacked have singular values about √E times as large as one of them.
     return whole / len(experts) ** 0.5

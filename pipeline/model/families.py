@@ -63,6 +63,8 @@ class FusedPart:
 
     def of(self, fused: Tensor) -> Tensor:
         """The rows of the map in the fused tensor."""
+        # One group: query, key and value follow each other (Phi-3). A group a head: they alternate
+        # (GPT-NeoX).
         grouped = fused.unflatten(0, (self.groups, self.group_rows))
         return grouped[:, self.first : self.first + self.rows].flatten(0, 1)
 
@@ -192,7 +194,9 @@ def _gemma2(config: Config) -> dict[str, Any]:
         "activation": config.hidden_activation,
         "norm_placement": "both",
         "gain_offset": True,
+        # transformers rounds this factor to the type of the model.
         "embedding_scale": config.hidden_size**0.5,
+        # Not by head_dim: Gemma 2 27B has heads of 128, and a scalar of hidden_size / heads, 144.
         "attention_scale": config.query_pre_attn_scalar**-0.5,
         "attention_softcap": config.attn_logit_softcapping,
         "output_softcap": config.final_logit_softcapping,
@@ -229,6 +233,9 @@ def _sigmoid_mixture(config: Config, experts: int, shared_experts: int) -> Mixtu
     """The mixture that DeepSeek-V3 introduced.
 
     A bias for each expert balances their load, and one expert is shared.
+
+    Raises:
+        BaseModelError: experts are chosen within groups.
     """
     if config.n_group != 1:
         raise BaseModelError(

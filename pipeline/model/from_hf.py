@@ -54,8 +54,9 @@ _LARGEST = {
 def open_base(path: Path) -> BaseFolder:
     """Opens a base model's folder.
 
-    Raises BaseModelError if the folder or its config is missing or damaged, or its architecture is
-    not supported.
+    Raises:
+        BaseModelError: if the folder or its config is missing or damaged, or its architecture is
+            not supported.
     """
     return BaseFolder(path, read_spec(path))
 
@@ -63,7 +64,8 @@ def open_base(path: Path) -> BaseFolder:
 def read_spec(path: Path) -> DecoderSpec:
     """The architecture that the folder's config.json describes; `path` may be that file itself.
 
-    Raises BaseModelError if the file is missing or damaged, or the architecture is not supported.
+    Raises:
+        BaseModelError: if the file is missing or damaged, or the architecture is not supported.
     """
     file = path if path.is_file() else path / "config.json"
     try:
@@ -102,7 +104,9 @@ def _check_type(values: Mapping[str, Any]) -> None:
 def _spec_of(config: Config) -> DecoderSpec:
     """The architecture of a config of a supported type.
 
-    Raises also what transformers and torch raise.
+    Raises:
+        BaseModelError: a number or a feature is not supported.
+        Exception: also what transformers and torch raise.
     """
     for name, largest in _LARGEST.items():
         size = _declared(config, name)
@@ -149,6 +153,7 @@ def _spec_of(config: Config) -> DecoderSpec:
     _check_numbers(spec)
     if spec.residual is not None:
         mantissa, _ = math.frexp(spec.residual.scale)
+        # Only a power of two changes exponents alone, so that reading undoes it exactly.
         is_power_of_two = mantissa == 0.5
         if not is_power_of_two or not 0 < spec.residual.normed_size <= config.hidden_size:
             raise BaseModelError(
@@ -159,8 +164,11 @@ def _spec_of(config: Config) -> DecoderSpec:
 
 
 def _check_numbers(spec: DecoderSpec) -> None:
-    """Raises BaseModelError where a number that multiplies or divides is not finite and
-    positive."""
+    """Checks that the numbers that multiply or divide are finite and positive.
+
+    Raises:
+        BaseModelError: one is not.
+    """
     numbers: list[tuple[str, float | None]] = [
         ("norm_eps", spec.norm_eps),
         ("embedding_scale", spec.embedding_scale),
@@ -213,6 +221,8 @@ def _layers(
 def _declared(config: Config, name: str, default: Any = None) -> Any:
     """An entry of `config`, or `default` where its class does not declare it: then it means
     nothing."""
+    # A config.json may have any entries, and transformers keeps unknown ones as attributes of the
+    # object, where they change nothing.
     if not hasattr(type(config), name):
         return default
     return getattr(config, name)
@@ -223,6 +233,9 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
     architecture.
 
     `layer_type` is given where layers of several types have several.
+
+    Raises:
+        BaseModelError: the kind of rotary embedding is not supported.
     """
     parameters = (
         config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
@@ -231,6 +244,8 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
     if kind not in _ROPE_TYPES:
         raise BaseModelError(f"rope_type {kind!r:.80} is not among {', '.join(_ROPE_TYPES)}")
     module = sys.modules[MODEL_MAPPING[type(config)].__module__]
+    # transformers' own numbers, not ours after its documentation: a new rope_type, or a changed
+    # formula, cannot differ silently.
     make = next(made for name, made in vars(module).items() if name.endswith("RotaryEmbedding"))
     with torch.device("cpu"):
         rotary = make(config)
@@ -240,6 +255,8 @@ def _rotary(config: Config, layer_type: str | None) -> RotarySpec:
     if kind != "longrope":
         return RotarySpec(frequencies, factor)
     context = parameters["original_max_position_embeddings"]
+    # transformers chooses between the two sets of frequencies by the length of the text: asking for
+    # one token more than the context gives the other set.
     longer, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=context + 1, layer_type=layer_type)
     return RotarySpec(frequencies, factor, context, tuple(longer.tolist()))
 
@@ -281,7 +298,8 @@ def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' configuration of a supported `model_type`, from the contents of config.json,
     with any heads.
 
-    Raises what transformers raises.
+    Raises:
+        Exception: what transformers raises.
     """
     made = {**values, "model_type": model_type_of(values)}
     has_own_size = _has_heads_of_their_own_size(values)
@@ -289,6 +307,8 @@ def hf_config(values: Mapping[str, Any]) -> PretrainedConfig:
         made["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
     config: PretrainedConfig = CONFIG_MAPPING[made["model_type"]].from_dict(made)
     if has_own_size:
+        # Its constructor checks that heads divide hidden_size; set afterwards, nothing is checked
+        # again.
         config.hidden_size = values["hidden_size"]
     return config
 
@@ -303,7 +323,9 @@ def load_base(
     by tensor.
 
     `source` maps the name of a model's parameter to that of the base's, where the two differ.
-    Raises BaseModelError as `check_weights`.
+
+    Raises:
+        BaseModelError: as `check_weights`.
     """
     check_weights(model, base, source)
     for name, parameter in model.named_parameters():
@@ -366,13 +388,15 @@ def check_weights(
     """Checks the shape and type of every base parameter of `model` in the folder's files; reads
     their headers only.
 
-    Raises BaseModelError if a weight is missing, or its shape is not the one that config.json
-    implies, or the output projection is to be the embedding and is not.
+    Raises:
+        BaseModelError: if a weight is missing, or its shape is not the one that config.json
+            implies, or the output projection is to be the embedding and is not.
     """
     base.check_tie()
     for name, parameter in model.named_parameters():
         if not is_base(source(name)):
             continue
+        # From headers alone: a fault is found before any weight is read.
         found = base.shape(source(name))
         expected = full_shape_of(parameter)
         if found != expected:

@@ -37,6 +37,7 @@ class HiddenStates:
 
     def rows(self, rows: slice | Tensor) -> HiddenStates:
         """The hidden states of some of the tokens, without `reference`."""
+        # `reference` has rows for the first tokens only, so that `rows` would mean others in it.
         return replace(self, reference=None)._mapped(lambda states: states[rows])
 
     def one_token_a_row(self) -> HiddenStates:

@@ -114,6 +114,7 @@ def _linear_blocks(
         block = base_to_expansion(kind, base, rows, seed=source.seed, name=name)
     yield name, block
 
+    # From the same W as W21. One matrix of the base is in memory at a time.
     name = f"{path}.expansion_to_expansion.weight"
     kind = source.initialisers.expansion_to_expansion
     rows, columns = source.shapes[name]
@@ -126,6 +127,8 @@ def _gains(path: str, module: WidenedNorm | WidenedHeadNorm, source: BlockSource
     shape = source.shapes[f"{path}.expansion.weight"]
     if isinstance(module, WidenedHeadNorm) and gains.shape == shape:
         return gains.clone()  # the channels of a base's head and of an added one correspond
+    # Added channels correspond to none of the base's: a gain of the usual size keeps the maps'
+    # inputs on the scale that they were initialised for.
     return gains.mean().expand(shape).clone()
 
 

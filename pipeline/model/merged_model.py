@@ -32,9 +32,11 @@ def merged_unsupported_reason(
         return "variant route: no ordinary model runs two paths"
     if plan.own is not None:
         return (
-            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some tokens "
-            "alone"
+            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some "
+            "tokens alone"
         )
+    # The one mean square of the merged norm must be the base's: added channels are stored so small
+    # that they do not count in it.
     if plan.norm != "base":
         return (
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "
@@ -89,6 +91,8 @@ def padded_widths(
     servers derive the size of a head from it. Query heads stay the same multiple of key/value
     heads.
     """
+    # An ordinary model has one ratio of query to key/value heads; the plan keeps the base's, so
+    # that it divides.
     group = widths.num_attention_heads // widths.num_key_value_heads
     least = widths.num_key_value_heads
     if derives_head_dim:

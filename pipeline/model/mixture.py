@@ -59,6 +59,8 @@ class MixtureFeedForward(nn.Module):
 
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         x, x_up = enter_region(self.tp, x, x_up)
+        # Every rank has all experts, and of each its part: tensor parallelism within experts needs
+        # no all-to-all.
         y = self.base(x, masked=masked)
         if x_up is None or self.gate is None or self.up is None or self.down is None:
             return leave_region(self.tp, y, None)
@@ -137,6 +139,8 @@ def balance_loss(loads: Sequence[Load]) -> Tensor:
     """
     taken = torch.stack([taken for taken, _ in loads]).mean(0)
     scores = torch.stack([scores for _, scores in loads]).mean(0)
+    # E · Σ f_e P_e (Fedus et al. 2022, Switch Transformers, eq. 4). No gradient flows through the
+    # shares f, which are counts.
     return taken.shape[-1] * (taken * scores).sum(-1)
 
 
@@ -166,6 +170,7 @@ class Router(nn.Module):
         weights, chosen, scores = choose_experts(
             x, weight, self.bias, mixture.top_k, mixture.normalised, mixture.scale
         )
+        # Rounded as in transformers, which multiplies hidden states by weights of their type.
         return weights.to(x.dtype), chosen, scores
 
 
@@ -219,6 +224,8 @@ class Experts(nn.Module):
         self.down = ExpertLinear(self.count, inner, hidden_size, dim=2, tp=tp)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        # Every token keeps its k experts: there is no capacity beyond which tokens are dropped,
+        # because a base trained without one would give other logits.
         order, ends = rows_by_expert(chosen, self.count)
         tokens = order // chosen.shape[1]  # the token of each sorted row
         places = order.argsort().view_as(chosen)  # where the k rows of each token stand

@@ -66,6 +66,8 @@ class NewTokens:
             weight = torch.ones(len(replaced))
             if self.initial == "last-weighted":
                 weight = torch.arange(1.0, len(replaced) + 1)
+            # In fp32, rounded once at the end: the mean of many 16-bit rows, added up in 16 bits,
+            # would lose digits.
             weights.append(weight / weight.sum())
         return F.embedding_bag(
             torch.tensor(ids),
@@ -130,6 +132,8 @@ class LogitColumns:
         if not self.new_tokens:
             return tokens
         is_new = tokens >= self.vocab_size
+        # Arithmetic alone, no table: IGNORED is negative, and takes part without harm until the
+        # last line puts it back.
         index = torch.where(is_new, tokens - self.vocab_size, tokens)
         width = torch.where(is_new, self.new_width, self.base_width)
         rank = index // width

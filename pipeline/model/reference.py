@@ -36,6 +36,8 @@ def run_beside_base(
     for layer in layers.layers:
         if layer.collaborative:
             if base_x is None:
+                # Up to here the stream is the base's own, to the bit: it need not be computed
+                # twice.
                 base_x = streams[0][:sequences].detach()
                 if own is not None:  # it begins in the same layer
                     streams = own.added_to(streams)

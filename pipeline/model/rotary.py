@@ -59,6 +59,8 @@ class RotaryEmbedding:
     def _on_device(self, numbers: tuple[float, ...], device: torch.device) -> Tensor:
         key = (numbers, device)
         if key not in self._held:
+            # On the host first, whatever the default device is: under `torch.device("meta")` the
+            # numbers would be lost.
             on_host = torch.tensor(numbers, dtype=torch.float32, device="cpu")
             self._held[key] = on_host.to(device)
         return self._held[key]

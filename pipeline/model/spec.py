@@ -140,7 +140,13 @@ class DecoderSpec:
 
 
 def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
-    """Raises LayoutError where a base cannot be split over `tp_size` ranks."""
+    """Checks that a base can be split over `tp_size` ranks.
+
+    Raises:
+        LayoutError: it cannot.
+    """
+    # Its mean square is over all heads, of which a rank has some: it would take a collective in
+    # every layer, in the middle of a region.
     if tp_size > 1 and spec.query_key_norm == "all":
         raise LayoutError(
             f"parallel.tp_size: expected 1, because bases of family {spec.family} normalise all "
@@ -156,6 +162,7 @@ def check_base_fits(spec: DecoderSpec, tp_size: int) -> None:
         if spec.mixture.shared_size:
             inner.add(spec.mixture.shared_size)
     splits_widths = all(width % tp_size == 0 for width in (heads, *inner))
+    # With fewer key/value heads than ranks, several ranks hold the same one, as in Megatron-LM.
     splits_kv_heads = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
     if not splits_widths or not splits_kv_heads:
         sizes = " and ".join(str(width) for width in sorted(inner))

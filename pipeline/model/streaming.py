@@ -34,6 +34,7 @@ def stream_weights(
                 # A tied output projection has no values of its own.
                 path = "embedding.base.weight"
             values[name] = read(path).to(device, dtype)
+        # `assign`, because copying into a tensor on the meta device does nothing.
         module.load_state_dict(values, assign=True)
 
     def drop(module: nn.Module, *_: object) -> None:

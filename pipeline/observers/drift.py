@@ -34,6 +34,8 @@ class Drift(Observer):
         output = self.engine.model.output
         total = 0.0
         with self.engine.evaluating():
+            # Every rank runs the same batch, because under ZeRO-3 each layer's gathering is a
+            # collective.
             model = self.engine.hidden_states(self.probe, "model")
             base = self.engine.hidden_states(self.probe, "base")
             for logits, reference in self.engine.logit_chunks(model, base):
@@ -47,6 +49,7 @@ class Drift(Observer):
                     vocab_size=output.vocab_size,
                     tp=self.engine.tensor_parallel,
                 )
+                # Each chunk is summed in fp32, and the chunks in Python's fp64.
                 total += float(kl.sum())
         event.figures[f"kl_from_base/{self.corpus}"] = total / self.probe.tokens.numel()
 

@@ -38,6 +38,7 @@ class ForgettingBudget(Observer):
             nats = event.scores[name].nll_per_token - initial
             forgetting = math.inf
             if nats < _MAX_NATS:
+                # exp(a) / exp(b) - 1 without the loss of digits near 0.
                 forgetting = math.expm1(nats)
             event.figures[f"forgetting/{name}"] = forgetting
         apply_forgetting_budget(event, self.budget, has_gate=self.has_gate)
@@ -68,6 +69,8 @@ def apply_forgetting_budget(
                 return found
         return None
 
+    # Decided once: figures are reduced over all ranks, but a rank that saw another last bit must
+    # not leave the others.
     beyond = broadcast_from_rank0(first_beyond)
     if beyond is None:
         return

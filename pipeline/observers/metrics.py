@@ -103,6 +103,7 @@ class MetricsFiles(Observer):
                     written = file.write(rest)
                     rest = rest[written:]
             except OSError:
+                # A full disk may have taken half of a line.
                 file.truncate(end)
                 raise
         self._waiting.clear()

@@ -45,6 +45,8 @@ class PerformanceMetrics(Observer):
         for phase, seconds in self.phases.seconds().items():
             event.figures[f"seconds/{phase}"] = seconds
         if self.device.type == "cuda":
+            # Both: what tensors took, and what torch holds of the GPU, which decides whether it
+            # runs out.
             allocated = torch.cuda.max_memory_allocated(self.device)
             reserved = torch.cuda.max_memory_reserved(self.device)
             event.figures["memory_peak_allocated_gib"] = allocated / _GIB

@@ -72,7 +72,12 @@ def counted_once(tensor: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
-    """The sums of `tensors`, of any shapes, over the ranks, in one all-reduce."""
+    """The sums of `tensors`, of any shapes, over the ranks, in one all-reduce.
+
+    All ranks of the tensor-parallel group must call it.
+    """
+    # One message of both streams: at these sizes a collective's latency counts, not its bytes. Each
+    # element is summed over the ranks by itself, so its sum does not depend on its neighbours.
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=tp.group)
     sums: list[Tensor] = []
@@ -85,8 +90,11 @@ def sum_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
 def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
     """Each rank's positions of `tensors` joined, in one all-gather.
 
-    tensors: [B, S / tp_size, ...] each -> [B, S, ...].
+    tensors: [B, S / tp_size, ...] each -> [B, S, ...]. All ranks of the tensor-parallel group must
+    call it.
     """
+    # NCCL gathers contiguous memory along the first dimension only, and the positions are the
+    # second: hence the flat buffers, and `movedim` below.
     own = torch.cat([tensor.reshape(-1) for tensor in tensors])
     gathered = own.new_empty(tp.size * len(own))
     dist.all_gather_single(gathered, own, group=tp.group)
@@ -102,7 +110,8 @@ def gather_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tenso
 def scatter_sums_together(tensors: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
     """This rank's positions of the sums of `tensors` over the ranks, in one reduce-scatter.
 
-    tensors: [B, S, ...] each -> [B, S / tp_size, ...].
+    tensors: [B, S, ...] each -> [B, S / tp_size, ...]. All ranks of the tensor-parallel group must
+    call it.
     """
     # [tp_size, B, S / tp_size, ...]: what each rank is to get lies together.
     of_ranks = [tensor.unflatten(1, (tp.size, -1)).movedim(1, 0) for tensor in tensors]
@@ -149,6 +158,8 @@ class _Exchanged(torch.autograd.Function):
         back: _Exchange,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        # Nothing is saved for the backward pass: the gradient of a sum, gather or scatter does not
+        # depend on the values.
         ctx.tp = tp
         ctx.back = back
         results = there(tensors, tp)
@@ -162,6 +173,8 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # All ranks have built the same graph, so they agree on which streams take part: the sizes
+        # of the collective's messages match.
         needed = [index for index in range(len(gradients)) if ctx.needs_input_grad[3 + index]]
         received = ctx.back([gradients[index] for index in needed], ctx.tp)
         of_inputs: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -187,6 +200,8 @@ class _SumGradient(torch.autograd.Function):
 class _CountedOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, counts: bool) -> Tensor:
+        # The other ranks add exact zeros, so that the sum over the ranks has the term once, with
+        # its bits unchanged. Dividing it by the number of ranks would round.
         return tensor.view_as(tensor) if counts else torch.zeros_like(tensor)
 
     @staticmethod

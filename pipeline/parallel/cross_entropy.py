@@ -28,17 +28,21 @@ def nll_and_logit_gradient_(
     itself.
     """
     _mask_padding_(logits, first, vocab_size)
+    # log-sum-exp relative to the row's largest logit over all ranks, as in Megatron-LM's
+    # vocab_parallel_cross_entropy: exp never overflows.
     largest = logits.amax(dim=1)
     if tp.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
     logits -= largest.unsqueeze(1)
 
+    # Only the rank that has the target's column contributes its logit; the others add zero.
     local = targets - first
     here = (local >= 0) & (local < logits.shape[1])
     index = local.clamp(0, logits.shape[1] - 1).unsqueeze(1)
     target_logit = logits.gather(1, index).squeeze(1).masked_fill(~here, 0)
 
     exponentials = logits.exp_()
+    # One all-reduce for both sums. It costs 8 bytes a token, where gathered logits would cost 4 V.
     sums = torch.stack([exponentials.sum(dim=1), target_logit])
     if tp.size > 1:
         dist.all_reduce(sums, group=tp.group)
@@ -48,6 +52,7 @@ def nll_and_logit_gradient_(
     nll = (normaliser.log() - target_logit).masked_fill(ignored, 0)
     # Division by infinity zeroes the ignored rows without another pass over the logits.
     gradient = exponentials.div_(normaliser.masked_fill(ignored, torch.inf).unsqueeze(1))
+    # softmax - one_hot(target). Rows whose target is elsewhere, or ignored, subtract zero.
     gradient.scatter_add_(1, index, -here.to(gradient.dtype).unsqueeze(1))
     return nll, gradient
 
@@ -75,6 +80,8 @@ def kl_and_logit_gradient_(
     gradient = logits
     logits = logits[:, :columns]
     reference = reference[:, :columns]
+    # Padding is cut off here instead of being set to -inf, because in the weighted sum below it
+    # would give 0 · (inf - inf), which is NaN.
     largest = torch.stack([_largest(logits), _largest(reference)])
     if tp.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
@@ -118,6 +125,8 @@ def greedy_choices_(logits: Tensor, *, first: int, vocab_size: int, tp: TensorPa
     if tp.size > 1:
         own_largest = largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+        # Ranks without the largest logit offer a token past the last one, so that the minimum is
+        # the first of the tokens that tie, as argmax gives it on one rank.
         chosen.masked_fill_(own_largest < largest, vocab_size)
         dist.all_reduce(chosen, op=dist.ReduceOp.MIN, group=tp.group)
     return chosen

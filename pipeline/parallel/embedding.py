@@ -29,6 +29,8 @@ class VocabularyParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
+        # A token of another rank looks up row 0 and is then zeroed: exactly one rank contributes,
+        # so the sum over the ranks is exact in any order.
         elsewhere = (tokens < self.first) | (tokens >= self.stop)
         rows = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight)
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0)

@@ -21,6 +21,8 @@ def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     _, rows, columns = weights.shape
     has_aligned_rows = rows * x.element_size() % _ALIGNED_BYTES == 0
     has_aligned_columns = columns * x.element_size() % _ALIGNED_BYTES == 0
+    # torch's grouped kernel refuses matrices whose strides are not multiples of 16 bytes (TMA's
+    # rule). The backward pass transposes the weights, so both dimensions count.
     if has_aligned_rows and has_aligned_columns and has_grouped_product(x.device.type, x.dtype):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     return product_of_each(x, weights, ends)
@@ -28,6 +30,8 @@ def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 def product_of_each(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """As `grouped_product`, expert by expert. On a GPU the host waits for the counts."""
+    # The counts are needed on the host to split the rows: a wait for the device in every layer,
+    # which is why the grouped product is preferred.
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     products: list[Tensor] = []
     for rows, weight in zip(x.split(counts), weights, strict=True):

@@ -40,6 +40,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = sharded_parameter((out_features,), partition, tp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        # Key/value heads fewer than ranks are held by several ranks, and each uses them for other
+        # query heads: their gradients are summed, or the copies would drift apart.
         bias = None if self.bias is None else shared_by_neighbours(self.bias, self.tp)
         return _product(x, self.weight, bias, self.tp)
 
@@ -62,6 +64,7 @@ class RowParallelLinear(nn.Module):
         self.bias = sharded_parameter((out_features,), Partition(), tp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        # `leave_region` adds up the ranks' results: a bias on each would count tp_size times.
         bias = None if self.bias is None else counted_once(self.bias, self.tp)
         return _product(x, self.weight, bias, self.tp)
 
@@ -75,6 +78,8 @@ class ReplicatedLinear(nn.Module):
         self.weight = sharded_parameter((out_features, in_features), REPLICATED, tp)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Its output is not summed over ranks; under sequence parallelism each rank has other
+        # positions, and only the weight's gradient must be summed.
         return F.linear(x, used_between_regions(self.weight, self.tp))
 
 
@@ -127,6 +132,8 @@ class LowRankAdapter(nn.Module):
         self.scale = scale
         partition = partition_of(weight)
         out_features, in_features = full_shape_of(weight)
+        # Derived from W's own split, so that B A x is split, or partial, just as W x is: both are
+        # added before the one collective of the region.
         partition_of_a = partition if partition.dim == 1 else REPLICATED
         partition_of_b = partition if partition.dim == 0 else REPLICATED
         self.a = sharded_parameter((rank, in_features), partition_of_a, tp)

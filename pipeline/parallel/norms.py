@@ -70,9 +70,13 @@ class RMSNorm(nn.Module):
         `x_fp32` is x in fp32, where the caller has it: a second copy would be kept for the backward
         pass.
         """
+        # The copies of the gain on all ranks get equal gradients only after a sum: each rank has
+        # other heads, or other positions. DeepSpeed reduces over data-parallel ranks only.
         weight = self.shared(self.weight, self.tp)
         if x_fp32 is None:
             x_fp32 = x.float()
+        # The fused kernel where the norm is of x alone. A widened norm has the mean square of base
+        # channels only (scale.widened_norm), for which torch has no kernel.
         if mean_square is None:
             normal = F.rms_norm(x_fp32, x.shape[-1:], eps=self.eps)
         else:

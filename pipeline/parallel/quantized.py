@@ -111,6 +111,8 @@ class Quantization:
         """Encodes whole rows, `matrix` [rows, ...], and stores their codes from byte `left` on."""
         codes = self.codes(stored)
         scales = self.scales(stored)
+        # In parts: a whole matrix in fp32 beside its codes would need five times the memory of the
+        # stored form in fp8.
         rows_at_once = max(1, _ENCODED // self.columns)
         for first in range(0, len(matrix), rows_at_once):
             rows = slice(first, first + rows_at_once)
@@ -126,6 +128,8 @@ class Quantization:
         scales = self.scales(stored)
         if self.precision == "fp8":
             return (codes.view(FP8).float() * scales).to(dtype)
+        # One look-up gives both values of a byte, the high four bits first, as bitsandbytes packs
+        # them.
         values = F.embedding(codes.int(), self._table(stored)).view(self.rows, self.blocks, BLOCK)
         return (values * scales.unsqueeze(-1)).to(dtype).flatten(1)[:, : self.columns]
 
@@ -139,9 +143,13 @@ def encode(matrix: Tensor, precision: QuantizedPrecision) -> tuple[Tensor, Tenso
     matrix = matrix.float()
     if precision == "fp8":
         scales = _fp8_scales(matrix)
+        # The cast rounds to the nearest; it needs no clamp, since the row's largest element becomes
+        # the largest number of e4m3, 448.
         return (matrix / scales).to(FP8).view(torch.uint8), scales
     blocks = F.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
+    # Multiplied by the reciprocal, as bitsandbytes does: a division rounds otherwise, and some
+    # codes would differ from its own. The clamp keeps blocks of zeros zero.
     scaled = (blocks * (1 / scales.clamp(min=1e-38)).unsqueeze(-1)).clamp(-1, 1)
     values = torch.tensor(_NF4)
     codes = torch.zeros_like(scaled, dtype=torch.uint8)
@@ -307,6 +315,7 @@ class _FrozenProduct(torch.autograd.Function):
         ends: Tensor | None,
         quantization: Quantization,
     ) -> Tensor:
+        # x is not saved: W is frozen, so that no gradient needs it.
         ctx.save_for_backward(stored, ends)
         ctx.quantization = quantization
         if x.device.type == quantization.fp8_device and x.dtype == torch.bfloat16:
@@ -321,6 +330,8 @@ class _FrozenProduct(torch.autograd.Function):
         stored, ends = ctx.saved_tensors
         weights = ctx.quantization.decode(stored, gradient.dtype)
         if ends is None:
+            # Decoded, not in fp8: that kernel wants the codes in the other memory order, which
+            # would double their memory (docs/adr/0030-fp8-by-rows.md).
             of_x = gradient @ weights
         else:
             of_x = grouped_product(gradient, _of_each(weights, ends).transpose(1, 2), ends)

@@ -19,6 +19,8 @@ Result = TypeVar("Result")
 def run_on_all_ranks(work: Callable[[], Result]) -> Result:
     """Runs `work`, which must contain no collective, on every rank, and returns this rank's result.
 
+    Every rank must call it.
+
     Raises:
         Exception: whatever `work` raised, on the lowest rank that failed. If other ranks succeeded,
             the message of a UserError names the rank and its node.
@@ -45,6 +47,8 @@ def run_on_all_ranks(work: Callable[[], Result]) -> Result:
 def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
     """Runs `work` on rank 0 alone and returns its result, which must be picklable, on every rank.
 
+    Every rank must call it. `work` must contain no collective.
+
     Raises:
         Exception: whatever `work` raised, on rank 0.
         SystemExit: on the other ranks, with the same exit code.
@@ -65,8 +69,12 @@ def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
 
 
 def raise_on_all_ranks(error: UserError) -> NoReturn:
-    """Stops the run for an error that every rank has found: rank 0 raises `error`, the others
-    SystemExit."""
+    """Stops the run for an error that every rank has found; every rank must call it.
+
+    Raises:
+        UserError: `error`, on rank 0.
+        SystemExit: on the other ranks, with the exit code of `error`.
+    """  # noqa: DOC501  # the AssertionError is for mypy
 
     def fail() -> NoReturn:
         raise error
@@ -76,7 +84,10 @@ def raise_on_all_ranks(error: UserError) -> NoReturn:
 
 
 def all_gathered(value: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Every rank's `value`, in the order of the ranks of `group` (None: all ranks)."""
+    """Every rank's `value`, in the order of the ranks of `group` (None: all ranks).
+
+    Every rank of `group` must call it.
+    """
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

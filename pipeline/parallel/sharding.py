@@ -50,6 +50,7 @@ class Partition:
         if self.padded:
             length = -(-size // tp_size)
             return tp_rank * length, (tp_rank + 1) * length
+        # Whole units a rank: at least one, also where several ranks share it.
         length = size // self.units * max(1, self.units // tp_size)
         first = tp_rank // self.replicas(tp_size) * length
         return first, first + length
@@ -88,6 +89,7 @@ def merge(shards: Sequence[Tensor], partition: Partition, size: int) -> Tensor:
     split dimension."""
     if partition.dim is None or len(shards) == 1:
         return shards[0]
+    # Of ranks that hold the same unit, the first one's copy; the copies are equal.
     step = partition.replicas(len(shards))
     return torch.cat(list(shards[::step]), dim=partition.dim).narrow(partition.dim, 0, size)
 
@@ -142,6 +144,8 @@ def sharded_parameter(
     parameter = nn.Parameter(torch.empty(local_shape(shape, partition, tp.size)))
     parameter.tp_partition = partition  # type: ignore[attr-defined]
     parameter.full_shape = tuple(shape)  # type: ignore[attr-defined]
+    # Megatron's attribute. Without it DeepSpeed takes a shard for a replicated parameter and counts
+    # that of rank 0 alone: a wrong norm and wrong clipping, without an error.
     first_holder = partition.dim is not None and tp.rank % partition.replicas(tp.size) == 0
     parameter.tensor_model_parallel = first_holder  # type: ignore[attr-defined]
     return parameter
@@ -257,6 +261,7 @@ def fill(parameter: Tensor, tp: TensorParallel, read: Callable[[Rows], Tensor]) 
     if held is None:
         rows_at_once = shape[0]
         if len(shape) == 3:
+            # All experts of a layer may be tens of GB, many times any other tensor of the model.
             rows_at_once = -(-shape[0] // _PARTS_OF_EXPERTS)  # rounded up
         for first in range(0, shape[0], rows_at_once):
             stop = min(first + rows_at_once, shape[0])

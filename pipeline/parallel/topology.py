@@ -45,6 +45,8 @@ class Layout:
 
     def dp_groups(self) -> list[list[int]]:
         """The ranks that hold the same shard."""
+        # Tensor-parallel ranks talk several times a layer, data-parallel ones once a step or less:
+        # so the latter are the ones that are far apart.
         return [list(range(first, self.world_size, self.tp_size)) for first in range(self.tp_size)]
 
     def replica_groups(self, replicas: int) -> list[list[int]]:
@@ -80,7 +82,11 @@ SINGLE = TensorParallel()
 
 
 def check_sequence_length(sequence_length: int, tp: TensorParallel) -> None:
-    """Raises LayoutError if a sequence cannot be split evenly over the ranks."""
+    """Checks that sequence parallelism can split a sequence evenly over the ranks.
+
+    Raises:
+        LayoutError: it cannot.
+    """
     if tp.sequence_parallel and sequence_length % tp.size:
         raise LayoutError(
             "data.sequence_length: parallel.sequence_parallel needs a multiple of "

@@ -226,6 +226,7 @@ def record_end(
 def _append(folder: Path, record: _StageRecord) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Unbuffered, so that a record is one system call.
         with (folder / NAME).open("a+b", buffering=0) as file:
             line = record.model_dump_json().encode() + b"\n"
             if _is_cut_short(file):
@@ -295,10 +296,13 @@ def decide(
     _, restarts = series_and_number(this_attempt())
     idle = _idle_attempts(folder, stage, exit_code)
     if not worth_another_attempt(exit_code):
+        # The same command would fail again; requeueing it would take other users' time.
         decision = Decision(False, "its cause must be fixed first")
     elif restarts >= most:
         why = f"it was restarted {restarts} times, and MAX_RESTARTS is {most}"
         decision = Decision(False, why)
+    # Progress is a newer checkpoint, not time: a job that is preempted every hour but saves goes
+    # on, and one that fails at the same step ends.
     elif idle > without_progress:
         limit = f"MAX_RESTARTS_WITHOUT_PROGRESS is {without_progress}"
         why = f"{idle} attempt(s) in a row brought no newer checkpoint, and {limit}"
@@ -350,6 +354,7 @@ def stage_of(config: RunConfig | None, stage: str, *, alone: bool = False) -> It
 
     Raises:
         FolderTakenError: another process has the lock.
+        KeyboardInterrupt: Ctrl-C, once it is on record.
     """
     if config is None:
         yield

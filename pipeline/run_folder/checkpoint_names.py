@@ -32,6 +32,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
     for path in folder.glob("step_*"):
         step = step_in(path.name)
         if step is not None and path.is_dir():
+            # Sorted by number, not by name: names of nine digits come after those of eight.
             found.append((step, path))
     return [path for _, path in sorted(found)]
 

@@ -30,6 +30,7 @@ from pipeline.log import node
 
 TRAINING = "training"
 TOUCH_EVERY_S = 5.0
+# NFS clients cache attributes for up to 60 s (acregmax), during which a touch may not be seen.
 STALE_AFTER_S = 60.0
 """Longer than file systems cache the attributes of a file."""
 _logger = log.get_logger(__name__)
@@ -139,12 +140,14 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self._released.set()
+        # It may be another's by now, if this process was stopped for over a minute.
         if read_lock_owner(self._path) == self._own:
             self._path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
         """Creates the lock; False if it exists."""
         try:
+            # O_EXCL: the file server lets one process create it, on NFS since version 3.
             file = self._path.open("x", encoding="utf-8")
         except FileExistsError:
             return False
@@ -167,6 +170,8 @@ class RunLock:
             dead = read_lock_owner(self._path)
             aside = own_temporary(self._path)
             # Of two processes that do this, one finds no file.
+            # A rename takes this very file away, where unlink by name could remove a lock that
+            # somebody took meanwhile.
             self._path.rename(aside)
             if read_lock_owner(aside) != dead:
                 # Another process took the lock over just before.
@@ -188,6 +193,8 @@ class RunLock:
                 if is_of_this_machine or touched != first_touched:
                     raise _refusal(self._path, owner)
             first_touched = touched
+            # The lock of another machine is watched until it is touched or stale: its owner may
+            # have been killed just before.
             time.sleep(1)
 
     def _touch(self) -> None:
@@ -228,7 +235,8 @@ def check_folder(folder: Path, stage: str = TRAINING) -> None:
     path = lock_path(folder, stage)
     owner = living_owner(path)
     if owner is not None:
-        raise _refusal(path, owner)
+        refusal = _refusal(path, owner)
+        raise refusal
 
 
 def _refusal(path: Path, owner: LockOwner) -> FolderTakenError:

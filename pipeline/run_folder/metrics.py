@@ -62,6 +62,8 @@ def _lines(path: Path, tail_bytes: int | None = None) -> Iterator[dict[str, Any]
     with path.open("rb") as file:
         if tail_bytes is not None:
             end = file.seek(0, os.SEEK_END)
+            # A status is asked for every few seconds, and the file may have a line for each of a
+            # million steps.
             file.seek(max(0, end - tail_bytes))
         for text in file:
             # A kill cuts a line short, and so does a tail that begins within a line.

@@ -29,6 +29,7 @@ def write_run(config: RunConfig) -> None:
     """Writes `<folder>/run.yaml`, unless the user wrote it; logs the lines that change."""
     path = config.folder / RUN_FILE
     values = config.model_dump(mode="json", exclude_unset=True)
+    # The cache's path is this user's and this machine's; the name with its commit is everybody's.
     _name_hub_model(values, "base")
     _name_hub_model(values.get("vocabulary") or {}, "folder")
     text = _HEADER + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -50,6 +50,7 @@ def slurm_job(job: str) -> SlurmJob | None:
 
 
 def _state_of_controller(job: str) -> str | None:
+    # First the controller, which every cluster has; accounting (slurmdbd) is optional, and lags.
     answer = _answer_of(["scontrol", "show", "job", job, "--oneliner"])
     states = re.findall(r"\bJobState=(\w+)", answer)
     # An array's number gives a line for each task: it runs while one of them does.

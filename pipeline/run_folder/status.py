@@ -106,6 +106,7 @@ def read_status(folder: Path) -> RunStatus:
     if training is not None:
         steps = training.steps
         tokens_seen = step * training.tokens_per_step
+        # A median: steps with a validation or a slow read beside them do not change it.
         speed = median(speeds) * training.world_size if speeds else 0.0
         if speed > 0:
             tokens_per_second = round(speed, 1)
@@ -154,6 +155,8 @@ def _state(folder: Path, attempts: list[Attempt]) -> tuple[State, str]:
         start = attempt.start
         if start is None or attempt.end is not None or start.stage == "train":
             continue
+        # Serial stages hold no lock that is touched: their process, or their job, is asked for
+        # instead.
         if start.stage == stage and not _is_gone(start.by):
             return "running", f"{start.stage}: {start.by}"
     if last.end is None:

@@ -29,6 +29,8 @@ def base_to_expansion(
         block.zero_()
     elif kind == "svd":
         leading = leading_rows(base, rows)
+        # Σ Vᵀ and not Vᵀ alone: y_up then has the scale of y, so that the norms and the next map
+        # see familiar values.
         block[: leading.shape[0]] = leading
     return block
 
@@ -52,12 +54,16 @@ def expansion_to_expansion(
 
 def he_random(rows: int, columns: int, *, seed: int, name: str) -> Tensor:
     """He's normal initialisation: standard deviation sqrt(2 / columns)."""
+    # Columns are the inputs (fan-in), with He's gain 2 for ReLU, as in the paper; shapes are the
+    # whole ones, not a rank's.
     return torch.randn(rows, columns, generator=seeded(seed, name)) * (2.0 / columns) ** 0.5
 
 
 def seeded(seed: int, name: str) -> torch.Generator:
     """The random generator of the parameter `name`, independent of those of other parameters."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    # Shifted by one bit, since `manual_seed` takes signed 64-bit numbers. SHA-256 and not `hash`,
+    # which differs between Python processes.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
@@ -68,6 +74,8 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
     in fp64: only the leading directions are needed, and a full SVD of an FFN matrix takes ten times
     as long. Signs are fixed so that the largest entry of each row is positive.
     """
+    # fp64, because the Gram matrix squares the singular values: in fp32, those below about 1/3000
+    # of the largest would be noise.
     wide = weight.to(_decomposing_device(), torch.float64)
     count = min(rows, *wide.shape)
     # `eigh` sorts eigenvalues from the smallest on: `flip` puts the leading directions first.
@@ -76,6 +84,8 @@ def leading_rows(weight: Tensor, rows: int) -> Tensor:
         leading = directions.flip(1)[:, :count].T @ wide
     else:
         eigenvalues, directions = torch.linalg.eigh(wide.T @ wide)
+        # An eigenvalue of WᵀW is a squared singular value; those near 0 may come out negative by
+        # rounding.
         scales = eigenvalues.flip(0)[:count].clamp_min(0).sqrt()
         leading = scales.unsqueeze(1) * directions.flip(1)[:, :count].T
     return _with_fixed_signs(leading).float().cpu()
@@ -101,6 +111,8 @@ def leading_columns(weight: Tensor, columns: int, *, seed: int, name: str) -> Te
 def _with_fixed_signs(rows: Tensor) -> Tensor:
     """`rows` [n, columns], each with the sign that makes its largest entry positive."""
     largest = rows.gather(1, rows.abs().argmax(dim=1, keepdim=True))
+    # Eigenvectors have no sign of their own: LAPACK and cuSOLVER choose differently, and the
+    # expansion would depend on the machine.
     signs = torch.where(largest < 0, -1.0, 1.0)
     return rows * signs
 

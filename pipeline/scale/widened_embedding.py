@@ -58,6 +58,8 @@ class WidenedEmbedding(nn.Module):
     def _with_new_tokens(self, tokens: Tensor, new_rows: nn.Module) -> Streams:
         """Each token's row, of `base` and `expansion` or of `new_rows`."""
         is_new = tokens >= self.vocab_size
+        # Both look-ups run for all tokens, with index 0 where it does not apply: shapes do not
+        # depend on the data, so nothing waits for the device.
         new = new_rows((tokens - self.vocab_size).masked_fill(~is_new, 0))
         of_base = tokens.masked_fill(is_new, 0)
         is_new = is_new.unsqueeze(-1)

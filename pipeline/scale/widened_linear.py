@@ -93,6 +93,8 @@ class WidenedLinear(nn.Module):
         if source[1] is not None and target[1] is not None:
             if collaborative:
                 self.expansion_to_base = self._block(source[1], target[0], False)
+            # The bias of y_up, where the base's map has one, is W21's: one for each row, not for
+            # each block.
             self.base_to_expansion = self._block(source[0], target[1], bias)
             self.expansion_to_expansion = self._block(source[1], target[1], False)
 

@@ -74,6 +74,7 @@ class WidenedNorm(nn.Module):
         x_fp32 = x.float()
         mean_square: Tensor | None = None
         if self.normed is not None:
+            # The divisor is the whole width, as the base's own RMSNorm had it when it was trained.
             mean_square = self.normed.sum_of_squares(x_fp32) / width
         y = self.base(x, mean_square, x_fp32=x_fp32)
         if self.expansion is None or x_up is None:
@@ -101,6 +102,8 @@ class WidenedNorm(nn.Module):
         width = x.shape[-1]
         x_fp32 = x.float()
         normed = NormedChannels(width, 1.0) if self.normed is None else self.normed
+        # Two sums, added: the one norm of the export sums over one longer row, in another order,
+        # and may differ in the last bits (docs/adr/0007-how-far-an-export-may-be-off.md).
         of_x = normed.sum_of_squares(x_fp32)
         mean_square = (of_x + scale**2 * sum_of_squares(x_up)) / width
         return self.base(x, mean_square, x_fp32=x_fp32), self.expansion(x_up, mean_square)

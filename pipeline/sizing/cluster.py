@@ -121,6 +121,7 @@ def _this_machine() -> dict[str, object]:
     else:
         ranks = 2 if on_cpu else torch.cuda.device_count()
     if on_cpu:
+        # Ranks on a CPU share the memory of the machine.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
     else:
         memory = min(

@@ -160,6 +160,8 @@ class Estimator:
         memory, host_bytes = self.memory(choice)
         traffic = estimate_traffic(costs, zero, layout, micro_batches, cluster)
         flops = self.flops_per_token(choice.activation_checkpointing).total * self.tokens_per_step
+        # The MFU here includes recomputed FLOPs (hardware FLOPs utilisation), since what is
+        # recomputed takes time, too.
         compute_s = flops / (cluster.gpus * cluster.peak_tflops * 1e12 * cluster.mfu)
         return Estimate(
             choice=choice,
@@ -266,6 +268,7 @@ def _step_seconds(
         return blocking + gather_and_reduce
     if zero.zero_stage == 2:
         return max(blocking, seconds[REDUCE]) + seconds[GATHER]
+    # Where messages overlap with the computation, the longer of the two decides.
     return max(blocking, gather_and_reduce)
 
 
@@ -305,6 +308,8 @@ def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice |
         return None, _nothing_fits(estimates, cluster)
 
     fastest = min(estimate.step_s for estimate in safe)
+    # Not the single fastest: differences below the estimate's error would choose a more complicated
+    # layout at random.
     equally_fast = [one for one in safe if one.step_s <= fastest * (1 + _TOLERANCE)]
     best = min(equally_fast, key=_effort)
     reasons = [

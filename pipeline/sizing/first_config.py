@@ -223,8 +223,11 @@ def _schedule(
     # A power of two near the wanted tokens of a step, then a multiple of the GPUs.
     step_tokens = min(_LARGEST_STEP, read / _STEPS)
     sequences = max(_SMALLEST_BATCH, 2 ** round(math.log2(max(1.0, step_tokens / length))))
+    # Every rank must have the same number of sequences in a step.
     batch = cluster.gpus * max(1, round(sequences / cluster.gpus))
 
+    # The rule of thumb that rates fall with the square root of the width: between none, and the 1 /
+    # width of muP for matrices (Yang et al. 2022).
     rate = _PAPER_RATE * math.sqrt(_PAPER_HIDDEN_SIZE / spec.widths.hidden_size)
     schedule = {
         "steps": max(1, round(read / (batch * length))),
@@ -245,9 +248,12 @@ def _fitted(values: dict[str, Any], cluster: Cluster) -> tuple[RunConfig, dict[s
     """The settings with the first layout that fits, and its largest micro-batch."""
     layouts: list[dict[str, Any]] = [{}]
     if not cluster.on_cpu:
+        # From the least communication to the least memory; recomputation comes last, since it costs
+        # a third of the time.
         layouts += [{"deepspeed": f"ds_configs/zero{stage}.json"} for stage in (2, 3)]
         layouts += [{"deepspeed": "ds_configs/zero3.json", "activation_checkpointing": "all"}]
     per_rank = values["schedule"]["global_batch_size"] // cluster.gpus
+    # The largest first: larger matrix products reach more of the peak.
     micro_batches = [size for size in _MICRO_BATCHES if per_rank % size == 0]
     for layout in layouts:
         for micro_batch in micro_batches:

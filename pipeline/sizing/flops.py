@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers its operations
+import torch.nn.attention.varlen  # noqa: F401  # registers its operations
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from pipeline.config.run import RunConfig
@@ -34,6 +34,9 @@ def _attention_flops(
 
 def _attention_backward_flops(_: Sequence[int], *shapes: Any, **__: Any) -> int:
     """Two products for each of the forward pass; what a kernel computes again does not count."""
+    # Scores and values are a product each; backward has two for each of the two, for either
+    # operand's gradient. Flash attention computes the scores once more, which is its own affair:
+    # MFU counts what the model needs.
     return 2 * _attention_flops(*shapes)
 
 
@@ -48,6 +51,8 @@ def _varlen_flops(
     longest = rest[2]
     earlier, _later = next(given for given in rest if isinstance(given, list))
     # -1: there is no window.
+    # Half of a causal square is masked, but torch's own formula counts it whole, as PaLM's MFU does
+    # (Chowdhery et al. 2022, appendix B): figures stay comparable.
     keys = longest if earlier < 0 else min(longest, earlier + 1)
     return int(
         sdpa_flop_count(
@@ -167,6 +172,7 @@ _DENSE_16_BIT_TFLOPS: dict[tuple[str, ...], float] = {
 def dense_tflops(device_name: str) -> float | None:
     """The dense 16-bit peak of a GPU by torch's name of it, in TFLOP/s; None for an unknown GPU."""
     words = set(device_name.replace("-", " ").split())
+    # torch's name of a slice is such as "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
     if "MIG" in words:
         # A slice of a GPU has another peak, which is unknown.
         return None

@@ -74,6 +74,8 @@ def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) 
             if isinstance(module, ExpertLinear):
                 experts += module.weight.numel()
         mixture = base.spec.mixture
+        # A token takes top_k of the routed experts, all of one size; a shared expert is no
+        # ExpertLinear, and counts whole.
         idle = experts * (mixture.experts - mixture.top_k) // mixture.experts
 
     by_muon = 0
@@ -150,10 +152,14 @@ def estimate_memory(
         weights = 0
     at_start = 0
     if zero.zero_stage < 3:
+        # DeepSpeed's ZeRO-1 and 2 flatten a group's parameters on the host before they move the
+        # flat tensor to the GPU.
         at_start = 2 * total_elements(costs.trained) * zero.dtype.itemsize
 
     backward = costs.temporary_bytes + bucket_bytes(zero)
     # The update may use the memory of activations and logits, which are freed by then.
+    # PyTorch's allocator keeps freed memory for the process, so that only what goes beyond it
+    # counts.
     beyond_activations = update - costs.activation_bytes - costs.loss_bytes
     memory = Memory(
         weights=weights,
@@ -208,6 +214,8 @@ def update_bytes(costs: MicroBatchCosts, zero: DeepSpeedConfig, dp_size: int) ->
         size = partitioned_elements(costs.trained, zero, dp_size) * torch.float32.itemsize
     by_muon = costs.by_muon
     largest_matrix = max((parameter.muon_size for parameter in by_muon), default=0)
+    # Muon first makes the update of its whole partition, beside gradient and momentum: see
+    # `Muon._update`.
     size += partitioned_elements(by_muon, zero, dp_size) * _MOMENT
     return size + largest_matrix * _WHOLE_MATRIX
 
@@ -257,6 +265,8 @@ def most_checkpoints(config: RunConfig) -> int:
     kept_for_good = 0
     if settings.keep_every_steps is not None:
         kept_for_good = config.schedule.steps // settings.keep_every_steps
+    # A rollback goes to the newest checkpoint that lies far enough behind: it and all after it are
+    # kept.
     before_spike = 1 + math.ceil(config.stability.rollback_steps / settings.every_steps)
     return max(settings.keep_last, before_spike) + kept_for_good + 1
 

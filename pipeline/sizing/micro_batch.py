@@ -229,6 +229,8 @@ def _run(model: Decoder, config: RunConfig, kl_sequences: int) -> _Pass:
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(after))
             if isinstance(module, Decoder):  # its table of frequencies counts in every micro-batch
+                # A new one: an earlier run's would hold its tables already, and they would not
+                # count.
                 module.rotary = RotaryEmbedding()
         for _, parameter in named_trained_parameters(model):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(_free_gradient))
@@ -278,6 +280,7 @@ class KnownSizes(TorchDispatchMode):
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # The default type belongs to it, because factories such as `zeros` take it.
         key = operation, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items()))
         sizes = _sizes_of_results.get(key)
         if sizes is not None:
@@ -350,6 +353,8 @@ class LiveMemory(KnownSizes):
         self._sizes[key] = storage.nbytes()
         self.now += self._sizes[key]
         self.peak = max(self.peak, self.now)
+        # A storage's Python object lives as long as any tensor holds it, since torch keeps one for
+        # each storage.
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
@@ -374,6 +379,7 @@ class RecordingGroup(dist.ProcessGroup):
     def all_gather_single(  # type: ignore[override]
         self, output: Tensor, own: Tensor, options: Any = None
     ) -> None:
+        # The longer side of the message: the formulas of `sizing.traffic` take that one.
         self._record("all-gather", output)
 
     def reduce_scatter_single(  # type: ignore[override]

@@ -95,6 +95,7 @@ class Traffic:
     def sent_bytes(self) -> float:
         """What a GPU sends."""
         # A ring all-reduce is a reduce-scatter followed by an all-gather.
+        # Patarasuk and Yuan 2009: no all-reduce sends less a rank.
         passes = 2 if self.collective == "all-reduce" else 1
         return passes * self.payload_bytes * (self.group_size - 1) / self.group_size
 
@@ -103,12 +104,15 @@ class Traffic:
         """What of it goes to other nodes, on average."""
         if self.group_size <= self.on_node:
             return 0.0
+        # Ranks of a node are neighbours in NCCL's rings: of every `on_node` edges one crosses to
+        # the next node.
         return self.sent_bytes / self.on_node
 
     def seconds(self, cluster: Cluster) -> float:
         """How long the rings take, without contention."""
         within = self.sent_bytes / cluster.node_gb_per_s
         between = self.between_bytes / cluster.network_gb_per_s
+        # Both links carry the same ring at the same time: the slower one decides.
         return max(within, between) / 1e9
 
 
@@ -127,6 +131,7 @@ def estimate_traffic(
     split = total_elements(one for one in costs.by_muon if one.split)
     if split:
         on_node = min(layout.tp_size, cluster.gpus_per_node)
+        # The payload of an all-gather is its output: the shards of all ranks.
         payload = _MUON_BYTES * split * layout.tp_size
         traffic.append(Traffic(MUON, "all-gather", payload, layout.tp_size, on_node))
 

@@ -76,6 +76,9 @@ def _faults_on_record(folder: Path, phases: Phases) -> Iterator[None]:
 
     What follows from another rank's fault is not recorded here: a SystemExit, and a broken
     connection, which the watchdog records with the name of that rank.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, once rank 0 has it on record.
     """
     try:
         yield
@@ -108,6 +111,10 @@ def attempt(
     The end is on record before the observers end, because a tracker may wait for its service. The
     watchdog then lets all ranks end together, because a launcher kills those that end long after
     the first.
+
+    Raises:
+        UserError: training failed; see `Trainer`.
+        SystemExit: another rank failed.
     """
     config = inputs.config
 
@@ -132,6 +139,8 @@ def attempt(
                     for observer in trainer.observers:
                         observer.on_end(finished=trainer.finished)
 
+            # Pushed after the watchdog: an exit stack ends the last first, so the observers end
+            # while the watchdog still watches.
             ending.push(end_observers)
             broadcast_from_rank0(partial(_record_start, trainer))
             try:

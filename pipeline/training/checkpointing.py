@@ -110,6 +110,8 @@ class CheckpointManager:
         state = engine.state()
         if self.settings.asynchronous:
             # The values are views of what the next steps change.
+            # `copy=True`, because `to` returns the tensor itself where the optimizer is on the
+            # host.
             copies = {name: value.to("cpu", copy=True) for name, value in state.values.items()}
             copied = state._replace(values=copies)
             self._wait_for_save = in_background(partial(self._write, final, position, copied))
@@ -205,10 +207,14 @@ class CheckpointManager:
                     run=self.run, position=position, layout=self.layout, files=written
                 )
                 manifest.save(unfinished)
+                # By rename, which is atomic within a file system: a kill at any moment leaves the
+                # whole checkpoint or none.
                 folders.publish(unfinished, final)
                 self._remove_superseded()
                 _logger.info("saved %s", final)
 
+        # After each part all ranks compare their faults: none may go on to write into a folder that
+        # rank 0 could not make, or publish one that lacks a rank's file.
         for work in (begin, write, publish):
             fault = self._disk_fault(work)
             if fault is not None:
@@ -279,6 +285,8 @@ class CheckpointManager:
 
     def _examine(self, checkpoint: Path, manifest: CheckpointManifest) -> str | None:
         """Checks this rank's share of the files of `checkpoint`; returns what is damaged."""
+        # Each file is hashed by one rank: all of them by all ranks would read the checkpoint
+        # world_size times from a shared file system.
         own_share = sorted(manifest.files)[self.rank :: self.world_size]
         try:
             for name in own_share:
@@ -297,11 +305,15 @@ class CheckpointManager:
                 "an earlier version wrote it without a record of %s: not compared",
                 " and ".join(unknown),
             )
+        # One rank lists the headers of all files; at a thousand ranks, a million small reads
+        # otherwise.
         index = broadcast_from_rank0(partial(read_index, checkpoint))
 
         def read() -> dict[str, Tensor]:
             engine.restore(index)
             if self.rank == 0:
+                # Newer checkpoints are of a future that is now undone: a later resume must not find
+                # them.
                 folders.rollback_to(checkpoint)
             # With more ranks than at the save, the additional ones take other ranks' states.
             return read_random_state(checkpoint, self.rank % manifest.layout.world_size)

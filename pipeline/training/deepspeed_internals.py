@@ -106,6 +106,8 @@ class _PartitionedUnset(deepspeed.zero.Init):  # type: ignore[misc]
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
+        # DeepSpeed's own version broadcasts each parameter from rank 0 first. Here every rank then
+        # reads its partition from the files itself.
         self._convert_to_deepspeed_param(param)
         param.partition()  # type: ignore[attr-defined]
 
@@ -195,6 +197,8 @@ def publish(engine: Any, model: nn.Module, step: int) -> None:
     engine.global_steps = step
     optimizer = engine.optimizer
     if not _is_zero3(optimizer):
+        # Rounds each rank's fp32 part to 16 bits and gathers the parts over the data-parallel
+        # ranks, as at the end of every step.
         optimizer.update_lp_params()
         return
     # Every rank keeps small parameters whole; the epilogue gathers them again from the partitions
@@ -263,6 +267,8 @@ def _shard(parameter: nn.Parameter, optimizer: Any) -> OptimizerShard | None:
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None
+    # "hp" is the optimizer's fp32 copy and "lp" the 16-bit parameter, in DeepSpeed's words. The
+    # mapping was made for universal checkpoints; a parameter's part begins anywhere in either.
     (flat,) = optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
     in_flat = mapping.hp_fragment_address  # where the part lies in the optimizer's fp32 values
     in_shard = mapping.lp_fragment_address  # where it lies in the parameter, flattened

@@ -46,6 +46,7 @@ def find_spike(
         return []
     highest_loss = float("inf")
     if stability.loss_increase is not None:
+        # A median, which the few steps of an earlier spike in the window do not move.
         highest_loss = median(record.loss for record in before) + stability.loss_increase
     highest_norm = float("inf")
     if stability.gradient_norm_factor is not None:

@@ -69,6 +69,8 @@ class Engine:
         """Wraps `model` in DeepSpeed's engine; every rank must call it."""
         self.trainable_parameters = 0
         self.total_parameters = 0
+        # From the full shapes: under tensor parallelism a rank has shards, and under ZeRO-3 `numel`
+        # is 0.
         for name, parameter in model.named_parameters():
             if name.startswith(REFERENCE):
                 continue  # the frozen copy of the base, for KL, is no part of the model
@@ -83,6 +85,8 @@ class Engine:
         )
         if config.compile:
             model.compile_layers()
+        # Of trained parameters alone: DeepSpeed's optimizer state and fp32 copies then exist for
+        # them only, and the base costs its 16-bit weights.
         optimizer = make_optimizer(model, config.schedule)
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
@@ -116,6 +120,7 @@ class Engine:
         changes any weight.
         """
         # The gradient of `loss_sum * nan` is NaN even where that of the loss would be finite.
+        # On the device, without a wait: the host learns of it with the norm at the end of the step.
         finite = torch.where(loss_sum.detach().isfinite(), 1.0, torch.nan)
         self._engine.backward(loss_sum * finite / self._tokens_per_micro_batch)
 
@@ -125,6 +130,8 @@ class Engine:
         It does not if the gradient is not finite.
         """
         for group in self._engine.optimizer.param_groups:
+            # Set before every step instead of by DeepSpeed's scheduler, which would have a state of
+            # its own beside the run's position, and which a rollback would have to turn back.
             group["lr"] = learning_rate * group["learning_rate_factor"]
         self._engine.step()
 

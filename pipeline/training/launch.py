@@ -110,6 +110,9 @@ def _check_world_size(environment: Mapping[str, str], rank: int, world_size: int
     """Compares the world with the allocation.
 
     A process started without its launcher would train alone, or wait for ranks that nobody starts.
+
+    Raises:
+        LayoutError: the world is smaller than the allocation.
     """
     expected = _number(environment, "EXPECTED_WORLD_SIZE", default=0)
     if expected > 0:
@@ -242,6 +245,8 @@ def extend_collectives(limits: WatchdogSettings) -> timedelta:
     """
     longest_phase_s = max(limits.hung_after_s, limits.slow_after_s)
     timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=2 * longest_phase_s))
+    # torch has no public way to change the default group's timeout, which was set before the
+    # configuration was read.
     _set_pg_timeout(timeout)
     return timeout
 
@@ -252,7 +257,11 @@ def use_deterministic_kernels() -> None:
     NCCL needs the user's NCCL_ALGO for it.
     """
     # It is read with the first matrix product, which is yet to come.
+    # Several streams that share a workspace make cuBLAS choose between kernels at run time; with a
+    # fixed one of its own, each has the same sums (NVIDIA, cuBLAS, Results reproducibility).
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Only a warning where an operation has no deterministic kernel: the run is then still
+    # reproducible in the others.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Otherwise torch would fill memory that is never read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

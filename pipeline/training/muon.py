@@ -33,6 +33,8 @@ from pipeline.parallel.topology import ProcessGroups
 
 _MOMENTUM = 0.95
 _ITERATIONS = 5
+# Jordan et al. 2024. With these, singular values do not converge to 1, but reach a range around it
+# in few iterations, which trains as well.
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _SMALLEST_NORM = 1e-7
 _RMS = 0.2
@@ -116,17 +118,22 @@ class Muon(torch.optim.AdamW):
         assert gradient is not None
         state = self.state[flat]
         if not state:
+            # Muon has no bias correction and needs no count; checkpoints have one step count for
+            # all parameters.
             state["step"] = torch.zeros((), device=flat.device)
             state["exp_avg"] = torch.zeros_like(flat)
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(gradient, 1 - _MOMENTUM)
         update = gradient.lerp(momentum, _MOMENTUM)  # Nesterov's momentum
+        # Decoupled, as AdamW's (Loshchilov & Hutter 2019): not scaled by `_RMS`, so one weight
+        # decay serves both optimizers.
         flat.mul_(1 - group["lr"] * group["weight_decay"])
         for shard in self._shards:
             if shard.flat is flat:
                 self._update_matrix(shard, update, group["lr"])
 
     def _update_matrix(self, shard: OptimizerShard, update: Tensor, learning_rate: float) -> None:
+        # Also where this rank holds nothing of the matrix: the gathering is a collective.
         whole = self._put_together(shard, update)
         if not shard.length:
             return
@@ -134,6 +141,8 @@ class Muon(torch.optim.AdamW):
         # The elements of U V^T have a root mean square of 1/sqrt(max(out, in)).
         rate = learning_rate * _RMS * math.sqrt(max(whole.shape[-2:]))
         tp = self._ranks.tensor_parallel
+        # Each rank orthogonalises the whole matrix and keeps its part. Sharing the matrices out
+        # over the ranks would save time, and take another collective for each of them.
         own_shard = split(direction, partition_of(shard.parameter), tp.rank, tp.size).flatten()
         own_part = own_shard[shard.first : shard.first + shard.length]
         shard.within(shard.flat).add_(own_part, alpha=-rate)
@@ -144,6 +153,8 @@ class Muon(torch.optim.AdamW):
         partition = partition_of(shard.parameter)
         tp = self._ranks.tensor_parallel
         local = local_shape(shape, partition, tp.size)
+        # In fp32: the sums are of one rank's value and zeros, and so exact; 16 bits would round the
+        # update before it is orthogonalised.
         flat = update.new_zeros(math.prod(local))
         flat[shard.first : shard.first + shard.length] = shard.within(update)
         if self._ranks.layout.dp_size > 1:
@@ -171,6 +182,8 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     wide = matrices.mT if is_tall else matrices
     shape = wide.shape
     x = wide.to(dtype).reshape(-1, *shape[-2:])
+    # Newton-Schulz converges for singular values up to about 1, and the Frobenius norm bounds the
+    # largest one.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT

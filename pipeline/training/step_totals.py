@@ -78,6 +78,8 @@ class StepSums:
         if dist.get_rank() == 0:
             self._sums[6] = engine.gradient_norm
             self._sums[7] = engine.step_applied
+        # Of all ranks of the world, once a step. The norm and the flag are non-zero on rank 0 only,
+        # so their sum is rank 0's value: a broadcast in the same message.
         sums = summed(self._sums).tolist()
         nll, nll_tokens, kl, kl_tokens, preserved, stops, gradient_norm, applied = sums
 

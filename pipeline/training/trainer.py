@@ -68,6 +68,7 @@ class Trainer:
         self.phases = phases
         self.rank = dist.get_rank()
         self.tokens_per_step = config.schedule.global_batch_size * config.data.sequence_length
+        # Before any group is made: a group keeps the timeout that it was made with.
         timeout = extend_collectives(config.watchdog)
         groups = ProcessGroups(
             inputs.layout, timeout, sequence_parallel=config.parallel.sequence_parallel
@@ -124,6 +125,7 @@ class Trainer:
             event, stop_requested = self.take_step(signals)
             self.phases.finished(event.step)
             check_skipped_steps(config, self.position)
+            # From figures that are equal on all ranks, so that they all roll back, or none does.
             spike = find_spike(
                 self.position.recent, config.stability, config.schedule.gradient_clipping
             )
@@ -139,6 +141,7 @@ class Trainer:
 
             is_leaving = is_last or stop_requested or limit_error is not None
             if is_leaving or event.step % config.checkpoints.every_steps == 0:
+                # After the validation, whose observers may change the position that is saved.
                 with self.phases("checkpoint"):
                     self.checkpoints.save(self.engine, self.position, last=is_leaving)
             if limit_error is not None and not is_last:
@@ -170,6 +173,7 @@ class Trainer:
             totals = self._compute(before.step, rate, stop=signals.received is not None)
             stop_requested = totals.stop
             seconds = time.perf_counter() - started
+            # Both attempts count: this is the time that the run has used.
             self.position = self.position.changed(seconds=before.seconds + seconds)
             if totals.applied:
                 event.seconds = seconds
@@ -338,7 +342,14 @@ def hash_base(inputs: RunInputs) -> None:
 
 
 def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> Decoder:
-    """The model before its first step; each rank reads only what it will hold."""
+    """The model before its first step; each rank reads only what it will hold.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: on the lowest rank that cannot read what it needs. The other ranks raise
+            SystemExit.
+    """
     started = time.perf_counter()
     model = build_model(inputs.config, inputs.base, inputs.deepspeed_config, groups, device)
     run_on_all_ranks(partial(inputs.method.load, model, inputs.base, groups.tensor_parallel))

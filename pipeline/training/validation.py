@@ -91,12 +91,15 @@ class Validator:
             start = first + self.dp_rank * self.micro_batch_size
             own = range(min(start, count), min(start + self.micro_batch_size, count))
             self._fill(rows, own, engine, samples)
+        # One all-reduce a held-out part. Each row is one rank's and zeros of the others: exact in
+        # any order.
         nll, tokens, answers, *correct = summed(rows).sum(dim=0).tolist()
 
         nll_per_token = math.nan
         if tokens > 0:
             nll_per_token = nll / tokens
         # Both counts are of the whole held-out part: see `HeldoutSamples`.
+        # nats a token times tokens a byte, over ln 2: comparable across tokenizers.
         bits_per_byte = nll_per_token * samples.tokens / (samples.bytes * math.log(2))
         score = None
         if answers > 0:
@@ -126,7 +129,8 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
 
     Args:
         losses: computed without gradients, [B, S].
-        targets, answer_starts: [B, S].
+        targets: the tokens to predict, [B, S].
+        answer_starts: True at the first token of each answer, [B, S].
 
     Returns:
         float64 [B, 4]: the number of answers; how many of their first tokens greedy decoding would
@@ -170,7 +174,11 @@ def check_preservation(engine: Engine, probe: MicroBatch, config: RunConfig) -> 
         of_base = engine.hidden_states(probe, "base")
         differences = []
         for model_logits, base_logits in engine.logit_chunks(of_model, of_base):
+            # Each rank compares its own columns in fp32. Frozen weights are the same tensors in
+            # both runs, and so are kernels and shapes: any difference is the expansion's.
             differences.append((model_logits - base_logits).abs().max())
+    # NaN compares false with everything, and a reduction over ranks may lose it: it counts as
+    # infinitely far off.
     largest = torch.nan_to_num(torch.stack(differences), nan=torch.inf).max()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     difference = largest.item()

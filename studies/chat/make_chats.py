@@ -6,9 +6,9 @@ The same arguments give the same bytes:
 
     OUTPUT/train.jsonl                  {"messages": [...]}, from which a base becomes a chat model
     OUTPUT/copies.jsonl                 those of them that repeat words, which a model learns first
-    OUTPUT/english.jsonl                others about English words; the last message is the reference
+    OUTPUT/english.jsonl                others about English words; the last message is the answer
     OUTPUT/korean.jsonl                 chats about Korean words: copy, reverse, choose
-    OUTPUT/prompts.jsonl                the training chats about English words, as prompts for the base
+    OUTPUT/prompts.jsonl                the training chats about English words, prompts for the base
     OUTPUT/tokenizer/                   trained on the texts of --data, with a chat template
 
 Words are the most frequent ones of the books and film reviews in the folder --data. One training

@@ -157,8 +157,9 @@ def _inference_cost(config: RunConfig) -> float:
     Of a gate they are one product of vectors, which does not count.
     """
     spec = read_spec(config.base)
+    length = config.data.sequence_length
+    # Counting runs both models: without gradients, which would count too.
     with torch.device("meta"), torch.no_grad():
         own = training_method(config).build(extended_spec(config, spec), SINGLE, "none")
         base = Decoder(spec)
-    length = config.data.sequence_length
-    return count_flops(own, length).total / count_flops(base, length).total
+        return count_flops(own, length).total / count_flops(base, length).total

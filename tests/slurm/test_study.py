@@ -27,8 +27,10 @@ def write_small(folder: Path, tokens: Path, *rates: float, **schedule: int) -> P
 
 
 def submit(cluster: Cluster, study: Path, *options: str) -> list[int]:
-    """Submits the driver, with sbatch's `options` for the runs; returns the runs' jobs and the next
-    driver's."""
+    """Submits the driver, with sbatch's `options` for the runs.
+
+    Returns the jobs of the runs and that of the next driver.
+    """
     output = f"--output={study.parent}/%j.out"
     driver = cluster.sbatch(
         output,
@@ -77,7 +79,10 @@ def test_the_chain_ends_where_a_run_fails_and_goes_on_when_it_is_submitted_again
 ):
     study = write_small(tmp_path, tokens, 1e-3, global_batch_size=2)
     run, following = submit(slurm_cluster, study, "--ntasks-per-node=2")
-    said = "error: fft.lr_0.001.seed_1: not finished, though the jobs have ended; the first is failed: train: "
+    said = (
+        "error: fft.lr_0.001.seed_1: not finished, though the jobs have ended; the first is "
+        "failed: train: "
+    )
     error = error_of(slurm_cluster, following)
     assert error.startswith(said) and "global_batch_size" in error
     assert slurm_cluster.job(run)["JobState"] == "FAILED"

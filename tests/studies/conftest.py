@@ -15,8 +15,7 @@ from tests.studies.studies import study_values, write_study
 
 @pytest.fixture
 def opened(tmp_path: Path, tokens: Path) -> Callable[..., StudyRuns]:
-    """The runs of the small study after `change` was made to its values; `data` is the folder of
-    its texts."""
+    """The runs of the small study after `change` to its values; `data` is its texts' folder."""
 
     def open_changed(
         change: Callable[[dict[str, Any]], object] = lambda _: None, data: Path = tmp_path

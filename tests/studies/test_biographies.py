@@ -1,5 +1,4 @@
-"""The study of biographies: its texts have the paper's sizes and proportions; its tables are those
-of a summary."""
+"""The study of biographies: texts of the paper's proportions, and the tables of a summary."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def test_the_files_are_reproducible_and_not_overwritten(tmp_path: Path):
     assert write_corpora(tmp_path / "a", 40, **arguments) == roster
     with pytest.raises(
         DataError,
-        match=r"expected the biographies of .*'seed': 6.*, found .*'seed': 5.*choose another --output",
+        match=r"expected the biographies of .*'seed': 6.*, found .*'seed': 5.*another --output",
     ):
         write_corpora(tmp_path / "a", 40, **{**arguments, "seed": 6})
     assert contents(tmp_path / "a") == before

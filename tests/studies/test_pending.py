@@ -1,5 +1,4 @@
-"""What is pending of a study, and which learning rate each method gets, by what its runs left in
-their folders."""
+"""What is pending of a study, and which learning rate each method gets, by its runs' folders."""
 
 from __future__ import annotations
 
@@ -163,7 +162,10 @@ def test_a_chain_of_jobs_ends_with_the_error_of_the_run(runs):
     )
     with pytest.raises(StudyError) as raised:
         runs.pending_tasks([LOW_NAME, HIGH_NAME])
-    said = f"{LOW_NAME}: not finished, though the jobs have ended; the first is failed: train: no such corpus (its cause"
+    said = (
+        f"{LOW_NAME}: not finished, though the jobs have ended; the first is failed: train: no "
+        "such corpus (its cause"
+    )
     assert str(raised.value).startswith(said)
     assert raised.value.exit_code == USER_ERROR
     assert LOW_NAME in [task.name for task in runs.pending_tasks([])]  # submitted by hand

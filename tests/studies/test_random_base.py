@@ -1,5 +1,4 @@
-"""A base with random weights is an ordinary Hugging Face folder, with the same tokens for us and
-transformers."""
+"""A base with random weights is a Hugging Face folder, with transformers' tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +29,10 @@ def architecture(tmp_path: Path) -> Path:
 
 
 def test_a_new_tokenizer_gives_us_and_transformers_the_same_tokens(architecture, tmp_path):
-    """Two calls with the same settings give the same base, another seed another; a start token is
-    put before texts."""
+    """The same settings give the same base, another seed another.
+
+    A start token is put before texts.
+    """
     parts = [(STORIES_HELDOUT, 0.05), (REVIEWS_HELDOUT, 0.01)]
     texts = [TokenizerText(input=[str(file)], mib=mib) for file, mib in parts]
     wanted = RandomBase(

@@ -1,5 +1,4 @@
-"""Rows of summary.json and of run folders, those of strangers too; their groups, and the tables
-that are printed."""
+"""Rows of summary.json and of run folders, those of strangers too; groups and printed tables."""
 
 from __future__ import annotations
 
@@ -140,7 +139,7 @@ def test_many_corpora_of_a_role_are_shown_together():
 
 
 def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
-    """The first method has one rate, the second three: the best is at the edge, and one diverged."""
+    """The first method has one rate, the second three: the best at the edge, one diverged."""
     single, several = (
         [row for row in rows((1, 2)) if row["method"] == method] for method in ("fft", "lora")
     )
@@ -166,8 +165,7 @@ def test_the_table_of_rates_has_the_first_seed_and_those_that_diverged():
 
 
 def gated_run(folder: Path, *, is_fitted: bool = True, impossible_fraction: float = 0.0) -> Path:
-    """A run's folder whose gate restores the base on the old text; the model without it has
-    forgotten that."""
+    """A run's folder whose gate restores the base on the old text, which the run has forgotten."""
     figures = {0: {"new": 200.0, "old": 145.0}, 6: {"new": 20.0, "old": 23441.0}}
     folder.mkdir()
     with (folder / "metrics.jsonl").open("w") as file:

@@ -42,8 +42,10 @@ def start(*command: str, **environment: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def finished(tokens, tmp_path_factory) -> tuple[Path, str]:
-    """The study's folder, and what it printed; it was interrupted during its first run, and run
-    again."""
+    """The study's folder, and what it printed.
+
+    It was interrupted during its first run, and run again.
+    """
     folder = tmp_path_factory.mktemp("study")
     values = study_values(folder, tokens)
     let_diverge(values)
@@ -192,7 +194,10 @@ def test_a_failing_run_is_named_and_the_others_go_on(tokens, tmp_path):
     broken["settings"] = {"deepspeed": "nowhere.json"}
     values["methods"] = {"broken": broken, "adapt": values["methods"]["adapt"]}
     runs = open_study(write_study(tmp_path, {**values, "seeds": [1]}), tmp_path)
-    said = r"^broken.lr_0.001.seed_1 ended with exit code 2: .*nowhere.json.* \(all output: .*/log.txt\)"
+    said = (
+        r"^broken.lr_0.001.seed_1 ended with exit code 2: .*nowhere.json.* "
+        r"\(all output: .*/log.txt\)"
+    )
     with pytest.raises(StudyError, match=said) as raised:
         run_study(runs, jobs=1)
     assert raised.value.exit_code == 2

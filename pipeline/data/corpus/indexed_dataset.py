@@ -53,6 +53,7 @@ _UINT16_VOCABULARY = 65_500
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type that stores ids below `vocab_size`: uint16 if they fit, else int32."""
+    # Half the disk and half the reading; Megatron's loader takes the type from the index.
     if vocab_size < _UINT16_VOCABULARY:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
@@ -76,7 +77,8 @@ def content_of(path: Path) -> FileContent:
 def check_file(path: Path, content: FileContent, advice: str, *, whole: bool = True) -> None:
     """Compares a file's size, and if `whole` its hash.
 
-    Raises DataError where it is missing or differs.
+    Raises:
+        DataError: where it is missing or differs.
     """
     found: str | None = None
     try:
@@ -191,9 +193,14 @@ def writing_shard(
         lengths = sequences.ravel()
         # In 64 bits: the sum of 32-bit lengths is beyond 2**31 in a shard of a few GB.
         ends = np.cumsum(lengths, dtype=np.int64)
+        # One more than there are documents, as Megatron's document_indices has it: the last one
+        # ends the last document.
         firsts = np.arange(writer.documents + 1, dtype=np.int64) * sequences.shape[1]
         index = opened_file(".idx")
+        # Lengths before pointers before documents: the order in which Megatron's _IndexReader reads
+        # them.
         index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], len(lengths), len(firsts)))
+        # In bytes, not tokens: Megatron's sequence_pointers.
         pointers = (ends - lengths) * dtype.itemsize
         for array in (lengths, pointers, firsts):
             index.write(array.data)
@@ -210,8 +217,9 @@ class Shard:
 
     Ids are read when asked for, and what the index says is trusted.
 
-    Raises DataError where a file is missing, is not of this format, or has another size than the
-    index says.
+    Raises:
+        DataError: a file is missing, is not of this format, or has another size than the index
+            says.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -261,7 +269,11 @@ class Shard:
         return np.memmap(self.idx_path, np.uint8, "r")
 
     def check_index(self) -> None:
-        """Raises DataError where sequences or documents do not follow each other."""
+        """Checks the contents of the index.
+
+        Raises:
+            DataError: sequences or documents do not follow each other.
+        """
         ends = np.cumsum(self._lengths, dtype=np.int64) * self.dtype.itemsize
         starts = np.append(0, ends)[:-1]
         firsts = self._first_sequences

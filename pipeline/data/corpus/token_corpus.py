@@ -112,6 +112,8 @@ class TokenCorpus:
                     f"{span.shard.bin_path}: document {document}: expected ids below {vocab_size}, "
                     f"found {ids[at]}; {self._advice}"
                 )
+            # In their stored type until they are joined: int64, which torch indexes with, has four
+            # times the bytes.
             parts.append(ids)
         return np.concatenate(parts).astype(np.int64)
 
@@ -173,6 +175,7 @@ class TokenCorpus:
         """The parts of the shards that hold the ids [start, stop), in order."""
         spans: list[_Span] = []
         # The first shard that ends behind `start`.
+        # `right`: a shard that ends at `start` does not hold it.
         number = bisect.bisect_right(self._ends, start)
         while start < stop:
             offset = self._ends[number] - self.manifest.shards[number].tokens

@@ -184,6 +184,7 @@ def _rounded(exact: Sequence[float]) -> list[int]:
             # A tiny share is drawn now and then, rather than never. The sum may then be over BLOCK.
             quota = max(1, math.floor(value))
         quotas.append(quota)
+    # The most negative difference first: the corpus that rounding has shortened most.
     by_remainder = sorted(range(len(exact)), key=lambda corpus: quotas[corpus] - exact[corpus])
     missing = max(0, BLOCK - sum(quotas))
     for corpus in by_remainder[:missing]:
@@ -210,6 +211,7 @@ def _last_quotas(quotas: Sequence[int], left: Sequence[float]) -> list[int]:
     last: list[int] = []
     for quota, remaining in zip(quotas, left, strict=True):
         last.append(int(min(round(quota * scale), remaining)))
+    # Rounding might leave one sample of it, and with it another segment.
     last[first] = int(left[first])
     return last
 
@@ -244,7 +246,11 @@ class Permutation:
         self._round_keys = [mix(*key, number) for number in range(_ROUNDS)]
 
     def __getitem__(self, index: int) -> int:
-        """The image of `index`. Raises IndexError where it is not in range(size)."""
+        """The image of `index`.
+
+        Raises:
+            IndexError: it is not in range(size).
+        """
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside range({self.size})")
         # Cycle walking: fewer than four passes on average, as a pass permutes less than 4 · size
@@ -261,6 +267,8 @@ class Permutation:
         """
         left = value >> self._half_bits
         right = value & self._half_mask
+        # left, right = right, left ^ F(right): invertible whatever F is, which makes it a
+        # permutation.
         for key in self._round_keys:
             hashed = mix(right ^ key) & self._half_mask
             swapped = left ^ hashed
@@ -325,6 +333,8 @@ class _Segment:
     def stride(self) -> int:
         """A step, coprime to the block's size, that spreads positions evenly over the slots."""
         # The next coprime number is near: gaps between numbers coprime to n are O(log(n)**2).
+        # The three-distance theorem: multiples of the golden ratio leave gaps of at most three
+        # sizes, all near to each other.
         stride = max(1, round(self.block_size * _GOLDEN))
         while math.gcd(stride, self.block_size) != 1:
             stride += 1

@@ -120,6 +120,7 @@ def pack(
     present = min(len(window), sequence_length)
     tokens = np.full(sequence_length, padding, dtype=np.int64)
     tokens[:present] = window[:present]
+    # Shifted here, once: the model predicts `targets` as they are, unlike transformers' `labels`.
     targets = np.full(sequence_length, IGNORED, dtype=np.int64)
     targets[: len(window) - 1] = window[1:]
 
@@ -129,6 +130,8 @@ def pack(
     if present < sequence_length:
         borders = np.append(borders[borders < present], present)
     if not begins_with_end:
+        # A document's first token cannot be predicted from another document, which attention does
+        # not see.
         targets[borders - 1] = IGNORED
     answer_starts = np.zeros(sequence_length, dtype=np.bool_)
     if prompts is not None:

@@ -38,6 +38,8 @@ class SampleOrder:
         name, occurrence = self.blend[index]
         length = self._lengths[name]
         epoch, position = divmod(occurrence, length)
+        # A new permutation in each epoch; its round keys are made from the key, so that none is
+        # stored.
         order = Permutation(length, self._keys[name], epoch)
         return Draw(name, order[position])
 
@@ -210,6 +212,7 @@ def _packed(corpus: TokenCorpus, data: Data) -> PackedCorpus:
 def _budget(corpus: Corpus, samples: int, sequence_length: int) -> int | None:
     """After how many samples a corpus is exhausted; None: never."""
     if corpus.epochs is not None:
+        # At least one sample: a small corpus with a fraction of an epoch is not silently left out.
         return max(1, math.floor(corpus.epochs * samples))
     if corpus.token_budget is not None:
         return math.ceil(corpus.token_budget / sequence_length)

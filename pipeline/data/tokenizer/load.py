@@ -137,7 +137,7 @@ class GigatokenEncoder:
         self._characters = 0
 
     def encode(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Encoded:
-        """The ids of `texts`; `utf8`: the same texts in UTF-8, which saves the library that step."""
+        """The ids of `texts`; `utf8`: the same texts in UTF-8, which saves encoding them again."""
         characters = sum(map(len, texts))
         # A new encoder begins with an empty cache.
         if self._characters + characters > self.characters_between_renewals:
@@ -238,8 +238,12 @@ def load_tokenizer(path: Path, *, end_of_document: str | None = None) -> Tokeniz
         content = orjson.dumps(undropped)
     with faults_of_library(f"{file}: cannot read this tokenizer.json", DataError):
         library = tokenizers.Tokenizer.from_buffer(content)
+        # A tokenizer.json may truncate to the model's context, or pad: either would change a corpus
+        # silently.
         library.no_truncation()
         library.no_padding()
+        # Not the number of tokens, of which some ids may be missing: rows of the embedding are
+        # indexed by id.
         vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         fingerprint = fingerprint_of(described)
         start, own_end = _frame(file, library, vocab_size)
@@ -351,7 +355,11 @@ def cached_tokenizer(path: Path, end_of_document: str | None) -> Tokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file of the tokenizer at `path`. Raises DataError where there is none."""
+    """The file of the tokenizer at `path`.
+
+    Raises:
+        DataError: where there is none.
+    """
     files = [path]
     if path.is_dir():
         files = [path / name for name in _FILES]
@@ -369,7 +377,8 @@ def has_tokenizer_file(folder: Path) -> bool:
 def json_file(path: Path) -> Path:
     """The tokenizer.json of the tokenizer at `path`.
 
-    Raises DataError where there is none, and says what to do.
+    Raises:
+        DataError: where there is none; the message says what to do.
     """
     file = tokenizer_file(path)
     if file.suffix == SUFFIX:
@@ -428,6 +437,8 @@ def fingerprint_of(described: dict[str, Any]) -> str:
     if "merges" in model:
         pairs: list[Any] = []
         for merge in model["merges"]:
+            # A space cannot be in a token of a merge that is a string: byte-level BPE spells it Ġ,
+            # others ▁.
             pairs.append(merge.split(" ") if isinstance(merge, str) else merge)
         model["merges"] = pairs
     canonical["model"] = model
@@ -445,6 +456,9 @@ def _document_end(
     """The ids that end a document.
 
     They are what the user wants, the tokenizer's own, the folder's, or a well-known token.
+
+    Raises:
+        DataError: there is none, or the tokenizer does not have the one that is named.
     """
     if wanted is not None:
         found = id_of(wanted)
@@ -465,6 +479,7 @@ def _document_end(
                 "--end-of-document"
             )
         return (found,)
+    # In this order, because transformers' `generate` stops at the former's.
     for name in ("generation_config.json", "config.json"):
         found = _end_in(file.with_name(name), vocab_size)
         if found is not None:
@@ -483,6 +498,9 @@ def _end_in(file: Path, vocab_size: int) -> int | None:
     """The `eos_token_id` in a file beside the tokenizer, of several the first.
 
     None if it has none.
+
+    Raises:
+        DataError: it is beyond the vocabulary.
     """
     found = json_beside(file, file.name).get("eos_token_id")
     if isinstance(found, list) and found:

@@ -78,7 +78,11 @@ class SentencePieceModel:
 
 
 def read_model(path: Path, content: bytes) -> SentencePieceModel:
-    """The model in the file `path`, which holds `content`. Raises DataError where that is none."""
+    """The model in the file `path`, which holds `content`.
+
+    Raises:
+        DataError: where it is no model of SentencePiece.
+    """
     what = (
         f"{path}: expected a model of SentencePiece, which its library cannot read; copy it again, "
         "or, if it is of another kind, let transformers write a tokenizer.json: "
@@ -100,7 +104,8 @@ def train_model(
 ) -> bytes:
     """A tokenizer with byte fallback, like Llama's, learned from documents: its file's content.
 
-    Raises DataError where there is too little text, or it is too uniform, for this vocabulary size.
+    Raises:
+        DataError: where there is too little text, or it is too uniform, for this vocabulary size.
     """
     written = io.BytesIO()
     try:
@@ -219,6 +224,7 @@ def _bpe(description: Any) -> models.BPE:
         if piece.type == _PIECE_TYPES.NORMAL:
             scores[piece.piece] = piece.score
     merges: list[tuple[str, str]] = []
+    # SentencePiece stores no merges: it joins whatever pair makes the token of the highest score.
     for token in sorted(scores, key=lambda token: (-scores[token], vocabulary[token])):
         of_token: list[tuple[str, str]] = []
         for middle in range(1, len(token)):

@@ -57,7 +57,8 @@ class Speller(Protocol):
     def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
         """Encodes `texts`; `utf8`: the same texts in UTF-8, where the caller has them.
 
-        Raises DataError where an id is beyond the vocabulary.
+        Raises:
+            DataError: where an id is beyond the vocabulary.
         """
 
 
@@ -97,8 +98,10 @@ class TokenizerJsonSpeller:
 
     It uses `encoder`, and the reference where a text spells a special token.
 
-    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can. Raises
-    DataError where it is to be ordinary text and the tokenizer cannot.
+    `special_tokens`: what such a text becomes; None: ordinary text where the tokenizer can.
+
+    Raises:
+        DataError: it is to be ordinary text, and the tokenizer cannot.
     """
 
     def __init__(
@@ -130,7 +133,11 @@ class TokenizerJsonSpeller:
         return "text" if self._as_text else "control"
 
     def spell(self, texts: Sequence[str], utf8: Sequence[bytes] | None = None) -> Spelled:
-        """Encodes `texts`. Raises DataError where an id is beyond the vocabulary."""
+        """Encodes `texts`.
+
+        Raises:
+            DataError: where an id is beyond the vocabulary.
+        """
         if isinstance(self._encoder, GigatokenEncoder):
             encoded = self._encoder.encode(texts, utf8)
         else:
@@ -147,6 +154,8 @@ class TokenizerJsonSpeller:
             ends = np.cumsum(encoded.lengths)
             # The text of each special token, by the position at which texts end.
             texts_of = np.searchsorted(ends, np.flatnonzero(is_special), side="right")
+            # Only these texts are encoded again, by the slower reference: the fast encoder has no
+            # such setting.
             again.update(map(int, texts_of))
         if unknown_name is not None:
             for number, text in enumerate(texts):
@@ -168,7 +177,7 @@ class TokenizerJsonSpeller:
             )
 
     def _is_control(self, encoded: Encoded) -> npt.NDArray[np.bool_]:
-        """Which of the ids are special tokens, other than the unknown one: bool [sum of lengths]."""
+        """Which ids are special tokens, other than the unknown one: bool [sum of lengths]."""
         if len(self._control_ranges) > _MANY_RANGES:
             return np.isin(encoded.ids, self._control, kind="table")
         found = np.zeros(len(encoded.ids), dtype=np.bool_)
@@ -212,6 +221,8 @@ class TokenizerJsonSpeller:
     @contextmanager
     def _special_tokens_as_text(self) -> Iterator[None]:
         # A switch of the whole tokenizer, which other callers share: for the block alone.
+        # A setting of `tokenizers` that is not in the file: it cuts the spelling of a special token
+        # like any other text.
         self._library.encode_special_tokens = True
         try:
             yield

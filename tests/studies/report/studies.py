@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeline.files import write_json
 
-# label, method, trained parameters; fall of the new perplexity and rise of the kept one in nats, as
-# in the paper.
+# Label, method, trained parameters; as in the paper the fall of the new perplexity and the rise of
+# the kept one, in nats.
 METHODS = (
     ("Full fine-tuning", "fft", 1_236_000_000, 0.955, 0.181),
     ("LoRA", "lora", 180_000_000, 0.955, 0.181),
@@ -83,8 +83,10 @@ def write_study(folder: Path, content: Any) -> Path:
 
 
 def at_rates(content: Sequence[dict[str, Any]], factors: Sequence[float]) -> list[dict[str, Any]]:
-    """The rows, and of the first seed also those at other rates: they learn and forget that many
-    times as much."""
+    """The rows, and of the first seed also those at other rates.
+
+    These learn and forget that many times as much.
+    """
     found = []
     for row in content:
         for factor in factors if row["seed"] == content[0]["seed"] else (1.0,):

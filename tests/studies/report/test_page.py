@@ -1,4 +1,4 @@
-"""The page: complete, self-contained, with the numbers of the rows, for any study and any labels."""
+"""The page: complete, self-contained, with the numbers of the rows, for any study and labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRANGE = ("<script>alert('x')</script>", '"><img src=x onerror=alert(1)> & Co',
 
 
 class Parsed(HTMLParser):
-    """A page's elements and texts; an element that is not closed where it should be is a failure."""
+    """A page's elements and texts; an element that is not closed in its place is a failure."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

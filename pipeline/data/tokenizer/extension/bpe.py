@@ -151,6 +151,8 @@ class BpeTokens:
         # `tokenizers` wrote merges as one string up to version 0.19, and as pairs since.
         are_strings = bool(all_merges) and isinstance(all_merges[0], str)
         for pair in merges:
+            # At the end: BPE applies merges in their order, so that every merge of the base keeps
+            # its rank, and old tokens are made as before.
             all_merges.append(" ".join(pair) if are_strings else list(pair))
         return {**self.described, "model": {**model, "vocab": vocabulary, "merges": all_merges}}
 

@@ -50,6 +50,8 @@ def foreign_character_rows(new: Counter[str], old: Counter[str]) -> list[int]:
     old_total = old.total() + 1
     foreign: list[int] = []
     for row, count in sorted(in_new.items()):
+        # Rows of punctuation, emoji or box drawings are more frequent in some texts, too, and are
+        # no script.
         holds_letters = 2 * letters[row] > count
         # count / new_total >= 10 · (in_old + 1) / old_total, in whole numbers.
         is_frequent = count * old_total >= _TIMES_AS_FREQUENT * (in_old[row] + 1) * new_total
@@ -100,6 +102,8 @@ def learn_merges(
             new = "".join(pair)
             if count < min_uses or new in learned:
                 continue
+            # A heap has no way to lower an entry: old ones are corrected when they come up, as in
+            # Dijkstra's algorithm with lazy deletion.
             if count != -queued:
                 # Merges since it was queued have taken some of its occurrences: queue it with what
                 # is left.

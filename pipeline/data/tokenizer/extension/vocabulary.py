@@ -113,7 +113,8 @@ class Extension:
 def read_vocabulary(folder: Path, name: str = RECORD) -> Vocabulary:
     """The record `name` of the extended tokenizer in `folder`.
 
-    Raises DataError where it is missing or damaged.
+    Raises:
+        DataError: where it is missing or damaged.
     """
     advice = "make the folder again with scale-cpt vocabulary"
     try:
@@ -182,6 +183,9 @@ def _rows_of_embedding(base: Path) -> int:
     """The rows of the base's embedding, which may be more than the tokenizer's ids.
 
     They are 0 for a tokenizer alone.
+
+    Raises:
+        DataError: config.json says no possible number.
     """
     rows = json_beside(json_file(base), "config.json").get("vocab_size", 0)
     if not isinstance(rows, int) or rows > _MAX_ROWS:
@@ -298,7 +302,7 @@ class Cuts:
     cut_as_before: int = 0
 
 
-class Comparison:
+class CutComparison:
     """Compares how a tokenizer cuts texts before and after, and checks the guarantee on each."""
 
     def __init__(self, extension: Extension, extended: Path) -> None:
@@ -312,7 +316,8 @@ class Comparison:
     def of(self, texts: Iterable[str]) -> Cuts:
         """Cuts `texts` with both.
 
-        Raises DataError where a text is cut in a way that the guarantee rules out.
+        Raises:
+            DataError: where a text is cut in a way that the guarantee rules out.
         """
         cuts = Cuts()
         for batch in batches(texts):

@@ -23,7 +23,7 @@ from pipeline.data.tokenizer.extension.merges import (
     row_pattern,
 )
 from pipeline.data.tokenizer.extension.vocabulary import (
-    Comparison,
+    CutComparison,
     Extension,
     learn_extension,
     read_vocabulary,
@@ -66,7 +66,7 @@ class Case:
 
     def __post_init__(self) -> None:
         self.before, self.after = load_tokenizer(self.extension.base), load_tokenizer(self.folder)
-        self.comparison = Comparison(self.extension, self.folder)
+        self.comparison = CutComparison(self.extension, self.folder)
 
 
 @pytest.fixture(scope="module", params=["20B", "Llama"])
@@ -129,7 +129,7 @@ def test_a_cut_that_the_guarantee_rules_out_is_refused(extended: Case, tmp_path:
     described["model"]["merges"] = described["model"]["merges"][40:]
     (tmp_path / "changed" / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(DataError, match="cannot be extended"):
-        Comparison(extended.extension, tmp_path / "changed").of(ENGLISH)
+        CutComparison(extended.extension, tmp_path / "changed").of(ENGLISH)
 
 
 def test_new_ids_lie_above_the_base_and_old_ones_stay(extended: Case):
@@ -181,7 +181,7 @@ def test_whole_words_before_merges_and_the_chat_template_stay(tmp_path: Path):
         llama3_like(tmp_path / "base"), KOREAN, ENGLISH, add=100, min_uses=5
     )
     write_extension(extension, tmp_path / "out", lambda _: None)
-    cuts = Comparison(extension, tmp_path / "out").of([*KOREAN, *ENGLISH])
+    cuts = CutComparison(extension, tmp_path / "out").of([*KOREAN, *ENGLISH])
     assert cuts.tokens_after < cuts.tokens_before and cuts.cut_as_before >= len(ENGLISH)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (

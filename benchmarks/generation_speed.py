@@ -1,7 +1,7 @@
 """Tokens a second of greedy generation on the CPU: a base, and its exports with and without a gate.
 
-    make bench-generation python -m benchmarks.generation_speed --hidden-size 1024 --layers 8 --json
-    benchmarks/out/generation.json
+    make bench-generation
+    python -m benchmarks.generation_speed --hidden-size 1024 --layers 8
 
 The models are a Llama with random weights, and what its expansion by an eighth (the paper's
 proportions) and by a half becomes: a wider Llama, as merged exports are, and the scale format's two

@@ -1,7 +1,7 @@
 """Tokens a second of self-generated text, beside `generate` of transformers, by batch size.
 
-    make bench-sampling python -m benchmarks.sampling_throughput --base path/to/chat/model --chats
-    chats.jsonl --batch-sizes 8 32
+    make bench-sampling
+    python -m benchmarks.sampling_throughput --base path/to/chat/model --chats chats.jsonl
 
 All draw from the base's own distribution. `generate` gets the same batches, and each waits for its
 longest document; `sample` calls it in rounds, between which documents that are over leave

@@ -35,7 +35,7 @@ class ExpansionManifest(BaseModel):
     """The entries of manifest.json that are read.
 
     Attributes:
-        base: the path of the base; exports do not name it, as any path of the machine.
+        base: the path of the base; in an export its name, on the hub or of its folder.
         base_architecture: None in a manifest of an earlier version.
         tensors: the name of the file that holds each tensor.
         hashes: the SHA-256 of each file.
@@ -47,7 +47,7 @@ class ExpansionManifest(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     format: Literal["scale-cpt expansion 1"]
-    base: str = "(not named)"
+    base: str
     base_hashes: dict[str, str]
     base_architecture: dict[str, Any] | None = None
     method: dict[str, Any]

@@ -40,7 +40,14 @@ from pipeline.data.tokenize.job import (
     split_units,
     tokenize_unit,
 )
-from pipeline.data.tokenize.queue import STATE, Outcome, Plan, UnitPart, check_finished, manifest_of
+from pipeline.data.tokenize.queue import (
+    STATE,
+    CorpusPlan,
+    UnitOutcome,
+    UnitPart,
+    check_finished,
+    manifest_of,
+)
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.files import file_hash, json_hash, write_record
@@ -78,7 +85,7 @@ def make_corpus(folder: Path, shards: int, documents: int, tokens: int) -> None:
         InputFile(path=f"/texts/{name}.jsonl.zst", bytes=4 * tokens, sha256=f"{name:>064}")
         for name in parts
     ]
-    plan = Plan(tokenizer=_TOKENIZER, text_key="text", inputs=[], unit_size=1)
+    plan = CorpusPlan(tokenizer=_TOKENIZER, text_key="text", inputs=[], unit_size=1)
     manifest_of(plan, "train", parts, inputs).save(folder)
 
 
@@ -141,7 +148,7 @@ def make_state(folder: Path, files: int) -> None:
                 shard_file(job.output / name, end).symlink_to(shard_file(shard, end))
 
 
-def write_unsynced(path: Path, record: Outcome) -> None:
+def write_unsynced(path: Path, record: UnitOutcome) -> None:
     """What `write_record` writes, but not flushed to the disk: there are a hundred thousand."""
     content = record.model_dump(mode="json")
     path.write_bytes(orjson.dumps(content | {"checksum": json_hash(content)}))

@@ -1,1 +1,1 @@
-"""The files of a checkpoint, and a reader for checkpoints of any layout."""
+"""Checkpoints: `manifest.py` has the JSON, `rank_files.py` the tensors (docs/checkpoints.md)."""

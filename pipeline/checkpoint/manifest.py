@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.config.data import Data
 from pipeline.config.method import Method
-from pipeline.config.reading import flattened, with_defaults
+from pipeline.config.reading import flattened, with_defaults, with_new_names
 from pipeline.config.run import BasePrecision, RunConfig
 from pipeline.errors import CheckpointError, CheckpointStorageError, DamagedCheckpointError
 from pipeline.files import (
@@ -384,9 +384,10 @@ def not_recorded(manifest: CheckpointManifest) -> list[str]:
 def _compared(run: RunRecord, names: tuple[str, ...]) -> dict[str, Any]:
     """The settings `names` of a run by their dotted names, without the sources of its corpora."""
     # The schemas fill in the defaults of settings that are not recorded.
-    corpora = {name: _with_files(corpus) for name, corpus in run.data["corpora"].items()}
+    data = with_new_names(run.data)
+    corpora = {name: _with_files(corpus) for name, corpus in data["corpora"].items()}
     record = run.model_dump()
-    record["data"] = with_defaults(Data, run.data | {"folder": "-", "corpora": corpora})
+    record["data"] = with_defaults(Data, data | {"folder": "-", "corpora": corpora})
     record["method"] = with_defaults(Method, run.method)
     return dict(flattened({name: record[name] for name in names}))
 

@@ -218,7 +218,7 @@ def _more_token_bytes(config: RunConfig) -> int | None:
             if (job.output / CORPUS_MANIFEST).exists():
                 continue
             if not is_here(job.corpus.input):
-                return None  # It is on the hub.
+                return None  # It is on the hub, or on an object store.
             needed += max(0, corpus_bytes(job) - held_bytes(job.output))
     except (UserError, OSError):
         return None  # It is among the faults.

@@ -111,8 +111,8 @@ class Corpus(Section):
 
     input: Texts = []
     """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that
-    `datasets` saved; URLs of object stores, s3://bucket/*.parquet; or datasets on the hub,
-    `hf://org/name[/config][@revision][/split][?files=N]`"""
+    `datasets` saved; URLs of object stores, `s3://bucket/*.parquet`; or datasets on the
+    hub, `hf://org/name[/config][@revision][/split][?files=N]`"""
     clean: Cleaning | None = None
     """how scale-cpt clean filters the documents of `input` before they are tokenized; default: not
     at all"""

@@ -34,6 +34,18 @@ RENAMED_KEYS = {
 RENAMED_VALUES = {"rehearsal": "self_generated", "mend": "fix_encoding", "stock": "merged"}
 
 
+def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that an earlier version recorded, under the names that they have now."""
+    renamed: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            value = with_new_names(value)
+        elif key == "role":
+            value = RENAMED_VALUES.get(value, value)
+        renamed[RENAMED_KEYS.get(key, key)] = value
+    return renamed
+
+
 class Section(BaseModel):
     """A part of the configuration: immutable; unknown keys are refused."""
 

@@ -41,6 +41,7 @@ from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.hf.write import code_files, dtype_name, write_hf_folder
+from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of
 from pipeline.model.from_hf import RESIDUAL_KEY
 
@@ -226,7 +227,7 @@ def _write_expansion(
     origin = {
         **record,
         # The origin that `upscale` would write.
-        "base": str(model.base.path),
+        "base": source_of(model.base.path) or model.base.path.name,
         "base_hashes": model.base.hashes,
         "base_architecture": architecture_of(model.base.spec),
         "method": model.settings.of_initial_expansion,

@@ -11,6 +11,7 @@ from pipeline.config.method import ScaleMethod, title_of
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
+from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
 from pipeline.data.tokenize.units import input_files
 from pipeline.errors import CheckpointError, ConversionError, UserError
@@ -157,8 +158,13 @@ def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[st
     for name, corpus in check_heldout(config).items():
         texts[name] = []
         for file, size in input_files(corpus.input).items():
-            # By size and time, not by hash: texts may be large, and a changed one has another time.
-            texts[name].append([str(file), size, file.stat().st_mtime_ns])
+            # A remote file has no time of its own; its store says what changes with its content.
+            if isinstance(file, RemoteFile):
+                texts[name].append([str(file), size, file.identity()])
+            else:
+                # By size and time, not by hash: texts may be large, and a changed one has another
+                # time.
+                texts[name].append([str(file), size, file.stat().st_mtime_ns])
     hf_folder = config.folder / HF_FOLDER
     return {
         "base": str(config.base),

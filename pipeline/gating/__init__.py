@@ -1,1 +1,4 @@
-"""The gate of a finished run: states of the base on new and other text, a probe, its record."""
+"""The gate: `gate.py` decides, `fit_run.py` fits it, `effect.py` measures it.
+
+Its arithmetic is `pipeline.scale_math.gate_scores`; `pipeline.model.decoder` applies it.
+"""

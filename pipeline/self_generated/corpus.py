@@ -31,16 +31,17 @@ from pipeline.data.corpus.indexed_dataset import (
 )
 from pipeline.data.corpus.manifest import InputFile, Manifest, SamplingRecord
 from pipeline.data.dataset.blend import mix
+from pipeline.data.sources.object_stores import RemoteFile, input_path
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import train_folder
 from pipeline.data.tokenize.queue import (
     STATE,
-    Outcome,
-    Plan,
-    Share,
+    CorpusPlan,
+    JobShare,
+    UnitOutcome,
     UnitPart,
     UnitRecord,
-    Work,
+    WorkUnit,
     begun,
     complete,
     manifest_of,
@@ -72,14 +73,14 @@ _MAX_BATCH_SIZE = 128
 
 
 @dataclass(frozen=True)
-class _Unit(Work):
+class _Unit(WorkUnit):
     """The `number`-th of `units` units, which has to write at least `size` tokens."""
 
     number: int
     units: int
 
 
-class Prompts(Outcome):
+class Prompts(UnitOutcome):
     """What is recorded of the shard of the prompts' ids."""
 
     files: dict[ShardFile, FileContent]
@@ -155,7 +156,7 @@ def check_sampling(
         )
 
 
-def plan_of(job: SamplingJob) -> Plan:
+def plan_of(job: SamplingJob) -> CorpusPlan:
     """Opens everything that `job` reads, and describes it.
 
     Raises:
@@ -183,7 +184,7 @@ def plan_of(job: SamplingJob) -> Plan:
     # At least a batch of the longest documents.
     tokens_per_batch = batch_size * job.max_tokens
     tokens_per_unit = min(_MAX_UNIT_TOKENS, sampling.tokens // _UNITS_PER_CORPUS)
-    plan = Plan(
+    plan = CorpusPlan(
         inputs=[(str(file), size) for file, size in input_files(job.sampling.prompts).items()],
         tokenizer=tokenizer.record("transformers"),
         text_key=job.messages_key or job.text_key,
@@ -209,7 +210,7 @@ def _begun_batch_size(job: SamplingJob) -> int | None:
 
 
 def sample_corpus(
-    job: SamplingJob, plan: Plan, workers: Workers, share: Share = (0, 1)
+    job: SamplingJob, plan: CorpusPlan, workers: Workers, share: JobShare = (0, 1)
 ) -> Manifest:
     """Makes the corpus of `job` by its `plan_of`, or continues it; a finished one is left as it is.
 
@@ -222,7 +223,7 @@ def sample_corpus(
 
     def make(state: Path) -> Manifest:
         if plan.inputs:
-            unit = Work(job.prompts.name, 1, str(job.prompts))
+            unit = WorkUnit(job.prompts.name, 1, str(job.prompts))
             choose = partial(_choose_prompts, job, plan)
             alone = Workers(None)
             for _ in run_units(state, Prompts, choose, [unit], alone, what="choosing prompts"):
@@ -244,13 +245,21 @@ def sample_corpus(
             records[name] = record.train
         inputs: list[InputFile] = []
         for path, size in plan.inputs:
-            inputs.append(InputFile(path=path, bytes=size, sha256=file_hash(Path(path))))
+            inputs.append(InputFile(path=path, bytes=size, sha256=_identity(path)))
         return manifest_of(plan, "train", records, inputs)
 
     return complete(job.output, plan, make)
 
 
-def _units_of(job: SamplingJob, plan: Plan) -> list[_Unit]:
+def _identity(path: str) -> str:
+    """What stands for the content of a file of prompts: its hash, or what its store says of it."""
+    file = input_path(path)
+    if isinstance(file, RemoteFile):
+        return file.identity()
+    return file_hash(file)
+
+
+def _units_of(job: SamplingJob, plan: CorpusPlan) -> list[_Unit]:
     """The units of a corpus: as many as its tokens need, all of the same size."""
     count = math.ceil(job.sampling.tokens / plan.unit_size)
     tokens = math.ceil(job.sampling.tokens / count)
@@ -274,7 +283,7 @@ def default_workers(base: Path) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), free // needed))
 
 
-def _choose_prompts(job: SamplingJob, plan: Plan, _: Work) -> Prompts:
+def _choose_prompts(job: SamplingJob, plan: CorpusPlan, _: WorkUnit) -> Prompts:
     longest = job.max_tokens - len(plan.tokenizer.document_end) - 1
     template = job.template
     keys = Keys(job.text_key)
@@ -284,7 +293,7 @@ def _choose_prompts(job: SamplingJob, plan: Plan, _: Work) -> Prompts:
     return Prompts(files=files)
 
 
-def _write_unit(job: SamplingJob, plan: Plan, unit: _Unit) -> UnitRecord:
+def _write_unit(job: SamplingJob, plan: CorpusPlan, unit: _Unit) -> UnitRecord:
     """Writes documents until they have the unit's tokens."""
     device = "cpu"
     if torch.cuda.is_available():

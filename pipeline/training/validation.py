@@ -129,8 +129,8 @@ def answer_sums(losses: Losses, targets: Tensor, answer_starts: Tensor) -> Tenso
 
     Args:
         losses: computed without gradients, [B, S].
-        targets: [B, S], the tokens to predict.
-        answer_starts: bool [B, S], where the target is the first token of an answer.
+        targets: the tokens to predict, [B, S].
+        answer_starts: True at the first token of each answer, [B, S].
 
     Returns:
         float64 [B, 4]: the number of answers; how many of their first tokens greedy decoding would

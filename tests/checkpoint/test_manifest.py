@@ -60,6 +60,19 @@ def test_settings_that_did_not_exist_when_it_was_saved_have_their_defaults(tmp_p
         check_same_run(manifest(saved), tmp_path, record())
 
 
+def test_settings_under_their_earlier_names_are_the_same(tmp_path):
+    saved = record()
+    own = saved.data["corpora"]["own"]
+    own["role"] = "rehearsal"
+    own["sample"]["opening_tokens"] = own["sample"].pop("prompt_tokens")
+    saved.data["rehearsal_fraction"] = saved.data.pop("self_generated_fraction")
+    check_same_run(manifest(saved), tmp_path, record())
+
+    saved.data["rehearsal_fraction"] = 0.5
+    with pytest.raises(CheckpointError, match=r"data\.self_generated_fraction \(expected 0\.5"):
+        check_same_run(manifest(saved), tmp_path, record())
+
+
 def test_a_checkpoint_of_a_base_with_other_weights_is_refused(tmp_path):
     other = record().model_copy(
         update={"base": BaseRecord(path="b", hashes={"model.safetensors": "0"})}

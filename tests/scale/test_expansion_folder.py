@@ -149,13 +149,6 @@ def test_a_damaged_folder_is_refused_in_one_line(base, folder, fault):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_manifest_of_an_export_names_no_base(base, folder):
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["base"], content["checksum"]
-    (folder / MANIFEST).write_text(json.dumps(content))
-    load(base("llama"), folder)
-
-
 def test_a_manifest_of_an_earlier_version_has_no_checksum(base, folder):
     content = json.loads((folder / MANIFEST).read_text())
     del content["checksum"]

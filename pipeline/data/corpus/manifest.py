@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt
 
 from pipeline.data.corpus.indexed_dataset import FileContent, ShardFile
 from pipeline.data.sources.records import (
@@ -79,7 +79,10 @@ class SamplingRecord(BaseModel):
     tokens: int
     temperature: float
     max_tokens: int
-    prompt_tokens: int | None
+    # Manifests of earlier versions call it by its second name.
+    prompt_tokens: int | None = Field(
+        validation_alias=AliasChoices("prompt_tokens", "opening_tokens")
+    )
     chat_template: bool
     seed: int
     batch_size: int

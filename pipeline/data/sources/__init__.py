@@ -1,1 +1,2 @@
-"""Where documents come from: names and patterns of files, streams of text, and the records in each format."""
+"""Where documents come from: names and patterns of files, streams of text, and the records in each
+format."""

@@ -1,4 +1,5 @@
-"""The records of tables in Parquet and Arrow: a range [start, stop) counts row groups, or record batches."""
+"""The records of tables in Parquet and Arrow: a range [start, stop) counts row groups, or record
+batches."""
 
 from __future__ import annotations
 
@@ -36,72 +37,81 @@ def parquet_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[i
     """Splits a table into ranges of about `unit_bytes` of text: (start, stop, bytes).
 
     Raises:
-        DataError: where the file is damaged, or lacks a column of `keys`.
+        DataError: the file is damaged, or lacks a column of `keys`.
     """
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
-        paths = [file.schema.column(at).path for at in range(len(file.schema))]
-        leaves = [
-            at
-            for at, leaf in enumerate(paths)
-            if any(f"{leaf}.".startswith(f"{key}.") for key in keys.all)
-        ]
-        groups = map(file.metadata.row_group, range(file.num_row_groups))
-        sizes = [
-            sum(max(0, group.column(leaf).total_uncompressed_size) for leaf in leaves)
-            for group in groups
-        ]
+        leaves = _leaves_of(file, keys)
+        sizes: list[int] = []
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            size = 0
+            for leaf in leaves:
+                # A damaged file may say less than nothing.
+                size += max(0, group.column(leaf).total_uncompressed_size)
+            sizes.append(size)
     return _ranges(sizes, unit_bytes)
 
 
-def arrow_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
-    """Splits a file of record batches, as `datasets` saves them, like `parquet_ranges`.
+def _leaves_of(file: Any, keys: Keys) -> list[int]:
+    """The numbers of the leaf columns that hold what `keys` name.
 
-    Raises:
-        DataError: where the file is damaged, or lacks a column of `keys`.
+    Parquet stores only leaves. A column of lists or structs, such as a chat, is several of them.
     """
+    leaves: list[int] = []
+    for number in range(len(file.schema)):
+        leaf = file.schema.column(number).path
+        # The dot keeps `text` apart from `text_2`.
+        if any(f"{leaf}.".startswith(f"{key}.") for key in keys.all):
+            leaves.append(number)
+    return leaves
+
+
+def arrow_ranges(path: InputPath, keys: Keys, unit_bytes: int) -> list[tuple[int, int, int]]:
+    """Splits a file of record batches, as `datasets` saves them. Like `parquet_ranges`."""
+    sizes: list[int] = []
     with _faults(path, "Arrow"):
-        sizes = [
-            sum(_column(batch, key).nbytes for key in keys.all)
-            for batch in _arrow_batches(path, keys)
-        ]
+        for batch in _arrow_batches(path, keys):
+            sizes.append(sum(_column(batch, key).nbytes for key in keys.all))
     return _ranges(sizes, unit_bytes)
 
 
 def _ranges(sizes: list[int], unit_bytes: int) -> list[tuple[int, int, int]]:
     """Joins consecutive parts of a table until they have `unit_bytes`."""
     ranges: list[tuple[int, int, int]] = []
-    start = total = 0
+    start = 0
+    total = 0
     for at, size in enumerate(sizes):
         total += size
         if total >= unit_bytes or at == len(sizes) - 1:
             ranges.append((start, at + 1, total))
-            start, total = at + 1, 0
+            start = at + 1
+            total = 0
     return ranges
 
 
 def parquet_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records of a range; offsets are row numbers.
-
-    Raises:
-        DataError: where the file is damaged, or lacks a column of `keys`.
-    """
+    """The records of a range; offsets are row numbers. Raises as `parquet_ranges`."""
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
         first = sum(file.metadata.row_group(group).num_rows for group in range(start))
-        names, groups = [*{*keys.all}], range(start, stop)
+        names = [*{*keys.all}]  # of a chat both keys are one
+        groups = range(start, stop)
+        # Without threads: each worker process has one core.
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=names, use_threads=False):
             yield from _batch_records(batch, first, keys)
             first += batch.num_rows
 
 
 def arrow_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The same of a file of record batches."""
+    """The records of a range of record batches. Like `parquet_records`."""
     first = 0
     with _faults(path, "Arrow"):
         for number, batch in enumerate(islice(_arrow_batches(path, keys), stop)):
-            for row in range(0, batch.num_rows if number >= start else 0, _ROWS):
-                yield from _batch_records(batch.slice(row, _ROWS), first + row, keys)
+            # Batches before the range are only counted: a stream has no index of its batches.
+            if number >= start:
+                for row in range(0, batch.num_rows, _ROWS):
+                    yield from _batch_records(batch.slice(row, _ROWS), first + row, keys)
             first += batch.num_rows
 
 
@@ -136,7 +146,8 @@ def _parquet(path: InputPath, keys: Keys) -> Any:  # pyarrow has no type hints
 
 
 def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
-    """The record batches of a file in Arrow's format for files, or for streams, which `datasets` writes."""
+    """The record batches of a file in Arrow's format for files, or for streams, which `datasets`
+    writes."""
     if isinstance(path, RemoteFile):
         source = pa.PythonFile(path.open(), mode="r")
     else:
@@ -153,22 +164,29 @@ def _arrow_batches(path: InputPath, keys: Keys) -> Iterator[Any]:
 
 
 def _check_columns(path: InputPath, schema: Any, keys: Keys) -> None:
-    """Raises DataError where a table lacks a column of `keys`, or has several, or one without text."""
+    """Compares the columns of a table with `keys`.
+
+    Raises:
+        DataError: a column is missing, repeated, or without text.
+    """
     for key in keys.all:
         if schema.names.count(key) > 1:
             raise DataError(repeated_column(path, key))
         found = _type_at(schema, key)
         if found is None:
             raise DataError(f"{path}: {missing_column(schema.names, keys)}")
-        found = found.value_type if pa.types.is_dictionary(found) else found
+        if pa.types.is_dictionary(found):
+            found = found.value_type
         if keys.chat is None and found not in _BYTES_OF:
             raise DataError(
-                f"{path}: expected strings in the column {key!r}, found {found}; name another column"
+                f"{path}: expected strings in the column {key!r}, found {found}; "
+                "name another column"
             )
 
 
 def _type_at(schema: Any, key: str) -> Any:
-    """The type of a column, or of what a path of names such as `meta.body` leads to; None where there is none."""
+    """The type of a column, or of what a path of names such as `meta.body` leads to; None where
+    there is none."""
     if key in schema.names:
         return schema.field(key).type
     first, *rest = key.split(".")
@@ -176,7 +194,9 @@ def _type_at(schema: Any, key: str) -> Any:
         return None
     found = schema.field(first).type
     for name in rest:
-        at = found.get_field_index(name) if pa.types.is_struct(found) else -1
+        if not pa.types.is_struct(found):
+            return None
+        at = found.get_field_index(name)
         if at < 0:
             return None
         found = found.field(at).type
@@ -197,6 +217,8 @@ def _column(batch: Any, key: str) -> Any:
 def _values(column: pa.Array) -> list[Any]:
     """The values of a column, whose offsets lie within its data; text as bytes."""
     if pa.types.is_dictionary(column.type):
+        # Decoding follows the indices, so they are checked first: a stranger's file could read
+        # outside its memory.
         column.validate(full=True)
         column = column.dictionary_decode()
     if column.type in _BYTES_OF:

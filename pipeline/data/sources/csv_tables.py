@@ -22,79 +22,108 @@ from pipeline.data.sources.records import (
 from pipeline.data.sources.streams import Stream, encoding_advice
 from pipeline.errors import DataError
 
+# A quoted field of so many lines, of which so large a share has a row's delimiters, is likely due
+# to a stray quotation mark.
 _MANY_LINES = 10
 _LOOKING_LIKE_ROWS = 0.8
-"""A quoted field of so many lines, so many of which have a row's delimiters, is likely due to a stray quote."""
 _QUOTING: dict[str, Quoting] = {"csv": "standard", "tsv": "none"}
+# What Python's csv says at the end of a file within a quoted field.
 _UNCLOSED = "unexpected end of data"
-"""What Python's csv says at the end of a file within a quoted field."""
 
 
 def csv_records(stream: Stream, keys: Keys, kind: str) -> Iterator[Record]:
     """The records of a table whose first row names the columns; offsets are row numbers.
 
     Raises:
-        DataError: where the columns are not those of `keys`, or a quotation mark is not closed.
+        DataError: the columns are not those of `keys`, or a quotation mark is not closed.
     """
+    # The limit is of the whole process. Its default of 128 KiB is less than many documents.
     csv.field_size_limit(MAX_RECORD_BYTES)
-    quoting = keys.quoting or _QUOTING[kind]
-    texts = (
-        line.content.removeprefix(BYTE_ORDER_MARK).decode(errors="surrogateescape") + "\n"
-        for line in lines(stream, 0, sys.maxsize, line_end(stream))
-        if not stream.fault
-        or stream.read_at(
-            line.offset + line.size, 1
-        )  # the last line of a damaged file is not whole
-    )
+    texts = _text_lines(stream)
     first = next(texts, "")
     delimiter = _delimiter(first, keys, kind)
+    quoting = keys.quoting or _QUOTING[kind]
     style: Literal[0, 3] = csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL
-    rows = _rows(csv.reader(chain([first], texts), delimiter=delimiter, quoting=style, strict=True))
-    names = next(rows, _Row([], 1)).cells
-    if isinstance(names, csv.Error):
-        raise DataError(f"{stream.path}: its first row does not name columns ({names}); correct it")
-    if missing := missing_column(names, keys):
-        raise DataError(f"{stream.path}: {encoding_advice([stream.path]) or missing}")
-    for key in keys.all:
-        if names.count(key) > 1:
-            raise DataError(repeated_column(stream.path, key))
+    reader = csv.reader(chain([first], texts), delimiter=delimiter, quoting=style, strict=True)
+    rows = _rows(reader)
+    names = _column_names(stream, next(rows, _CsvRow([], 1)).cells, keys)
     places = [names.index(key) for key in keys.all]
+
     number = -1
-    for number, (cells, taken) in enumerate(
-        row for row in rows if row.cells
-    ):  # without empty lines
-        if isinstance(cells, csv.Error):
-            if str(cells) == _UNCLOSED and taken > 1 and not stream.fault:
-                raise DataError(
-                    f"{stream.path}: row {number + 1}: a quotation mark is not closed, and {taken} lines follow it; "
-                    "close or double it, or set `quoting: none` for the corpus (--quoting none) if a row is a line "
-                    "and quotation marks are ordinary characters"
-                )
-            yield from taken * [Rejected(number, "malformed_csv", str(cells).encode())]
-        elif len(cells) != len(names):
-            yield from taken * [
-                Rejected(
-                    number, "malformed_csv", f"{len(cells)} columns, not {len(names)}".encode()
-                )
-            ]
-        elif taken >= _MANY_LINES and _holds_rows(cells, delimiter):
-            shown = f"a quoted field of {taken} lines that look like rows: a stray quotation mark?".encode()
-            yield from taken * [Rejected(number, "malformed_csv", shown)]
-        else:
-            yield record_of(
-                number, *(cells[place].encode(errors="surrogateescape") for place in places)
+    for row in rows:
+        if not row.cells:
+            # An empty line is no row, and has no number.
+            continue
+        number += 1
+        fault = _fault_of(row, len(names), delimiter)
+        if fault == _UNCLOSED and row.lines > 1 and not stream.fault:
+            raise DataError(
+                f"{stream.path}: row {number + 1}: a quotation mark is not closed, and {row.lines} "
+                "lines follow it; close or double it, or set `quoting: none` for the corpus "
+                "(--quoting none) if a row is a line and quotation marks are ordinary characters"
             )
+        if fault is not None or isinstance(row.cells, csv.Error):
+            # Each line counts as a record: so a stray mark that takes many can stop the job.
+            yield from row.lines * [Rejected(number, "malformed_csv", str(fault).encode())]
+            continue
+        found = [row.cells[place].encode(errors="surrogateescape") for place in places]
+        yield record_of(number, *found)
     if stream.fault:
         yield Rejected(number + 1, stream.fault, b"")
 
 
+def _text_lines(stream: Stream) -> Iterator[str]:
+    """The lines of a table, each with a line feed."""
+    for line in lines(stream, 0, sys.maxsize, line_end(stream)):
+        # The last line of a damaged file is not whole.
+        if stream.fault and not stream.read_at(line.offset + line.size, 1):
+            continue
+        # Bytes that are not UTF-8 come back as they were when a cell is encoded: `record_of` then
+        # rejects that row alone.
+        content = line.content.removeprefix(BYTE_ORDER_MARK)
+        yield content.decode(errors="surrogateescape") + "\n"
+
+
+def _column_names(stream: Stream, names: list[str] | csv.Error, keys: Keys) -> list[str]:
+    """The names in the first row.
+
+    Raises:
+        DataError: the row cannot be read, lacks a column of `keys`, or has several of one name.
+    """
+    if isinstance(names, csv.Error):
+        raise DataError(f"{stream.path}: its first row does not name columns ({names}); correct it")
+    missing = missing_column(names, keys)
+    if missing is not None:
+        raise DataError(f"{stream.path}: {encoding_advice([stream.path]) or missing}")
+    for key in keys.all:
+        if names.count(key) > 1:
+            raise DataError(repeated_column(stream.path, key))
+    return names
+
+
+def _fault_of(row: _CsvRow, columns: int, delimiter: str) -> str | None:
+    """What is wrong with a row of a table of so many columns; None for nothing."""
+    if isinstance(row.cells, csv.Error):
+        return str(row.cells)
+    if len(row.cells) != columns:
+        return f"{len(row.cells)} columns, not {columns}"
+    if row.lines >= _MANY_LINES and _holds_rows(row.cells, delimiter):
+        return f"a quoted field of {row.lines} lines that look like rows: a stray quotation mark?"
+    return None
+
+
 def _delimiter(first: str, keys: Keys, kind: str) -> str:
-    """What separates the cells of a table: that of its `kind`, or of a CSV what separates the keys in its first row."""
+    """What separates the cells of a table.
+
+    In a TSV it is a tab, in a CSV what separates the keys in its first row.
+    """
     if kind == "tsv":
         return "\t"
     names = first.strip().replace('"', "")
-    fitting = (one for one in ",;\t|" if {*keys.all} <= {*names.split(one)})
-    return next(fitting, ",")
+    for delimiter in ",;\t|":
+        if {*keys.all} <= {*names.split(delimiter)}:
+            return delimiter
+    return ","
 
 
 def _holds_rows(cells: list[str], delimiter: str) -> bool:
@@ -106,14 +135,14 @@ def _holds_rows(cells: list[str], delimiter: str) -> bool:
     return alike >= _LOOKING_LIKE_ROWS * len(inner)
 
 
-class _Row(NamedTuple):
+class _CsvRow(NamedTuple):
     """A row of a table, or what is wrong with it; `lines` of the file were taken for it."""
 
     cells: list[str] | csv.Error
     lines: int
 
 
-def _rows(reader: Any) -> Iterator[_Row]:  # csv names no type of its reader
+def _rows(reader: Any) -> Iterator[_CsvRow]:  # csv names no type of its reader
     """The rows of a table."""
     before = 0
     while True:
@@ -124,5 +153,5 @@ def _rows(reader: Any) -> Iterator[_Row]:  # csv names no type of its reader
             return
         except csv.Error as error:
             cells = error
-        yield _Row(cells, max(1, reader.line_num - before))
+        yield _CsvRow(cells, max(1, reader.line_num - before))
         before = reader.line_num

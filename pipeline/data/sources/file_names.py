@@ -11,30 +11,34 @@ from pathlib import Path
 from pipeline.errors import DataError
 from pipeline.files import read_object
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` of the library `datasets` writes beside the files of a dataset, and of one with splits."""
+# `save_to_disk` of the library `datasets` writes these beside the files of a dataset, and beside
+# the folders of its splits.
+_STATE = "state.json"
+_SPLITS = "dataset_dict.json"
 
 
 def matching(name: str) -> list[Path]:
     """The files that a name or a pattern leads to, sorted; folders only where the name is one.
 
     Raises:
-        DataError: where there is none.
+        DataError: there is none.
     """
     if Path(name).exists():
         return [Path(name)]
-    found = sorted(glob.glob(escaped(name), recursive=True))  # noqa: PTH207  # Path.glob takes no absolute pattern
+    # Path.glob takes no absolute pattern.
+    found = sorted(glob.glob(escaped(name), recursive=True))  # noqa: PTH207
     if found:
         return [Path(path) for path in found]
     for form in ("NFD", "NFC"):
         spelled = unicodedata.normalize(form, name)
         if Path(spelled).exists() or glob.glob(escaped(spelled), recursive=True):  # noqa: PTH207
             raise DataError(
-                f"{name}: no such file; one of the same letters is spelled in Unicode's {form} (macOS writes NFD): "
-                "give its name so, a pattern such as '*.jsonl', or rename it"
+                f"{name}: no such file; one of the same letters is spelled in Unicode's {form} "
+                "(macOS writes NFD): give its name so, a pattern such as '*.jsonl', or rename it"
             )
     raise DataError(
-        f"{name}: no such file, and no file matches it as a pattern; give files, or a quoted pattern"
+        f"{name}: no such file, and no file matches it as a pattern; give files, or a "
+        "quoted pattern"
     )
 
 
@@ -44,7 +48,9 @@ def escaped(pattern: str) -> str:
     existing = Path()
     for number, part in enumerate(parts[:-1]):
         if not (existing / part).is_dir():
-            return str(Path(glob.escape(str(existing)), *parts[number:])) if number else pattern
+            if number == 0:
+                return pattern
+            return str(Path(glob.escape(str(existing)), *parts[number:]))
         existing /= part
     return str(Path(glob.escape(str(existing)), *parts[-1:]))
 
@@ -53,7 +59,7 @@ def saved_dataset(folder: Path) -> list[Path] | None:
     """The files of a folder that `datasets` saved, in their order; None where it is another folder.
 
     Raises:
-        DataError: where it holds several splits, or rows that were only selected.
+        DataError: it holds several splits, or rows that were only selected.
     """
     if (folder / _SPLITS).exists():
         names = read_object(folder / _SPLITS, DataError).get("splits", [])
@@ -67,19 +73,21 @@ def saved_dataset(folder: Path) -> list[Path] | None:
     except FileNotFoundError:
         return None
     files = state.get("_data_files")
-    if not isinstance(files, list) or not all(
-        isinstance(file, dict) and "filename" in file for file in files
-    ):
+    if not isinstance(files, list):
         return None
+    for file in files:
+        if not isinstance(file, dict) or "filename" not in file:
+            return None
     if state.get("_indices_data_files"):
         raise DataError(
-            f"{folder}: its rows were selected without being copied; save it after flatten_indices()"
+            f"{folder}: its rows were selected without being copied; save it after "
+            "flatten_indices()"
         )
     return [folder / str(file["filename"]) for file in files]
 
 
 def check_spelling(path: Path) -> None:
-    """Checks a file's name, which a record of JSON and a message must be able to hold.
+    """Refuses a name that is not UTF-8: neither a record of JSON nor a message can hold it.
 
     Raises:
         DataError: the name is not UTF-8.
@@ -95,14 +103,15 @@ def check_spelling(path: Path) -> None:
 
 
 def check_named_once(files: Iterable[Path]) -> None:
-    """Checks that every file is named once.
+    """Refuses files that are named twice, by the same or another spelling, or by a link.
 
     Raises:
-        DataError: a file is named twice, by the same or by another spelling, or by a link.
+        DataError: a file is named twice.
     """
     names: dict[tuple[int, int], Path] = {}
     for file in files:
         status = file.stat()
+        # Device and inode are the same for every name of a file, hard links included.
         other = names.setdefault((status.st_dev, status.st_ino), file)
         if other is not file:
             also = "" if other == file else f", also as {other}, which is the same file"

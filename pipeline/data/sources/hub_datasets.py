@@ -1,8 +1,9 @@
 """Datasets named on the Hugging Face hub: `hf://org/name[/config][@revision][/split][?files=N]`.
 
-`datasets` says which files hold a configuration and split, and huggingface_hub downloads them into its cache, where a
-download that was killed continues. A record in HF_HOME then names them, so that later calls need no network, and read
-the commit of that day. Nothing of a dataset is run: its files are read like any others.
+`datasets` says which files hold a configuration and split, and huggingface_hub downloads them into
+its cache, where a download that was killed continues. A record in HF_HOME then names them, so that
+later calls need no network, and read the commit of that day. Nothing of a dataset is run: its files
+are read like any others.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pipeline.hub import ADVICE
 
 PREFIX = "hf://"
 _NAME = re.compile(
-    r"hf://(?P<repo>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>\w[\w.-]*))?(/(?P<split>\w[\w.-]*))?"
-    r"(\?files=(?P<files>[1-9]\d*))?"
+    r"hf://(?P<repo>\w[\w.-]*/\w[\w.-]*)(/(?P<config>\w[\w.-]*))?(@(?P<revision>\w[\w.-]*))?"
+    r"(/(?P<split>\w[\w.-]*))?(\?files=(?P<files>[1-9]\d*))?"
 )
 _logger = log.get_logger(__name__)
 
@@ -36,9 +37,10 @@ def dataset_files(name: str) -> list[Path]:
     """The files of the dataset `name`, which are downloaded first where that has not been done.
 
     Raises:
-        DataError: where it does not exist, or cannot be reached.
+        DataError: it does not exist, or cannot be reached.
     """
-    if (found := downloaded_files(name)) is not None:
+    found = downloaded_files(name)
+    if found is not None:
         return found
     from datasets import load_dataset_builder  # takes seconds to import
 
@@ -54,7 +56,9 @@ def dataset_files(name: str) -> list[Path]:
             raise DataError(
                 f"{name}: has no files of a split {split!r}; it has {', '.join(map(str, splits))}"
             )
-        urls = splits[split][: int(named["files"]) if named["files"] else None]
+        urls = splits[split]
+        if named["files"]:
+            urls = urls[: int(named["files"])]
         sizes = list(in_threads(_size_of, urls))
         _logger.info("%s: downloads %s", name, shown_size(sizes))
         # The URLs hold the commit, so that all files are of one revision, whatever is pushed
@@ -78,26 +82,30 @@ def _parsed(name: str) -> re.Match[str]:
 def _record_of(name: str) -> Path:
     from huggingface_hub import constants
 
-    return Path(
-        constants.HF_HOME, "scale-cpt", re.sub(r"[/?]", "--", name.removeprefix(PREFIX)) + ".json"
-    )
+    file_name = re.sub(r"[/?]", "--", name.removeprefix(PREFIX)) + ".json"
+    return Path(constants.HF_HOME, "scale-cpt", file_name)
 
 
 def downloaded_files(name: str) -> list[Path] | None:
-    """The files of the dataset `name` where it was downloaded; None where it was not, or one was removed.
+    """The files of the dataset `name` where it was downloaded; None where it was not, or one was
+    removed.
 
     Raises:
-        DataError: where that is no name of one.
+        DataError: `name` is no name of a dataset.
     """
     _parsed(name)
     record = _record_of(name)
     try:
-        files = read_record(
+        downloaded = read_record(
             record, Downloaded, DataError, f"remove {record} to download it again"
-        ).files
+        )
     except FileNotFoundError:
         return None
-    return files if all(file.exists() for file in files) else None
+    # The hub's cache may have been tidied up since.
+    for file in downloaded.files:
+        if not file.exists():
+            return None
+    return downloaded.files
 
 
 def _size_of(url: str) -> int:

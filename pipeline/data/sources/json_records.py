@@ -1,4 +1,5 @@
-"""The records in JSON: an object a line, one array of all records, or objects that follow each other."""
+"""The records in JSON: an object a line, one array of all records, or objects that follow each
+other."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from pipeline.errors import DataError
 
 _SHOWN_KEYS = 20
 _ARRAY_START = re.compile(rb"(?:%s)?\s*\[" % BYTE_ORDER_MARK)
+# Reads what orjson does not: NaN, and lone surrogates, which do no harm outside the text.
 _JSON = json.JSONDecoder()
-"""Reads what orjson does not: NaN, and lone surrogates, which do no harm outside the text."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -38,6 +39,7 @@ def plain_document(content: bytes, key: str) -> Document | None:
 
     None for every other line, of which `json_records` says what it is.
     """
+    # This is run for nearly every record: one try is faster than a check for each case.
     try:
         text = orjson.loads(content)[key]
         utf8 = text.encode()
@@ -49,7 +51,8 @@ def plain_document(content: bytes, key: str) -> Document | None:
 
 
 def json_records(offset: int, content: bytes, keys: Keys) -> Iterator[Record]:
-    """The record in a line of JSON, or in each of several objects on it; of a chat one for each answer."""
+    """The record in a line of JSON, or in each of several objects on it; of a chat one for each
+    answer."""
     try:
         value = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -66,6 +69,7 @@ def _other_json_records(offset: int, content: bytes, keys: Keys, reason: str) ->
     except UnicodeDecodeError:
         yield Rejected(offset, "invalid_utf8", excerpt)
         return
+    # Several objects on a line happen where line feeds were lost, as in files that were joined.
     values: list[object] = []
     position = _end_of_space(text, 0)
     try:
@@ -101,10 +105,9 @@ def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") ->
         try:
             found.append(value_at(value, key))
         except KeyError:
-            names = f"its keys: {', '.join(islice(value, _SHOWN_KEYS))}".encode(
-                errors="backslashreplace"
-            )
-            yield Rejected(offset, cast("Reason", reason), names[:EXCERPT_BYTES])
+            names = ", ".join(islice(value, _SHOWN_KEYS))
+            shown = f"its keys: {names}".encode(errors="backslashreplace")
+            yield Rejected(offset, cast("Reason", reason), shown[:EXCERPT_BYTES])
             return
     if keys.chat is not None:
         yield from keys.chat.records(offset, found[0])
@@ -115,7 +118,8 @@ def _records_in(offset: int, value: object, keys: Keys, excerpt: bytes = b"") ->
 def begins_array(stream: Stream, *, named_lines: bool = False) -> bool:
     """Whether a file of JSON is an array of all its records.
 
-    `named_lines`: its name says that each line is JSON, so that lines which are arrays by themselves are no such array.
+    `named_lines`: its name says that each line is JSON, so that lines which are arrays by
+    themselves are no such array.
     """
     block = stream.read_at(0, BLOCK_BYTES)
     if _ARRAY_START.match(block) is None:
@@ -125,7 +129,8 @@ def begins_array(stream: Stream, *, named_lines: bool = False) -> bool:
 
 
 def begins_objects(stream: Stream) -> bool:
-    """Whether a file holds objects of JSON that are not one a line: indented, or all behind each other."""
+    """Whether a file holds objects of JSON that are not one a line: indented, or all behind each
+    other."""
     block = stream.read_at(0, BLOCK_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
     first, line_feed, _ = block.partition(b"\n")
     if not block.startswith(b"{") or _is_json(first):
@@ -147,11 +152,7 @@ def _is_json(content: bytes) -> bool:
 
 
 def array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
-    """The records of the array that `stream` holds, which is read whole; offsets are their numbers.
-
-    Raises:
-        DataError: it holds something else, or is damaged.
-    """
+    """The records of the array that `stream` holds; offsets are their numbers. It is read whole."""
     content = beginning(stream, sys.maxsize).removeprefix(BYTE_ORDER_MARK)
     try:
         values = orjson.loads(content)
@@ -159,20 +160,20 @@ def array_records(stream: Stream, keys: Keys) -> Iterator[Record]:
         try:
             values = _JSON.decode(content.decode().strip())
         except (ValueError, RecursionError):
-            what = (
-                "truncated or damaged, and an array cannot be read in part"
-                if stream.fault
-                else "not JSON"
-            )
+            what = "not JSON"
+            if stream.fault:
+                what = "truncated or damaged, and an array cannot be read in part"
             raise DataError(
-                f"{stream.path}: {what} ({error}); correct it, or write it as JSONL, an object a line"
+                f"{stream.path}: {what} ({error}); correct it, or write it as JSONL, an object a "
+                "line"
             ) from None
     for number, value in enumerate(values):
         yield from _records_in(number, value, keys)
 
 
 def object_records(stream: Stream, keys: Keys) -> Iterator[Record]:
-    """The records of objects that follow each other, which are read whole; offsets are their numbers.
+    """The records of objects that follow each other, which are read whole; offsets are their
+    numbers.
 
     Behind one that is malformed the next is looked for at a line that begins with a brace.
     """
@@ -184,11 +185,12 @@ def object_records(stream: Stream, keys: Keys) -> Iterator[Record]:
         try:
             value, end = _JSON.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            excerpt = text[position : position + EXCERPT_BYTES].encode(errors="surrogateescape")[
-                :EXCERPT_BYTES
-            ]
+            # Up to 200 characters are at least as many bytes, which may cut the last character.
+            excerpt = text[position : position + EXCERPT_BYTES].encode(errors="surrogateescape")
+            excerpt = excerpt[:EXCERPT_BYTES]
             following = text.find("\n{", position + 1)
-            if following < 0 and stream.fault is not None:  # what a damaged file ends with
+            if following < 0 and stream.fault is not None:
+                # The damage cut the last object.
                 yield Rejected(number, stream.fault, excerpt)
                 return
             yield Rejected(number, "malformed_json", excerpt, str(error))

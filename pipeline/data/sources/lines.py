@@ -9,13 +9,15 @@ from pipeline.data.sources.records import EXCERPT_BYTES, MAX_RECORD_BYTES
 from pipeline.data.sources.streams import Stream
 
 BLOCK_BYTES = 4 << 20
-# Past the end of a range only the rest of one document is needed, and going back in a compressed file is slow.
+# Past the end of a range only the rest of one document is needed, and going back in a compressed
+# file is slow.
 _BLOCK_BYTES_PAST_END = 64 << 10
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """A line without its line end, or a whole file. Beyond MAX_RECORD_BYTES `content` may be a beginning."""
+    """A line without its line end, or a whole file. Beyond MAX_RECORD_BYTES `content` may be a
+    beginning."""
 
     offset: int
     content: bytes
@@ -24,8 +26,10 @@ class Line(NamedTuple):
 
 def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator[Line]:
     """The lines that begin in [start, stop), each ended by the byte `end`."""
-    offset = position = _first_line_start(stream, start, stop, end)
-    parts: list[bytes] = []  # of the line at `offset`, whose end has not been read
+    offset = _first_line_start(stream, start, stop, end)
+    position = offset
+    # Of the line at `offset`, whose end has not been read.
+    parts: list[bytes] = []
     size = 0
     while offset < stop:
         wanted = min(BLOCK_BYTES, stop - position) if position < stop else _BLOCK_BYTES_PAST_END
@@ -48,13 +52,15 @@ def lines(stream: Stream, start: int, stop: int, end: bytes = b"\n") -> Iterator
         parts.append(rest)
         size += len(rest)
         if size > MAX_RECORD_BYTES:
+            # It will be rejected. Only its beginning is kept, so that memory stays bounded.
             parts = [b"".join(parts)[:EXCERPT_BYTES]]
     if size:
         yield Line(offset, b"".join(parts), size)
 
 
 def line_end(stream: Stream) -> bytes:
-    """The byte that ends the lines of a text: a line feed, or the carriage return of old Macs and spreadsheets."""
+    """The byte that ends the lines of a text: a line feed, or the carriage return of old Macs and
+    spreadsheets."""
     block = stream.read_at(0, BLOCK_BYTES)
     return b"\r" if b"\r" in block and b"\n" not in block else b"\n"
 
@@ -63,18 +69,23 @@ def _first_line_start(stream: Stream, start: int, stop: int, end: bytes) -> int:
     """Where the first line that begins in [start, stop) begins; `stop` if none does."""
     if start == 0:
         return 0
+    # The line that contains the byte before `start` belongs to the range before, even if that byte
+    # is its end: then the first line begins at `start`.
     # A line that begins exactly at `start` is ours: the byte before it is then a line end.
-    position = start - 1  # the line that contains this byte belongs to the range before
-    while position < stop and (
-        block := stream.read_at(position, min(BLOCK_BYTES, stop - position))
-    ):
-        if (found := block.find(end)) >= 0:
+    position = start - 1
+    while position < stop:
+        block = stream.read_at(position, min(BLOCK_BYTES, stop - position))
+        if not block:
+            break
+        found = block.find(end)
+        if found >= 0:
             return position + found + 1
         position += len(block)
     return stop
 
 
 def whole_file(stream: Stream, start: int) -> Iterator[Line]:
+    """The text of a file as one line, with line feeds as on Unix and none at its end."""
     content = beginning(stream, MAX_RECORD_BYTES)
     yield Line(start, content.replace(b"\r\n", b"\n").rstrip(b"\n"), len(content))
 
@@ -82,6 +93,9 @@ def whole_file(stream: Stream, start: int) -> Iterator[Line]:
 def beginning(stream: Stream, most: int) -> bytes:
     """The content of `stream`, or a little more than `most` bytes of it."""
     content = bytearray()
-    while len(content) <= most and (block := stream.read_at(len(content), BLOCK_BYTES)):
+    while len(content) <= most:
+        block = stream.read_at(len(content), BLOCK_BYTES)
+        if not block:
+            break
         content += block
     return bytes(content)

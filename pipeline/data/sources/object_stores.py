@@ -1,8 +1,9 @@
-"""Files on object stores and servers, `s3://…`, `gs://…`, `az://…`, `https://…`: read in ranges, never downloaded whole.
+"""Files on object stores and servers, `s3://…`, `gs://…`, `az://…`, `https://…`: read in ranges,
+never downloaded whole.
 
-fsspec reads them. s3fs, gcsfs and adlfs are its packages for the stores of Amazon, Google and Microsoft. They take
-credentials from the environment and from their own files, as everywhere; a URL that holds one is refused, because
-manifests and logs name their inputs.
+fsspec reads them. s3fs, gcsfs and adlfs are its packages for the stores of Amazon, Google and
+Microsoft. They take credentials from the environment and from their own files, as everywhere; a URL
+that holds one is refused, because manifests and logs name their inputs.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from pipeline.errors import (
     in_one_line,
 )
 
+# The extra of this project that installs what reads the URLs of a protocol.
 _EXTRAS = {
     "s3": "s3", "s3a": "s3",
     "gs": "gs", "gcs": "gs",
     "az": "az", "abfs": "az", "abfss": "az",
 }  # fmt: skip
-"""The extra of this project that installs what reads the URLs of a protocol."""
 _URL = re.compile(r"(?P<protocol>[a-zA-Z][\w+.-]*)://.+", re.DOTALL)
+# What a parameter of a URL is called that lets its holder read the file.
 _CREDENTIAL = re.compile(r"token|sig|signature|key|secret|credential|password", re.IGNORECASE)
-"""What a parameter of a URL is called that lets its holder read the file."""
+# How much is asked for at once: a request takes as long as reading several megabytes.
 _BLOCK_BYTES = 8 << 20
-"""How much is asked for at once: a request takes as long as reading several megabytes."""
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
+# How the stores call what changes with the content of a file.
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "sha256")
-"""How the stores call what changes with the content of a file."""
 _ADVICE = "check its name, the network, and the credentials in the environment"
 
 
@@ -74,7 +75,7 @@ class RemoteFile:
         """What is known of the file: its size in bytes as `st_size`.
 
         Raises:
-            DataError: where it cannot be read.
+            DataError: the file cannot be read.
         """
         return SimpleNamespace(st_size=int(self._info["size"]))
 
@@ -82,7 +83,7 @@ class RemoteFile:
         """Opens the file. What it reads is fetched in blocks.
 
         Raises:
-            DataError: where it cannot be read.
+            DataError: the file cannot be read.
         """
         with _faults(self.url):
             raw: Any = _system_of(self.url).open(
@@ -101,7 +102,9 @@ class RemoteFile:
         """
         for name in _TAGS:
             if self._info.get(name):
-                return f"etag:{str(self._info[name]).strip(chr(34))}"
+                tag = str(self._info[name])
+                # Some stores give the quotation marks of the HTTP header, others do not.
+                return f"etag:{tag.strip(chr(34))}"
         size = int(self._info["size"])
         last = max(0, size - _SAMPLE_BYTES)
         digest = hashlib.sha256(str(size).encode())
@@ -118,8 +121,10 @@ class RemoteFile:
             info: Mapping[str, Any] = _system_of(self.url).info(self.url)
         if info.get("type") == "directory":
             raise DataError(
-                f"{self.url}: is a folder; name its files by a pattern, such as '{self.url}/*.jsonl'"
+                f"{self.url}: is a folder; name its files by a pattern, such as "
+                f"'{self.url}/*.jsonl'"
             )
+        # Without ranges every read would fetch the whole file.
         if info.get("size") is None or info.get("partial") is False:
             raise DataError(
                 f"{self.url}: its server does not answer requests for a part of it; "
@@ -133,7 +138,8 @@ InputPath = Union[Path, RemoteFile]
 
 
 class _Reading(io.RawIOBase):
-    """A file that is being read; a fault of the network is one line, which says that the job can go on."""
+    """A file that is being read; a fault of the network is one line, which says that the job can go
+    on."""
 
     def __init__(self, file: Any, url: str) -> None:
         super().__init__()
@@ -169,7 +175,8 @@ def is_url(name: str) -> bool:
 
 
 def is_remote(name: str) -> bool:
-    """Whether an input is read over the network. Datasets on the hub (`hf://…`) are downloaded instead."""
+    """Whether an input is read over the network. Datasets on the hub (`hf://…`) are downloaded
+    instead."""
     return is_url(name) and not name.startswith(("file://", "hf://"))
 
 
@@ -201,7 +208,11 @@ def matching_urls(name: str) -> list[RemoteFile]:
 
 
 def _check_without_credential(url: str) -> None:
-    """Raises DataError for a URL with a password, or with a parameter that lets its holder read the file."""
+    """Refuses a URL that lets its holder read the file.
+
+    Raises:
+        DataError: the URL has a password, or a parameter that is named like a credential.
+    """
     parts = urlsplit(url)
     named = [name for name, _ in parse_qsl(parts.query) if _CREDENTIAL.search(name)]
     if parts.password is not None or named:
@@ -220,21 +231,23 @@ def _system_of(url: str) -> Any:  # fsspec has no type hints
 @lru_cache
 def _system(protocol: str) -> Any:
     """fsspec's file system of a protocol. Raises as `matching_urls`."""
-    import fsspec  # only who names a URL waits for it
+    # Here, because the import takes long, and only who names a URL should wait for it.
+    import fsspec
 
     try:
         return fsspec.filesystem(protocol)
     except ImportError:
         extra = _EXTRAS.get(protocol)
-        wanted = (
-            f"pip install 'scale-cpt[{extra}]'" if extra else "install what fsspec names for it"
-        )
+        wanted = "install what fsspec names for it"
+        if extra is not None:
+            wanted = f"pip install 'scale-cpt[{extra}]'"
         raise MissingPackageError(
             f"{protocol}://: the package that reads such URLs is not installed; {wanted}"
         ) from None
     except ValueError:
         raise DataError(
-            f"{protocol}://: no such protocol; name files, or URLs of s3://, gs://, az:// or https://"
+            f"{protocol}://: no such protocol; name files, or URLs of s3://, gs://, az:// or "
+            "https://"
         ) from None
 
 

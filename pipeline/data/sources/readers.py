@@ -24,7 +24,8 @@ from pipeline.data.sources.streams import Stream
 
 
 def text_records(stream: Stream, kind: str, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records that begin in the bytes [start, stop) of a file; of a `kind` that is not read by lines all of them.
+    """The records that begin in the bytes [start, stop) of a file; of a `kind` that is not read by
+    lines all of them.
 
     Where the stream is damaged, the incomplete last record is rejected with the fault as reason.
     """

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple, Protocol, Union
 
 Reason = Literal[
-    "malformed_json", "malformed_csv", "not_an_object", "no_text_key", "text_not_string", "invalid_utf8", "empty_text",
-    "nul_character", "lone_surrogate", "no_prompt_key", "prompt_not_usable", "messages_not_usable", "no_answer",
-    "too_large", "truncated_file", "corrupt_file",
+    "malformed_json", "malformed_csv", "not_an_object", "no_text_key", "text_not_string",
+    "invalid_utf8", "empty_text", "nul_character", "lone_surrogate", "no_prompt_key",
+    "prompt_not_usable", "messages_not_usable", "no_answer", "too_large", "truncated_file",
+    "corrupt_file",
 ]  # fmt: skip
 
 DocumentUnit = Literal["line", "file"]
@@ -24,7 +25,8 @@ MAX_RECORD_BYTES = 32 * 2**20
 
 
 class ChatFormat(Protocol):
-    """What turns a chat into documents; `pipeline.data.tokenizer.chats` has the one of chat templates."""
+    """What turns a chat into documents; `pipeline.data.tokenizer.chats` has the one of chat
+    templates."""
 
     @property
     def date(self) -> str | None:
@@ -39,12 +41,14 @@ class ChatFormat(Protocol):
 
 
 class Keys(NamedTuple):
-    """Where documents are in the inputs: the keys, or columns, of a record's text and of the prompt before it, if any.
+    """Where documents are in the inputs: the keys, or columns, of a record's text and of the prompt
+    before it, if any.
 
-    With `chat` both are the key of a chat's messages. `document` is what a document is in a text file, `encoding` that
-    of a file that is not UTF-8, as Python names it. `quoting` is of CSV and TSV; None: that of the format. `normalize`:
-    the form of Unicode that texts are brought to. `special_tokens`: what a text that spells one becomes; None: text
-    where the tokenizer can. `allow_damaged`: of a damaged file what precedes the damage is read.
+    With `chat` both are the key of a chat's messages. `document` is what a document is in a text
+    file, `encoding` that of a file that is not UTF-8, as Python names it. `quoting` is of CSV and
+    TSV; None: that of the format. `normalize`: the form of Unicode that texts are brought to.
+    `special_tokens`: what a text that spells one becomes; None: text where the tokenizer can.
+    `allow_damaged`: of a damaged file what precedes the damage is read.
     """
 
     text: str = "text"
@@ -60,15 +64,18 @@ class Keys(NamedTuple):
     @property
     def all(self) -> list[str]:
         """The keys that a record must have."""
-        return [self.text] if self.prompt is None else [self.text, self.prompt]
+        if self.prompt is None:
+            return [self.text]
+        return [self.text, self.prompt]
 
 
 class Document(NamedTuple):
     """A usable record. If it has a prompt, `text` is the answer.
 
-    `group`: documents of one are held out together, as the answers of a chat are; by default each is alone. `ids`:
-    of the text, where another program has tokenized it. `has_control`: special tokens in the text are these tokens, as
-    the template of a chat writes them. `utf8`: the text as UTF-8, where its reader has made that already.
+    `group`: documents of one are held out together, as the answers of a chat are; by default each
+    is alone. `ids`: of the text, where another program has tokenized it. `has_control`: special
+    tokens in the text are these tokens, as the template of a chat writes them. `utf8`: the text as
+    UTF-8, where its reader has made that already.
     """
 
     text: str
@@ -92,7 +99,8 @@ class Document(NamedTuple):
 
     @property
     def is_ascii(self) -> bool:
-        """Whether its whole text is ASCII, which is in every form of Unicode. This takes no time."""
+        """Whether its whole text is ASCII, which is in every form of Unicode."""
+        # Python keeps this with each string, so it takes no time.
         return self.text.isascii() and (self.prompt is None or self.prompt.isascii())
 
     @property
@@ -114,14 +122,17 @@ class Rejected(NamedTuple):
 
     def __str__(self) -> str:
         shown = f"{self.reason} {self.excerpt.decode(errors='backslashreplace')!r}"
-        return f"{shown} ({self.detail})" if self.detail else shown
+        if self.detail:
+            shown = f"{shown} ({self.detail})"
+        return shown
 
 
 Record = Union[Document, Rejected]
 
 
 def record_of(offset: int, text: object, *prompt: object) -> Record:
-    """The document of `text`, a string or UTF-8, with a `prompt` before it if one is given; or why it cannot be one."""
+    """The document of `text`, a string or UTF-8, with a `prompt` before it if one is given; or why
+    it cannot be one."""
     utf8: bytes | None = None
     if isinstance(text, bytes):
         utf8 = text
@@ -132,9 +143,7 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
     if not isinstance(text, str):
         # A container's own text may be long, or too deep for Python to write.
         shown = type(text).__name__ if isinstance(text, (list, dict)) else repr(text)
-        return Rejected(
-            offset, "text_not_string", shown[:EXCERPT_BYTES].encode(errors="backslashreplace")
-        )
+        return Rejected(offset, "text_not_string", _excerpt(shown))
     if not text or text.isspace():
         return Rejected(offset, "empty_text", _excerpt(text))
     if "\0" in text:
@@ -142,7 +151,8 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
     if utf8 is None:
         try:
             utf8 = text.encode()
-        except UnicodeEncodeError as error:  # half a pair of JSON's escapes is no character
+        except UnicodeEncodeError as error:
+            # Half a pair of JSON's escapes, such as \\ud83d alone, is no character.
             return Rejected(offset, "lone_surrogate", _excerpt(text), str(error))
     if len(utf8) > MAX_RECORD_BYTES:
         return Rejected(offset, "too_large", _excerpt(text))
@@ -150,9 +160,8 @@ def record_of(offset: int, text: object, *prompt: object) -> Record:
         return Document(text, utf8=utf8)
     before = record_of(offset, *prompt)
     if isinstance(before, Rejected):
-        return before._replace(
-            reason="prompt_not_usable", detail=f"{before.reason} {before.detail}".strip()
-        )
+        detail = f"{before.reason} {before.detail}".strip()
+        return before._replace(reason="prompt_not_usable", detail=detail)
     return Document(text, before.text, utf8=utf8)
 
 
@@ -186,7 +195,7 @@ def value_at(record: Mapping[str, object], key: str) -> object:
 
 
 def missing_column(names: Iterable[str], keys: Keys) -> str | None:
-    """What is wrong with a table of the columns `names`: the first column of `keys` that it lacks."""
+    """What to say of a table of the columns `names` that lacks a column of `keys`; None if none."""
     for key, option in zip(keys.all, ("--text-key", "--prompt-key"), strict=False):
         if key not in names:
             return f"has no column {key!r}; set {option} to one of: {', '.join(names)[:500]}"

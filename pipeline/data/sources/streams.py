@@ -1,4 +1,5 @@
-"""The text of files as bytes of UTF-8, from any offset: plain, compressed (.gz, .zst, .xz) or of another encoding."""
+"""The text of files as bytes of UTF-8, from any offset: plain, compressed (.gz, .zst, .xz) or of
+another encoding."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj(),
 }
 COMPRESSIONS = tuple(_DECOMPRESSORS)
+# How compressed files begin.
 _MAGIC: dict[str, tuple[bytes, ...]] = {
     ".gz": (b"\x1f\x8b",),
     ".xz": (b"\xfd7zXZ\x00",),
@@ -31,9 +33,9 @@ _MAGIC: dict[str, tuple[bytes, ...]] = {
     ".bz2": tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)),
     ".zip": (b"PK\x03\x04",),
 }
-"""How compressed files begin."""
 _MAGIC_BYTES = 10
-_XZ_PADDING = 4  # a multiple of so many zeros may follow a stream
+# A multiple of so many zeros may follow a stream of .xz (the .xz file format, section 2.2).
+_XZ_PADDING = 4
 Fault = Literal["truncated_file", "corrupt_file"]
 _DAMAGE = (zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError)
 # Small, because what a damaged slice held before the damage is lost, too.
@@ -45,8 +47,17 @@ _KEPT_BYTES = 1 << 20
 # Their text is UTF-8 by definition.
 _TABLES = (".parquet", ".arrow")
 
-# A lone surrogate is not UTF-8: the record that holds the undecodable bytes is rejected, the others are read.
-codecs.register_error("lone_surrogate", lambda error: ("\ud800", error.end))  # type: ignore[attr-defined]
+
+def _as_lone_surrogate(error: UnicodeError) -> tuple[str, int]:
+    """Stands for bytes that an encoding does not have.
+
+    A lone surrogate is not UTF-8: the record that holds the bytes is rejected, the others are read.
+    """
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ud800", error.end
+
+
+codecs.register_error("lone_surrogate", _as_lone_surrogate)
 
 
 class Stream:
@@ -81,19 +92,27 @@ class Stream:
 
 
 class DecodedStream(Stream):
-    """The text of a file that is compressed, or of another encoding. Reading back by more than a mebibyte starts again.
+    """The text of a file that is compressed, or of another encoding. Reading back by more than a
+    mebibyte starts again.
 
-    A file that is truncated, or damaged in the middle, yields everything before that place and then sets `fault`.
+    A file that is truncated, or damaged in the middle, yields everything before that place and then
+    sets `fault`.
     """
 
     def __init__(self, path: InputPath, encoding: str | None) -> None:
         super().__init__(path)
         self._encoding = encoding
-        self._pieces, self._window, self._window_start = self.pieces(), b"", 0
+        self._start_again()
+
+    def _start_again(self) -> None:
+        self._pieces = self.pieces()
+        self._window = b""
+        self._window_start = 0
 
     def read_at(self, offset: int, size: int) -> bytes:
+        # A decompressor cannot go back: what is before the window is read from the beginning.
         if offset < self._window_start:
-            self._pieces, self._window, self._window_start = self.pieces(), b"", 0
+            self._start_again()
         while offset >= self._window_start + len(self._window):
             pieces = list(islice(self._pieces, _SLICES))
             if not pieces:
@@ -118,7 +137,7 @@ class DecodedStream(Stream):
         yield decoder.decode(b"", final=True).encode(errors="surrogatepass")
 
     def _decompressed(self) -> Iterator[bytes]:
-        """What each piece of the file decompresses to. Consecutive members or frames form one text."""
+        """What each piece of the file decompresses to; members or frames in a row are one text."""
         slices = (self._stored_at(offset, _SLICE_BYTES) for offset in count(0, _SLICE_BYTES))
         stored = takewhile(bool, slices)
         suffix = self.path.suffix.lower()
@@ -126,14 +145,15 @@ class DecodedStream(Stream):
         if new_decompressor is None:
             yield from stored
             return
-        decompressor, complete = new_decompressor(), True
+        decompressor = new_decompressor()
+        complete = True
         zeros = 0  # behind a member
         for piece in stored:
             data = piece
             while data:
-                if (
-                    decompressor.eof and suffix != ".zst"
-                ):  # zstd -dc refuses zeros; gzip -dc and xz -dc pass over them
+                # Zeros between members are passed over, as gzip -dc and xz -dc do. zstd -dc refuses
+                # them, and so does this.
+                if decompressor.eof and suffix != ".zst":
                     rest = data.lstrip(b"\0")
                     zeros += len(data) - len(rest)
                     data = rest
@@ -178,18 +198,20 @@ def open_stream(path: InputPath, encoding: str | None = None) -> Stream:
 
 
 def _check_compression(path: InputPath, beginning: bytes) -> None:
-    """Raises DataError where the name of a file says another compression than its first bytes."""
+    """Compares the compression that a file's name says with its first bytes.
+
+    Raises:
+        DataError: they differ.
+    """
     suffix = path.suffix.lower()
     named = suffix if suffix in _DECOMPRESSORS else ""
     found = next((kind for kind, magic in _MAGIC.items() if beginning.startswith(magic)), "")
     if found == named or not beginning:
         return
-    if found:
-        advice = (
-            f"rename it so that it ends in {found}"
-            if found in _DECOMPRESSORS
-            else "decompress it first"
-        )
+    if found in _DECOMPRESSORS:
+        advice = f"rename it so that it ends in {found}"
+    elif found:
+        advice = "decompress it first"
     else:
         advice = f"rename it without {named} if it is plain text, or copy it again if it is damaged"
     expected = f"a file compressed as {named}" if named else "a file that is not compressed"
@@ -199,7 +221,8 @@ def _check_compression(path: InputPath, beginning: bytes) -> None:
 
 
 def text_length(path: InputPath, encoding: str | None = None) -> tuple[int, Fault | None]:
-    """The bytes of text in a file, its size or what it decodes to before any damage; and that damage."""
+    """The bytes of text in a file, its size or what it decodes to before any damage; and that
+    damage."""
     stream = open_stream(path, encoding)
     if not isinstance(stream, DecodedStream):
         return path.stat().st_size, None
@@ -208,7 +231,8 @@ def text_length(path: InputPath, encoding: str | None = None) -> tuple[int, Faul
 
 
 def text_per_byte(path: InputPath) -> float:
-    """About how many bytes of text a byte of the file holds, from its first mebibyte; 1 if it is not compressed."""
+    """About how many bytes of text a byte of the file holds, from its first mebibyte; 1 if it is
+    not compressed."""
     new_decompressor = _DECOMPRESSORS.get(path.suffix.lower())
     if new_decompressor is None:
         return 1.0
@@ -216,33 +240,41 @@ def text_per_byte(path: InputPath) -> float:
         stored = file.read(_KEPT_BYTES)
     try:
         text = new_decompressor().decompress(stored)
-    except _DAMAGE:  # reading it says so
+    except _DAMAGE:
+        # Reading it will say so.
         return 1.0
     return max(1.0, len(text) / max(1, len(stored)))
 
 
 def encoding_advice(paths: Iterable[InputPath]) -> str | None:
-    """What to do about the first file that is likely of another encoding than UTF-8; None where there is none."""
+    """What to do about the first file that is likely of another encoding than UTF-8; None where
+    there is none."""
     for path in paths:
-        if (name := likely_encoding(path)) is not None:
+        name = likely_encoding(path)
+        if name is not None:
             return (
-                f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus (--encoding), or convert "
-                f"it with `iconv -f {name} -t utf-8`, and remove the output folder"
+                f"{path} is likely {name}, not UTF-8: set `encoding: {name}` for the corpus "
+                f"(--encoding), or convert it with `iconv -f {name} -t utf-8`, and remove "
+                "the output folder"
             )
     return None
 
 
 def likely_encoding(path: InputPath) -> str | None:
-    """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or not."""
+    """The encoding that a file of text likely has, as Python names it; None for UTF-8, damaged or
+    not."""
     if path.suffix.lower() in _TABLES:
         return None
     sample = open_stream(path).read_at(0, _SAMPLE_BYTES)
     text = sample.decode(errors="replace")
+    # A damaged file of UTF-8 has few replaced characters, less than 1 in 50. A NUL tells of UTF-16.
     if "\0" not in text and text.count("\ufffd") * 50 < len(text):
         return None
-    whole_lines = sample[: sample.rfind(b"\n") + 1]  # a character may be cut at the end of a sample
-    likely = (
-        charset_normalizer.from_bytes(sample).best()
-        or charset_normalizer.from_bytes(whole_lines).best()
-    )
-    return None if likely is None else likely.encoding.replace("_", "-")
+    likely = charset_normalizer.from_bytes(sample).best()
+    if likely is None:
+        # A character may be cut at the end of the sample: try whole lines.
+        whole_lines = sample[: sample.rfind(b"\n") + 1]
+        likely = charset_normalizer.from_bytes(whole_lines).best()
+    if likely is None:
+        return None
+    return likely.encoding.replace("_", "-")

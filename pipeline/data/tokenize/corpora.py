@@ -1,4 +1,5 @@
-"""The corpora of a run configuration: their folders, the jobs that make them, and their held-out documents."""
+"""The corpora of a run configuration: their folders, the jobs that make them, and their held-out
+documents."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from pipeline.errors import DataError
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that decides what a token corpus holds. Workers and the distribution of work are not part of it."""
+    """Everything that decides what a token corpus holds. Workers and the distribution of work are
+    not part of it."""
 
     corpus: Corpus
     tokenizer: Path
@@ -34,7 +36,8 @@ class Job:
     """the size of a unit of work; None derives it from the size of the input"""
     reference_only: bool = False
     apart_from: tuple[Path, ...] = ()
-    """the held-out parts of which no document may be in it; of a held-out part the training parts"""
+    """the held-out parts of which no document may be in it; of a held-out part the training parts
+    """
     chat_date: date = CHAT_DATE
     """what a chat template is told is today"""
 
@@ -52,18 +55,18 @@ class Job:
 def keys_of(corpus: Corpus, tokenizer: Path, chat_date: date) -> Keys:
     """Where documents are in the inputs of a corpus.
 
-    `chat_date` is what the template is told is today.
+    `chat_date` is what a chat template is told is today.
 
     Raises:
-        DataError: for chats without a chat template.
+        DataError: a corpus of chats has a tokenizer without a chat template.
     """
     keys = text_keys_of(corpus)
-    if (key := corpus.messages_key) is not None:
-        template = chat_template(
-            tokenizer, today=chat_date, keeps_control=corpus.special_tokens == "control"
-        )
-        return keys._replace(text=key, prompt=key, chat=template)
-    return keys._replace(prompt=corpus.prompt_key)
+    key = corpus.messages_key
+    if key is None:
+        return keys._replace(prompt=corpus.prompt_key)
+    keeps_control = corpus.special_tokens == "control"
+    template = chat_template(tokenizer, today=chat_date, keeps_control=keeps_control)
+    return keys._replace(text=key, prompt=key, chat=template)
 
 
 def text_keys_of(corpus: Corpus) -> Keys:
@@ -82,15 +85,18 @@ def text_keys_of(corpus: Corpus) -> Keys:
 def is_heldout(
     text: str, fraction: float, by: HeldoutBy = "words", *, utf8: bytes | None = None
 ) -> bool:
-    """Whether a document is held out: by a hash of its text (prompt included), so that copies stay together.
+    """Whether a document is held out: by a hash of its text (prompt included), so that copies stay
+    together.
 
-    `by` words: also copies that differ in white space, or in the form of Unicode; text: as earlier versions did it.
-    `utf8`: the text in UTF-8, where the caller has it.
+    `by` words: also copies that differ in white space, or in the form of Unicode; text: as earlier
+    versions did it. `utf8`: the text in UTF-8, where the caller has it.
     """
     if by == "words":
         digest = hash_of_words(text, utf8)
     else:
+        # A lone surrogate cannot be encoded; any other character does in its place.
         digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    # The digest has 8 bytes, so its value is uniform below 2^64.
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
@@ -108,8 +114,10 @@ def cleaned_folder(data: Data, corpus: str) -> Path:
 
 
 def source_of(data: Data, name: str) -> Corpus:
-    """The corpus `name` as tokenization reads it: the cleaned text in place of the input, once there is one."""
-    corpus, folder = data.corpora[name], cleaned_folder(data, name)
+    """The corpus `name` as tokenization reads it: the cleaned text in place of the input, once
+    there is one."""
+    corpus = data.corpora[name]
+    folder = cleaned_folder(data, name)
     if corpus.clean is None or not folder.is_dir():
         return corpus
     changes = {
@@ -122,13 +130,14 @@ def source_of(data: Data, name: str) -> Corpus:
 
 
 def heldout_source(data: Data, name: str) -> Corpus:
-    """The same with the files of its held-out part as input, where it has such files, which are not cleaned."""
+    """The corpus `name` with the files of its held-out part as input, which are not cleaned.
+
+    Without such files the held-out part comes from the corpus's own input, as `source_of` has it.
+    """
     corpus = data.corpora[name]
-    return (
-        corpus.model_copy(update={"input": corpus.heldout_input})
-        if corpus.heldout_input
-        else source_of(data, name)
-    )
+    if corpus.heldout_input:
+        return corpus.model_copy(update={"input": corpus.heldout_input})
+    return source_of(data, name)
 
 
 def has_heldout(data: Data, corpus: str) -> bool:
@@ -137,16 +146,15 @@ def has_heldout(data: Data, corpus: str) -> bool:
 
 
 def unfinished_corpora(data: Data) -> list[str]:
-    """The corpora of a run that are not complete, their held-out parts included, in the order of the configuration."""
-
-    def is_made(name: str) -> bool:
-        parts = [
-            train_folder(data, name),
-            *([heldout_folder(data, name)] if has_heldout(data, name) else []),
-        ]
-        return all((part / MANIFEST).exists() for part in parts)
-
-    return [name for name in data.corpora if not is_made(name)]
+    """The corpora of a run that are not complete, held-out parts included, in the run's order."""
+    unfinished: list[str] = []
+    for name in data.corpora:
+        folders = [train_folder(data, name)]
+        if has_heldout(data, name):
+            folders.append(heldout_folder(data, name))
+        if not all((folder / MANIFEST).exists() for folder in folders):
+            unfinished.append(name)
+    return unfinished
 
 
 def is_tokenized(data: Data) -> bool:
@@ -154,21 +162,28 @@ def is_tokenized(data: Data) -> bool:
 
 
 def named_inputs(data: Data) -> Iterator[Sequence[str]]:
-    """The files and patterns that each part of each corpus is made from; of text that the base writes, its prompts.
+    """The files and patterns that each part of each corpus is made from.
 
-    Of text that is cleaned, also the benchmarks that it is compared with.
+    For text that the base writes, these are its prompts. For text that is cleaned, also the
+    benchmarks that it is compared with.
     """
     for corpus in data.corpora.values():
-        prompts = corpus.sample.prompts if corpus.sample is not None else []
-        benchmarks = corpus.clean.benchmarks if corpus.clean is not None else []
-        yield from filter(None, (corpus.input, corpus.heldout_input, prompts, benchmarks))
+        named = [corpus.input, corpus.heldout_input]
+        if corpus.sample is not None:
+            named.append(corpus.sample.prompts)
+        if corpus.clean is not None:
+            named.append(corpus.clean.benchmarks)
+        for files in named:
+            if files:
+                yield files
 
 
 def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
     """The jobs that tokenize the corpora of a run, with the run's tokenizer.
 
-    Parts that are held out come first, with which those after them are compared. A corpus whose held-out part is its
-    own input is to be memorised. Where the same share is held out of two corpora, so are all documents in both.
+    Held-out parts come first, because the parts after them are compared with them. A corpus whose
+    held-out part is its own input is to be memorised. Where two corpora hold out the same share,
+    they hold out the same documents.
     """
     named = {name: corpus for name, corpus in data.corpora.items() if corpus.sample is None}
     train = tuple(train_folder(data, name) for name in named)
@@ -176,42 +191,51 @@ def corpus_jobs(data: Data, tokenizer: Path) -> Iterator[Job]:
     for name, corpus in named.items():
         if corpus.heldout_input:
             apart = () if _is_to_be_memorised(corpus) else train
-            yield job_of(
-                heldout_source(data, name), output=heldout_folder(data, name), apart_from=apart
-            )
-    for name, corpus in sorted(named.items(), key=lambda item: -item[1].heldout_fraction):
-        apart = tuple(
-            heldout_folder(data, other)
-            for other, its in named.items()
-            if its.heldout_fraction > corpus.heldout_fraction
-            or (its.heldout_input and not _is_to_be_memorised(its))
-        )
-        yield job_of(source_of(data, name), output=train_folder(data, name), apart_from=apart)
+            source = heldout_source(data, name)
+            yield job_of(source, output=heldout_folder(data, name), apart_from=apart)
+
+    # The largest share first: a smaller one is part of it, as both are by the same hash. So a
+    # corpus need not be compared with the parts of those after it.
+    for name, corpus in sorted(named.items(), key=_heldout_share, reverse=True):
+        heldout: list[Path] = []
+        for other, its in named.items():
+            is_larger = its.heldout_fraction > corpus.heldout_fraction
+            has_files = bool(its.heldout_input) and not _is_to_be_memorised(its)
+            if is_larger or has_files:
+                heldout.append(heldout_folder(data, other))
+        output = train_folder(data, name)
+        yield job_of(source_of(data, name), output=output, apart_from=tuple(heldout))
+
+
+def _heldout_share(item: tuple[str, Corpus]) -> float:
+    _, corpus = item
+    return corpus.heldout_fraction
 
 
 def _is_to_be_memorised(corpus: Corpus) -> bool:
-    held, read = (
-        {Path(name).resolve() for name in names} for names in (corpus.heldout_input, corpus.input)
-    )
-    return held == read
+    heldout = {Path(name).resolve() for name in corpus.heldout_input}
+    read = {Path(name).resolve() for name in corpus.input}
+    return heldout == read
 
 
 def check_heldout(config: RunConfig) -> dict[str, Corpus]:
-    """The corpora that have held-out documents as text, each with the files that hold them as input.
+    """The corpora that have held-out documents as text, each with the files that hold them as
+    input.
 
     Raises:
-        DataError: where there is none, without which a run can be neither gated nor evaluated.
+        DataError: there is none, without which a run can be neither gated nor evaluated.
     """
-    named = {
-        name: heldout_source(config.data, name)
-        for name in config.data.corpora
-        if has_heldout(config.data, name)
-    }
-    found = {name: corpus for name, corpus in named.items() if is_text(corpus.input)}
+    found: dict[str, Corpus] = {}
+    for name in config.data.corpora:
+        if has_heldout(config.data, name):
+            corpus = heldout_source(config.data, name)
+            if is_text(corpus.input):
+                found[name] = corpus
     if not found:
         raise DataError(
-            f"data.corpora of {config.name}: none has held-out text to score; name other files as heldout_input, or "
-            "set heldout_fraction, such as 0.005, before the corpus is tokenized"
+            f"data.corpora of {config.name}: none has held-out text to score; name other "
+            "files as heldout_input, or set heldout_fraction, such as 0.005, before the corpus is "
+            "tokenized"
         )
     return found
 
@@ -219,23 +243,24 @@ def check_heldout(config: RunConfig) -> dict[str, Corpus]:
 def heldout_corpora(config: RunConfig) -> dict[str, Iterator[Document]]:
     """The held-out documents of every corpus that has any as text, by its name.
 
-    Raises:
-        DataError: as `check_heldout`.
+    Raises as `check_heldout`.
     """
+    found = check_heldout(config)
+    return {name: _heldout_documents(config, name, corpus) for name, corpus in found.items()}
 
-    def documents(name: str, corpus: Corpus) -> Iterator[Document]:
-        by = _held_out_by(heldout_folder(config.data, name))
-        for document in good_documents(
-            corpus.input, keys_of(corpus, config.tokenizer, config.data.chat_date)
-        ):
-            if corpus.heldout_input or is_heldout(
-                document.held_out_by, corpus.heldout_fraction, by
-            ):
-                yield document
 
-    return {name: documents(name, corpus) for name, corpus in check_heldout(config).items()}
+def _heldout_documents(config: RunConfig, name: str, corpus: Corpus) -> Iterator[Document]:
+    keys = keys_of(corpus, config.tokenizer, config.data.chat_date)
+    fraction = corpus.heldout_fraction
+    by = _held_out_by(heldout_folder(config.data, name))
+    for document in good_documents(corpus.input, keys):
+        # Of files that are held out every document counts, of a shared input only the chosen ones.
+        if corpus.heldout_input or is_heldout(document.held_out_by, fraction, by):
+            yield document
 
 
 def _held_out_by(folder: Path) -> HeldoutBy:
-    """How the documents of a held-out part were chosen; one that is not made yet will be by words."""
-    return load_manifest(folder).heldout_by if (folder / MANIFEST).exists() else "words"
+    """How the documents of a held-out part were chosen; of one that is not made yet, by words."""
+    if (folder / MANIFEST).exists():
+        return load_manifest(folder).heldout_by
+    return "words"

@@ -1,4 +1,5 @@
-"""About how many bytes a token corpus takes, from the beginning of its input files: for plans and messages."""
+"""About how many bytes a token corpus takes, from the beginning of its input files: for plans and
+messages."""
 
 from __future__ import annotations
 
@@ -10,31 +11,32 @@ from pipeline.data.tokenize.units import Unit, beginning_of, input_files, is_tex
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 
 _SAMPLED_FILES = 3
+# Of text, at the beginning of each sampled file.
 _SAMPLED_BYTES = 2**17
-"""Of text, at the beginning of each sampled file."""
+# Of a document in an .idx file: its length, its place, and its number of sequences.
 _INDEX_BYTES = 20
-"""Of a document in an .idx file: its length, its place, and its number of sequences."""
 
 
 def corpus_bytes(job: Job) -> int:
     """About how many bytes the tokens of `job` take, held-out part included.
 
-    It reads the beginning of a few files: texts that grow longer further on make it wrong by as much.
+    It reads the beginning of a few files: texts that grow longer further on make it wrong by as
+    much.
 
     Raises:
-        DataError: where an input is missing, or cannot be read.
+        DataError: an input is missing, or cannot be read.
     """
     sizes = input_files(job.corpus.input)
     if not is_text(job.corpus.input):
-        return sum(
-            sizes.values()
-        )  # tokens of Megatron-LM are framed anew, with ids as wide or narrower
+        # Tokens of Megatron-LM are framed anew, with ids as wide or narrower.
+        return sum(sizes.values())
     tokenizer = load_tokenizer(job.tokenizer, end_of_document=job.end_of_document)
     files = [*sizes]
     places = sorted({0, len(files) // 2, len(files) - 1})[:_SAMPLED_FILES]
     file_bytes = 0
     written_bytes = 0.0
-    for file in (files[place] for place in places):
+    for place in places:
+        file = files[place]
         file_bytes += sizes[file]
         written_bytes += _bytes_of_file(file, job.keys, tokenizer)
     return round(sum(sizes.values()) * written_bytes / file_bytes)

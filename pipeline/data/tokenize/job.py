@@ -1,15 +1,15 @@
 """Documents to a token corpus: a job whose units are ranges of the input files.
 
-A unit is read, checked, encoded and written as a shard. Tokens of Megatron-LM are only framed anew. Rejected records
-are listed in a quarantine, and too many of them stop the job.
+A unit is read, checked, encoded and written as a shard. Tokens of Megatron-LM are not encoded
+again: only the tokens around each document change. Rejected records are listed in a quarantine, and
+too many of them stop the job.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,6 +23,7 @@ import orjson
 
 from pipeline import log
 from pipeline.data.corpus.indexed_dataset import (
+    FileContent,
     Shard,
     ShardWriter,
     content_of,
@@ -32,7 +33,7 @@ from pipeline.data.corpus.indexed_dataset import (
 from pipeline.data.corpus.manifest import Counts, InputFile, Manifest
 from pipeline.data.sources.file_names import shown_size
 from pipeline.data.sources.object_stores import RemoteFile, input_path
-from pipeline.data.sources.records import Document, Keys, Rejected, SpecialTokens
+from pipeline.data.sources.records import Document, Keys, Record, Rejected, SpecialTokens
 from pipeline.data.sources.streams import encoding_advice
 from pipeline.data.tokenize.contamination import compare_documents
 from pipeline.data.tokenize.corpora import Job, is_heldout
@@ -40,12 +41,12 @@ from pipeline.data.tokenize.disk_space import corpus_bytes
 from pipeline.data.tokenize.queue import (
     QUARANTINE,
     STATE,
-    Outcome,
-    Plan,
-    Share,
+    CorpusPlan,
+    JobShare,
+    UnitOutcome,
     UnitPart,
     UnitRecord,
-    Work,
+    WorkUnit,
     complete,
     heldout_of,
     letters_of,
@@ -77,145 +78,247 @@ from pipeline.data.tokenizer.spelling import cached_speller
 from pipeline.errors import TRANSIENT_FAULT, DataError, in_one_line, is_full_disk
 from pipeline.files import file_hash, held_bytes, published_file, sampled_hash
 
-# The fast encoder is a tenth faster than with batches of a megabyte, and no faster with larger ones.
+# With batches of a megabyte the fast encoder is a tenth slower; with larger ones it is no faster.
 _BATCH_BYTES = 4 * 2**20
 # The beginning of one document per batch is checked: enough to notice an error at little cost.
 _CHECKED_CHARACTERS = 2048
-# Of a larger file blocks are hashed: a job that shares a file of a terabyte would read all of it first.
-_HASHED_BYTES, _SAMPLED_BLOCKS = 2**34, 2**14
-_logger = log.get_logger(__name__)
-# Of a unit. A bad record may be much shorter than its description.
+# Of a larger file only blocks are hashed. Each job hashes its inputs before it tokenizes, and would
+# read a file of a terabyte twice.
+_HASHED_BYTES = 2**34
+_SAMPLED_BLOCKS = 2**14
+# Per unit. A bad record may be much shorter than its description in the quarantine.
 _MOST_LISTED = 10_000
-# The fraction among fewer records is too uncertain to stop a job. At the end of the job it is always checked.
+# The fraction among fewer records is too uncertain to stop a job. At the end it is always checked.
 _RECORDS_BEFORE_CHECK = 10_000
+_logger = log.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class File(Work):
+class File(WorkUnit):
     """An input file, of which the first pass finds the units."""
 
     number: int = 0
 
 
-class FileRecord(Outcome):
-    """The hash of an input file and its units, which are known once a compressed one has been read."""
+class FileRecord(UnitOutcome):
+    """The hash of an input file, and its units."""
 
     sha256: str
     units: list[Unit]
 
 
 def preprocess(
-    job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, share: Share = (0, 1)
+    job: Job, workers: Workers, *, max_bad_fraction: float = 0.01, share: JobShare = (0, 1)
 ) -> Manifest:
     """Makes the token corpus of `job`, or continues it; a finished one is left as it is.
 
-    `share`: this job's, of the jobs that make the same corpus at the same time. Any of them can finish it alone.
+    Args:
+        job: what the corpus holds.
+        workers: do the units.
+        max_bad_fraction: the largest fraction of the records that may be rejected.
+        share: this job's, of the jobs that make the same corpus at the same time. Any of them can
+            finish it alone.
 
     Raises:
-        DataError: where the input, the tokenizer or the records cannot be used, or the folder holds
-            another corpus.
-        OSError: the disk is full or fails.
+        OutputError: the folder holds something that is not a corpus.
+        DataError: the input, the tokenizer or the records cannot be used; the folder holds another
+            corpus; or the disk is full.
+        OSError: the disk fails otherwise.
     """
-    plan = plan_of(job, load_tokenizer(job.tokenizer, end_of_document=job.end_of_document))
-
-    def make(state: Path) -> Manifest:
-        sizes = [size for _, size in plan.inputs]
-        _logger.info("%s: reads %s", job.output, shown_size(sizes))
-        files = [
-            File(f"{at:05d}.ranges", size, path, at) for at, (path, size) in enumerate(plan.inputs)
-        ]
-        split = partial(split_units, job.keys, plan.unit_size)
-        found = dict(
-            run_units(state, FileRecord, split, files, workers, share, what="finding units")
-        )
-        units = [unit for file in files for unit in found[file.name].units]
-        records: dict[str, UnitRecord] = {}
-        rejected: Counter[str] = Counter()
-        total = 0
-
-        def check_rejected() -> None:
-            if rejected.total() > max_bad_fraction * total:
-                listed = (
-                    quarantine_of(state, name)
-                    for name, record in records.items()
-                    if record.rejected
-                )
-                raise _too_many(rejected, total, max_bad_fraction, listed)
-
-        work = partial(tokenize_unit, job)
-        for name, record in run_units(
-            state, UnitRecord, work, units, workers, share, what="tokenizing"
-        ):
-            records[name] = record
-            rejected.update(record.rejected)
-            total += (
-                record.train.documents + record.heldout.documents + sum(record.rejected.values())
-            )
-            # Early, so that a wrong text key fails after minutes and not after the whole corpus;
-            # not at once, when one bad record is a large share.
-            if total >= _RECORDS_BEFORE_CHECK:
-                check_rejected()
-                _check_unknown(job, records.values())
-        check_rejected()
-        _check_unknown(job, records.values())
-        if not any(record.train.documents for record in records.values()):
-            raise DataError(
-                f"{', '.join(job.corpus.input)}: no usable document in {total} records: {dict(rejected)}"
-            )
-        written = {
-            job.output / unit.name: unit.path
-            for unit in units
-            if records[unit.name].train.documents
-        }
-        compare_documents(job, written, workers, share)
-        if rejected:
-            with published_file(job.output / QUARANTINE, state) as whole:
-                for unit in units:
-                    if records[unit.name].rejected:
-                        whole.write(quarantine_of(state, unit.name).read_bytes())
-        inputs = [
-            InputFile(path=file.path, bytes=file.size, sha256=found[file.name].sha256)
-            for file in files
-        ]
-        if plan.heldout_fraction > 0:
-            heldout = {unit.name: records[unit.name].heldout for unit in units}
-            publish(manifest_of(plan, "heldout", heldout, inputs, rejected), heldout_of(job.output))
-        return manifest_of(
-            plan,
-            job.part,
-            {unit.name: records[unit.name].train for unit in units},
-            inputs,
-            rejected,
-        )
-
+    tokenizer = load_tokenizer(job.tokenizer, end_of_document=job.end_of_document)
+    plan = plan_of(job, tokenizer)
+    make = partial(_make_corpus, job, plan, workers, share, max_bad_fraction)
     try:
         return complete(job.output, plan, make)
     except OSError as fault:
         if not is_full_disk(fault):
             raise
-        advice = "finished work is kept"
-        with contextlib.suppress(
-            DataError, OSError
-        ):  # the full disk is the fault to report, whatever else there is
-            needed = max(
-                0, corpus_bytes(job) - held_bytes(job.output) - held_bytes(heldout_of(job.output))
+        error = _full_disk_error(job, fault)
+        raise error from None
+
+
+def _make_corpus(
+    job: Job,
+    plan: CorpusPlan,
+    workers: Workers,
+    share: JobShare,
+    max_bad_fraction: float,
+    state: Path,
+) -> Manifest:
+    """Fills the folder of `job`, whose unfinished work is in `state`, and returns its manifest."""
+    files: list[File] = []
+    for number, (path, size) in enumerate(plan.inputs):
+        files.append(File(f"{number:05d}.ranges", size, path, number))
+    _logger.info("%s: reads %s", job.output, shown_size([file.size for file in files]))
+
+    split = partial(split_units, job.keys, plan.unit_size)
+    found = dict(run_units(state, FileRecord, split, files, workers, share, what="finding units"))
+    units: list[Unit] = []
+    inputs: list[InputFile] = []
+    for file in files:
+        file_record = found[file.name]
+        units.extend(file_record.units)
+        inputs.append(InputFile(path=file.path, bytes=file.size, sha256=file_record.sha256))
+
+    finished = _FinishedUnits(job, state, max_bad_fraction)
+    work = partial(tokenize_unit, job)
+    records = run_units(state, UnitRecord, work, units, workers, share, what="tokenizing")
+    for name, record in records:
+        finished.add(name, record)
+        if finished.total >= _RECORDS_BEFORE_CHECK:
+            finished.check()
+    finished.check()
+    finished.check_has_documents()
+
+    compare_documents(job, finished.training_shards(units), workers, share)
+    if finished.rejected:
+        finished.publish_quarantine(units)
+    # The held-out part is completed first: a finished training part must have its own beside it.
+    if plan.heldout_fraction > 0:
+        heldout = {unit.name: finished.records[unit.name].heldout for unit in units}
+        manifest = manifest_of(plan, "heldout", heldout, inputs, finished.rejected)
+        publish(manifest, heldout_of(job.output))
+    train = {unit.name: finished.records[unit.name].train for unit in units}
+    return manifest_of(plan, job.part, train, inputs, finished.rejected)
+
+
+class _FinishedUnits:
+    """The records of the units that are finished, and what they hold together."""
+
+    def __init__(self, job: Job, state: Path, max_bad_fraction: float) -> None:
+        self.records: dict[str, UnitRecord] = {}
+        self.rejected: Counter[str] = Counter()
+        self.total = 0
+        """how many records were read, rejected ones included"""
+        self._counts = Counts()
+        self._job = job
+        self._state = state
+        self._max_bad_fraction = max_bad_fraction
+
+    def add(self, name: str, record: UnitRecord) -> None:
+        self.records[name] = record
+        self.rejected.update(record.rejected)
+        self.total += sum(record.rejected.values())
+        for part in (record.train, record.heldout):
+            self.total += part.documents
+            self._counts.tokens += part.tokens
+            self._counts.characters += part.characters
+            self._counts.unknown_tokens += part.unknown_tokens
+            self._counts.lost_characters += part.lost_characters
+
+    def check(self) -> None:
+        """Compares the fractions of rejected records and of unknown text with what is allowed.
+
+        Raises:
+            DataError: one of them is larger.
+        """
+        if self.rejected.total() > self._max_bad_fraction * self.total:
+            raise self._too_many_rejected()
+        if self._counts.unknown_fraction > self._job.corpus.max_unknown_fraction:
+            raise self._too_many_unknown()
+
+    def check_has_documents(self) -> None:
+        """Makes sure that there is something to train on.
+
+        Raises:
+            DataError: no unit has a training document.
+        """
+        if not any(record.train.documents for record in self.records.values()):
+            named = ", ".join(self._job.corpus.input)
+            raise DataError(
+                f"{named}: no usable document in {self.total} records: {dict(self.rejected)}"
             )
-            advice = f"this corpus needs about {needed / 1e9:.3g} GB more, and {advice}"
-        raise DataError(f"{in_one_line(fault)}; {advice}", TRANSIENT_FAULT) from None
+
+    def training_shards(self, units: Sequence[Unit]) -> dict[Path, str]:
+        """The training shards, each with the input file that its documents come from."""
+        shards: dict[Path, str] = {}
+        for unit in units:
+            if self.records[unit.name].train.documents:
+                shards[self._job.output / unit.name] = unit.path
+        return shards
+
+    def publish_quarantine(self, units: Sequence[Unit]) -> None:
+        """Joins the units' lists of rejected records, in the order of the input."""
+        with published_file(self._job.output / QUARANTINE, self._state) as whole:
+            for unit in units:
+                if self.records[unit.name].rejected:
+                    whole.write(quarantine_of(self._state, unit.name).read_bytes())
+
+    def _too_many_rejected(self) -> DataError:
+        """The error about too many rejected records, with three examples."""
+        examples = list(islice(self._quarantined(), 3))
+        shown = "; ".join(map(_shown_example, examples))
+        advice = encoding_advice(input_path(example["file"]) for example in examples)
+        if advice is None:
+            advice = (
+                "set text_key (--text-key), prompt_key, or for chats messages_key, or correct the "
+                "input, and remove the output folder; or raise --max-bad-fraction and start again: "
+                "finished work is kept"
+            )
+        return DataError(
+            f"{self.rejected.total()} of {self.total} records are bad, more than "
+            f"--max-bad-fraction {self._max_bad_fraction} allows: {shown}; {advice}"
+        )
+
+    def _quarantined(self) -> Iterator[dict[str, Any]]:
+        """The rejected records that the finished units have listed."""
+        for name, record in self.records.items():
+            if record.rejected:
+                for line in quarantine_of(self._state, name).read_bytes().splitlines():
+                    yield orjson.loads(line)
+
+    def _too_many_unknown(self) -> DataError:
+        """The error about more text that the tokenizer cannot spell than the corpus allows."""
+        counts = self._counts
+        corpus = self._job.corpus
+        if counts.lost_characters:
+            lost = f"{counts.lost_characters:,} of {counts.characters:,} characters become nothing"
+        else:
+            lost = f"{counts.unknown_tokens:,} of {counts.tokens:,} tokens are unknown"
+        return DataError(
+            f"{self._job.tokenizer}: cannot spell the text of {', '.join(corpus.input)}: {lost}, "
+            f"more than max_unknown_fraction {corpus.max_unknown_fraction} allows; take a "
+            "tokenizer that has the language, or raise it (--max-unknown-fraction)"
+        )
 
 
-def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
+def _shown_example(rejected: dict[str, Any]) -> str:
+    """A line of a quarantine, for a message."""
+    excerpt = rejected["excerpt"][:60]
+    shown = f"{rejected['file']} at {rejected['offset']}: {rejected['reason']} {excerpt!r}"
+    if "detail" in rejected:
+        shown = f"{shown} ({rejected['detail'][:120]})"
+    return shown
+
+
+def _full_disk_error(job: Job, fault: OSError) -> DataError:
+    """The error about a full disk, with about how many bytes the corpus still needs."""
+    advice = "finished work is kept"
+    # The full disk is the fault to report, whatever else is wrong with the inputs.
+    with contextlib.suppress(DataError, OSError):
+        held = held_bytes(job.output) + held_bytes(heldout_of(job.output))
+        needed = max(0, corpus_bytes(job) - held)
+        advice = f"this corpus needs about {needed / 1e9:.3g} GB more, and {advice}"
+    return DataError(f"{in_one_line(fault)}; {advice}", TRANSIENT_FAULT)
+
+
+def plan_of(job: Job, tokenizer: Tokenizer) -> CorpusPlan:
     """Looks for the input files of `job`, and describes what it makes with its `tokenizer`.
 
     Raises:
-        DataError: where one of them cannot be used.
+        DataError: one of the files cannot be used.
     """
-    files, keys = input_files(job.corpus.input), job.keys
-    return Plan(
+    files = input_files(job.corpus.input)
+    keys = job.keys
+    if is_text(job.corpus.input):
+        backend = _encoder(job, tokenizer).name
+        special_tokens = _special_tokens(job, tokenizer)
+    else:
+        backend = "imported"
+        special_tokens = None
+    return CorpusPlan(
         inputs=[(str(file), size) for file, size in files.items()],
-        tokenizer=tokenizer.record(
-            _encoder(job, tokenizer).name if is_text(job.corpus.input) else "imported"
-        ),
+        tokenizer=tokenizer.record(backend),
         text_key=keys.text,
         prompt_key=keys.prompt,
         document=keys.document,
@@ -224,10 +327,11 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
         encoding=keys.encoding,
         quoting=keys.quoting,
         normalize=keys.normalize,
-        special_tokens=_special_tokens(job, tokenizer) if is_text(job.corpus.input) else None,
+        special_tokens=special_tokens,
         heldout_fraction=job.corpus.heldout_fraction,
         heldout_by="words",
         unit_size=job.unit_bytes or default_unit_bytes(sum(files.values())),
+        # To be raised where units are cut otherwise, so that no job goes on with other ranges.
         version=4,
     )
 
@@ -235,6 +339,7 @@ def plan_of(job: Job, tokenizer: Tokenizer) -> Plan:
 def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     """The work of the first pass."""
     path = input_path(file.path)
+    # A remote file is not read only for its hash: the tag that its store keeps stands for it.
     if isinstance(path, RemoteFile):
         digest = path.identity()
     elif file.size <= _HASHED_BYTES:
@@ -245,91 +350,49 @@ def split_units(keys: Keys, unit_bytes: int, file: File) -> FileRecord:
     return FileRecord(sha256=digest, units=split_file(path, file.number, keys, unit_bytes))
 
 
-def _too_many(
-    rejected: Counter[str], total: int, fraction: float, quarantines: Iterable[Path]
-) -> DataError:
-    """The error about too many rejected records, with three examples."""
-    lines = (orjson.loads(line) for path in quarantines for line in path.read_bytes().splitlines())
-    examples = list(islice(lines, 3))
-    shown = "; ".join(map(_example, examples))
-    advice = encoding_advice(input_path(one["file"]) for one in examples) or (
-        "set text_key (--text-key), prompt_key, or for chats messages_key, or correct the input, and remove the output "
-        "folder; or raise --max-bad-fraction and start again: finished work is kept"
-    )
-    return DataError(
-        f"{rejected.total()} of {total} records are bad, more than --max-bad-fraction {fraction} allows: {shown}; "
-        f"{advice}"
-    )
-
-
 def remarks(manifest: Manifest) -> Iterator[str]:
     """What the maker of a corpus should know of its texts."""
-    if (spelled := manifest.special_tokens_spelled) > 0:
+    if manifest.special_tokens_spelled > 0:
         kept = "as text" if manifest.special_tokens == "text" else "as these tokens"
+        spelled = manifest.special_tokens_spelled
         yield f"{spelled:,} special tokens are spelled in the texts, kept {kept}"
-    if (unknown := manifest.unknown_tokens) > 0:
-        yield f"{unknown:,} tokens are unknown ({unknown / manifest.tokens:.2%})"
-    if (lost := manifest.lost_characters) > 0:
-        yield f"{lost:,} characters cannot be spelled and are gone ({lost / manifest.characters:.2%})"
-    if (decomposed := manifest.decomposed_documents) > 0:
-        yield f"{decomposed:,} documents are not in Unicode's NFC (normalize: nfc would bring them to it)"
-
-
-def _example(rejected: dict[str, Any]) -> str:
-    """A line of a quarantine, for a message."""
-    shown = f"{rejected['file']} at {rejected['offset']}: {rejected['reason']} {rejected['excerpt'][:60]!r}"
-    return f"{shown} ({rejected['detail'][:120]})" if "detail" in rejected else shown
-
-
-def _check_unknown(job: Job, records: Iterable[UnitRecord]) -> None:
-    """Raises DataError where the tokenizer cannot spell more of the text than the corpus allows."""
-    total = Counts()
-    for record in records:
-        for part in (record.train, record.heldout):
-            total.tokens += part.tokens
-            total.characters += part.characters
-            total.unknown_tokens += part.unknown_tokens
-            total.lost_characters += part.lost_characters
-    most = job.corpus.max_unknown_fraction
-    if total.unknown_fraction > most:
-        lost = f"{total.lost_characters:,} of {total.characters:,} characters become nothing"
-        unknown = f"{total.unknown_tokens:,} of {total.tokens:,} tokens are unknown"
-        raise DataError(
-            f"{job.tokenizer}: cannot spell the text of {', '.join(job.corpus.input)}: "
-            f"{lost if total.lost_characters else unknown}, more than max_unknown_fraction {most} allows; take a "
-            "tokenizer that has the language, or raise it (--max-unknown-fraction)"
+    if manifest.unknown_tokens > 0:
+        fraction = manifest.unknown_tokens / manifest.tokens
+        yield f"{manifest.unknown_tokens:,} tokens are unknown ({fraction:.2%})"
+    if manifest.lost_characters > 0:
+        fraction = manifest.lost_characters / manifest.characters
+        lost = manifest.lost_characters
+        yield f"{lost:,} characters cannot be spelled and are gone ({fraction:.2%})"
+    if manifest.decomposed_documents > 0:
+        yield (
+            f"{manifest.decomposed_documents:,} documents are not in Unicode's NFC "
+            "(normalize: nfc would bring them to it)"
         )
 
 
-# --- The work on a unit ----------------------------------------------------------------------------------------------
+# --- The work on a unit ---------------------------------------------------------------------------
 
 
 def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
     """Tokenizes `unit` and publishes its shards.
 
     Raises:
-        DataError: where there is an id outside the tokenizer's vocabulary, the encoders differ, or
-            the file cannot be read.
+        DataError: there is an id outside the tokenizer's vocabulary, the encoders differ, or the
+            file cannot be read.
     """
-    tokenizer, state = cached_tokenizer(job.tokenizer, job.end_of_document), job.output / STATE
-    fraction = job.corpus.heldout_fraction
+    tokenizer = cached_tokenizer(job.tokenizer, job.end_of_document)
+    state = job.output / STATE
+    dtype = token_dtype(tokenizer.vocab_size)
     rejected: Counter[str] = Counter()
     listed: list[bytes] = []
-    with ExitStack() as files:
-
-        def part(folder: Path) -> _Part:
-            dtype = token_dtype(tokenizer.vocab_size)
-            return _Part(
-                files.enter_context(writing_shard(folder / unit.name, dtype, state)), tokenizer, job
-            )
-
-        train = part(job.output)
-        heldout = part(heldout_of(job.output))
-        if unit.kind == "tokens":
-            records = _imported(unit, tokenizer)
-        else:
-            records = unit_records(unit, job.keys)
-        for record in records:
+    with (
+        writing_shard(job.output / unit.name, dtype, state) as train_writer,
+        writing_shard(heldout_of(job.output) / unit.name, dtype, state) as heldout_writer,
+    ):
+        train = _Part(train_writer, tokenizer, job)
+        heldout = _Part(heldout_writer, tokenizer, job)
+        fraction = job.corpus.heldout_fraction
+        for record in _records_of(unit, job, tokenizer):
             if isinstance(record, Rejected):
                 rejected[record.reason] += 1
                 if len(listed) < _MOST_LISTED:
@@ -340,25 +403,38 @@ def tokenize_unit(job: Job, unit: Unit) -> UnitRecord:
                 train.add(record)
         train.write_batch()
         heldout.write_batch()
-    letters = None
-    if train.letters:
-        path = letters_of(state, unit.name)
-        with published_file(path) as file:
-            np.save(file, np.frombuffer(b"".join(train.letters), np.uint64))
-        letters = content_of(path)
-    quarantine = None
-    if listed:
-        path = quarantine_of(state, unit.name)
-        with published_file(path) as file:
-            file.writelines(listed)
-        quarantine = content_of(path)
+    # Leaving the block publishes the shards, and only then are the contents of their files known.
     return UnitRecord(
         train=train.counted(),
         heldout=heldout.counted(),
         rejected=dict(sorted(rejected.items())),
-        quarantine=quarantine,
-        letters=letters,
+        quarantine=_publish_list(quarantine_of(state, unit.name), listed),
+        letters=_publish_letters(letters_of(state, unit.name), train.letters),
     )
+
+
+def _records_of(unit: Unit, job: Job, tokenizer: Tokenizer) -> Iterator[Record]:
+    if unit.kind == "tokens":
+        return _imported(unit, tokenizer)
+    return unit_records(unit, job.keys)
+
+
+def _publish_list(path: Path, lines: list[bytes]) -> FileContent | None:
+    """Writes the rejected records of a unit, if there are any."""
+    if not lines:
+        return None
+    with published_file(path) as file:
+        file.writelines(lines)
+    return content_of(path)
+
+
+def _publish_letters(path: Path, hashes: list[bytes]) -> FileContent | None:
+    """Writes the hashes of the letters of a unit's training documents, if there are any."""
+    if not hashes:
+        return None
+    with published_file(path) as file:
+        np.save(file, np.frombuffer(b"".join(hashes), np.uint64))
+    return content_of(path)
 
 
 def _quarantine_line(unit: Unit, record: Rejected) -> bytes:
@@ -372,6 +448,7 @@ def _quarantine_line(unit: Unit, record: Rejected) -> bytes:
 
 def _is_heldout(document: Document, fraction: float) -> bool:
     """Whether a document belongs to the held-out share."""
+    # The reader's bytes are of the text alone. With a prompt, or in a group, another text decides.
     utf8 = None
     if document.prompt is None and not document.group:
         utf8 = document.utf8
@@ -379,43 +456,60 @@ def _is_heldout(document: Document, fraction: float) -> bool:
 
 
 def _encoder(job: Job, tokenizer: Tokenizer) -> Encoder:
-    return tokenizer.reference if job.reference_only or tokenizer.fast is None else tokenizer.fast
+    if job.reference_only or tokenizer.fast is None:
+        return tokenizer.reference
+    return tokenizer.fast
 
 
 def _special_tokens(job: Job, tokenizer: Tokenizer) -> SpecialTokens:
-    """What a text of `job` that spells a special token becomes. A chat's template spells those that it means."""
+    """What a text of `job` that spells a special token becomes."""
     if job.corpus.messages_key is not None:
+        # A chat template spells the special tokens that it means.
         return "control"
     return cached_speller(tokenizer, tokenizer.reference, job.corpus.special_tokens).special_tokens
 
 
-def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Document | Rejected]:
-    """The documents of tokens that Megatron-LM made, without what this tokenizer puts before and after a document."""
+def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Record]:
+    """The documents of tokens that Megatron-LM made.
+
+    They come without the tokens that this tokenizer puts before and after a document.
+
+    Raises:
+        DataError: an id is not of the tokenizer.
+    """
     shard = Shard(Path(unit.path).with_suffix(""))
-    start, end = list(tokenizer.document_start), list(tokenizer.document_end)
+    start = list(tokenizer.document_start)
+    end = list(tokenizer.document_end)
     for number in range(unit.start, unit.stop):
         ids = shard.document(number).tolist()
         if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
             raise DataError(
-                f"{shard.bin_path}: document {number}: expected ids from 0 to {tokenizer.vocab_size - 1} of "
-                f"{tokenizer.path}, found {min(ids)} to {max(ids)}; name the tokenizer that made it"
+                f"{shard.bin_path}: document {number}: expected ids from 0 to "
+                f"{tokenizer.vocab_size - 1} of {tokenizer.path}, found {min(ids)} to {max(ids)}; "
+                "name the tokenizer that made it"
             )
-        ids = ids[len(start) :] if ids[: len(start)] == start else ids
-        ids = ids[: -len(end)] if ids[-len(end) :] == end else ids
-        yield (
-            Document(tokenizer.decode(ids), ids=ids) if ids else Rejected(number, "empty_text", b"")
-        )
+        if ids[: len(start)] == start:
+            ids = ids[len(start) :]
+        # With no end tokens `ids[-0:]` is the whole list, and is not equal to `end`.
+        if ids[-len(end) :] == end:
+            ids = ids[: -len(end)]
+        if ids:
+            yield Document(tokenizer.decode(ids), ids=ids)
+        else:
+            yield Rejected(number, "empty_text", b"")
 
 
 class _Part:
     """Collects the documents of one part of a unit, encodes them in batches and writes them.
 
-    Either all documents have a prompt or none. Prompt and text are encoded separately, so that the tokens of a prompt
-    do not depend on the text after it.
+    Either all documents have a prompt or none. Prompt and text are encoded separately, so that the
+    tokens of a prompt do not depend on the text after it.
     """
 
     def __init__(self, writer: ShardWriter, tokenizer: Tokenizer, job: Job) -> None:
-        self.writer, self._tokenizer, self._job = writer, tokenizer, job
+        self.writer = writer
+        self._tokenizer = tokenizer
+        self._job = job
         self._is_chat = job.corpus.messages_key is not None
         wanted: SpecialTokens | None = "control" if self._is_chat else job.corpus.special_tokens
         self._speller = cached_speller(tokenizer, _encoder(job, tokenizer), wanted)
@@ -443,11 +537,12 @@ class _Part:
 
     def write_batch(self) -> None:
         """Encodes and writes the documents collected since the last batch."""
-        batch, counts = self._batch, self._counts
-        if not batch:
+        if not self._batch:
             return
-        start, end = self._tokenizer.document_start, self._tokenizer.document_end
+        start = self._tokenizer.document_start
+        end = self._tokenizer.document_end
         ids, lengths = self._encoded()
+        # A token past the vocabulary would index the embedding out of range in training.
         largest = max(int(ids.max(initial=0)), *start, *end)
         if largest >= self._tokenizer.vocab_size:
             raise DataError(
@@ -456,24 +551,29 @@ class _Part:
                 "name the token that ends one with --end-of-document"
             )
         prompt_lengths = None
-        if batch[0].prompt is not None:
+        if self._batch[0].prompt is not None:
+            # `_encoded` returns prompt and answer of each document in turn.
             prompts, answers = lengths.reshape(-1, 2).T
             lengths = prompts + answers
+            # What stands before a document is read with its prompt, not predicted.
             prompt_lengths = len(start) + prompts
-            counts.prompt_tokens += int(prompt_lengths.sum())
-            counts.prompt_bytes += sum(len((document.prompt or "").encode()) for document in batch)
+            self._counts.prompt_tokens += int(prompt_lengths.sum())
+            for document in self._batch:
+                self._counts.prompt_bytes += len((document.prompt or "").encode())
         framed = _framed(ids.astype(self.writer.dtype), lengths, start, end)
         self.writer.add(framed, lengths + len(start) + len(end), prompt_lengths)
         self._count_texts()
-        self._batch, self._batch_bytes = [], 0
+        self._batch = []
+        self._batch_bytes = 0
 
     def _count_texts(self) -> None:
-        """Counts what is in the texts of the batch, and hashes their letters where they are compared."""
+        """Counts what is in the batch's texts, and hashes their letters where they are compared."""
         characters = 0
         decomposed = 0
         for document in self._batch:
             text = document.whole_text
             characters += len(text)
+            # ASCII is in every form of Unicode, and takes no time to find.
             if not text.isascii() and not is_normalized("NFC", text):
                 decomposed += 1
             if self._is_compared:
@@ -484,10 +584,9 @@ class _Part:
         self._counts.bytes += self._batch_bytes
 
     def _encoded(self) -> Encoded:
-        """The ids of the batch's texts, of a document with a prompt two."""
+        """The ids of the batch's texts; a document with a prompt is two texts."""
         if self._batch[0].ids is not None:
             return joined([document.ids or [] for document in self._batch])
-        tokenizer, reference = self._tokenizer, self._tokenizer.reference
         texts: list[str] = []
         utf8: list[bytes] = []
         for document in self._batch:
@@ -496,25 +595,48 @@ class _Part:
                 utf8.append(document.prompt.encode())
             texts.append(document.text)
             utf8.append(document.text.encode() if document.utf8 is None else document.utf8)
-        encoder = _encoder(self._job, tokenizer)
-        checked = texts[self.writer.documents % len(texts)][:_CHECKED_CHARACTERS]
-        if encoder is not reference and not agree(encoder, reference, [checked]):
-            raise DataError(
-                f"{encoder.name} and {reference.name} differ on {checked[:60]!r}; "
-                f"remove {self._job.output} and start again with --reference-only"
-            )
+        # Another document in each batch, and the same one when a unit is done again.
+        checked = texts[self.writer.documents % len(texts)]
+        self._check_encoder(checked[:_CHECKED_CHARACTERS])
         spelled = self._speller.spell(texts, utf8)
-        if not self._is_chat:  # its template spells special tokens
+        if not self._is_chat:
+            # A chat's template spells special tokens, so there they are no finding.
             self._counts.special_tokens_spelled += spelled.special_tokens
         self._counts.unknown_tokens += spelled.unknown_tokens
         self._counts.lost_characters += spelled.lost_characters
         return spelled.encoded
 
+    def _check_encoder(self, text: str) -> None:
+        """Compares the fast encoder with the reference on `text`.
+
+        Raises:
+            DataError: they give other ids.
+        """
+        encoder = _encoder(self._job, self._tokenizer)
+        reference = self._tokenizer.reference
+        if encoder is not reference and not agree(encoder, reference, [text]):
+            raise DataError(
+                f"{encoder.name} and {reference.name} differ on {text[:60]!r}; "
+                f"remove {self._job.output} and start again with --reference-only"
+            )
+
 
 def _framed(
     ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64], start: Sequence[int], end: Sequence[int]
 ) -> npt.NDArray[Any]:
-    """The ids of documents, joined, with `start` before and `end` after each, of the same type."""
+    """The ids of documents, joined, with `start` before and `end` after each, of the same type.
+
+    Args:
+        ids: of all documents, one behind the other.
+        lengths: of each document in `ids`.
+        start: the tokens before each document.
+        end: the tokens after each document.
+    """
     stops = np.cumsum(lengths)
-    places = np.column_stack([*[stops - lengths] * len(start), *[stops] * len(end)])
-    return np.insert(ids, places.ravel(), np.tile([*start, *end], len(lengths)))
+    starts = stops - lengths
+    # A row for each document: where in `ids` each token of its frame is inserted. np.insert takes
+    # places in the unchanged array, and keeps the order of several tokens at one place, so that the
+    # end of a document precedes the start of the next.
+    places = np.column_stack([starts] * len(start) + [stops] * len(end))
+    frame = np.tile([*start, *end], len(lengths))
+    return np.insert(ids, places.ravel(), frame)

@@ -1,9 +1,12 @@
-"""The machine of all jobs that fill a corpus folder: units of work, by any number of workers and jobs, restartable.
+"""The queue of every job that fills a corpus folder: units of work, for any number of workers and
+jobs, restartable.
 
-`<folder>/.units` holds plan.json, what the folder was begun for, and a record of each finished unit. A record is
-written after all other files of its unit, so a unit without one is done again, to the same bytes. A job that continues
-compares the files with their records, and does a unit again of which a file is missing or differs. manifest.json
-completes the corpus, and the folder `.units` is removed. What is done in a unit: `preprocess`, `rehearsal.corpus`.
+`<folder>/.units` holds plan.json, what the folder was begun for, and a record of each finished
+unit. A record is written after all other files of its unit, so a unit without one is done again, to
+the same bytes. A job that continues compares the files with their records, and does a unit again of
+which a file is missing or differs. manifest.json completes the corpus, and the folder `.units` is
+removed. What is done in a unit: `tokenize.job` tokenizes files, `self_generated.corpus` samples
+text from the base.
 """
 
 from __future__ import annotations
@@ -60,18 +63,22 @@ QUARANTINE = "quarantine.jsonl"
 """The rejected records, in a corpus's folder."""
 _PLAN = "plan.json"
 _AGAIN = "its unit is done again"
+# Of what is done again, so many are named in the log.
 _MOST_NAMED = 5
-"""Of what is done again, so many are named in the log."""
 _logger = log.get_logger(__name__)
 
-Share = tuple[int, int]
-"""(k, n): the k-th of n jobs that make a corpus together. It begins with its own units, but can do all of them."""
+JobShare = tuple[int, int]
+"""(k, n): the k-th of n jobs that make a corpus together, from 0.
+
+A job begins with its own units, but can do all of them.
+"""
 
 
-class Plan(Description):
+class CorpusPlan(Description):
     """What a folder is begun for. A job with another plan must not continue there.
 
-    `unit_size` is in bytes of text, or in tokens that a base writes. `version` is of how units are cut.
+    `unit_size` is in bytes of text, or in tokens that a base writes. `version` counts the ways in
+    which units have been cut.
     """
 
     inputs: list[tuple[str, int]]
@@ -80,12 +87,15 @@ class Plan(Description):
 
 
 class UnitPart(Counts):
-    """What one unit contributed to the train or to the held-out part. `files` is of its shard, if it has documents."""
+    """What one unit contributed to the train or to the held-out part.
+
+    `files` are the contents of its shard's files, if it has documents.
+    """
 
     files: dict[ShardFile, FileContent] = Field(default_factory=dict)
 
 
-class Outcome(BaseModel):
+class UnitOutcome(BaseModel):
     """What is recorded of a finished unit, of any kind of work."""
 
     unit: str = ""
@@ -94,14 +104,15 @@ class Outcome(BaseModel):
     """the hash of the plan.json that it was done for"""
 
     def written(self, state: Path, name: str) -> Iterator[tuple[Path, FileContent]]:
-        """The files that the unit `name` has written beside its record in `state`, and what they must hold."""
+        """The files that the unit `name` wrote beside its record in `state`, and their contents."""
         yield from ()
 
 
-class UnitRecord(Outcome):
+class UnitRecord(UnitOutcome):
     """The outcome of a unit that writes tokens.
 
-    `quarantine` is of its list of rejected records, `letters` of the hashes of its documents' letters, if it has any.
+    `quarantine` is the content of its list of rejected records, `letters` of the hashes of its
+    documents' letters, where there are any.
     """
 
     train: UnitPart
@@ -127,13 +138,13 @@ def quarantine_of(state: Path, name: str) -> Path:
 
 
 def letters_of(state: Path, name: str) -> Path:
-    """The hashes of the letters of the training documents of the unit `name`, for copies in held-out text."""
+    """The hashes of the letters of the unit's training documents, by which copies are found."""
     return state / f"{name}.letters.npy"
 
 
 @dataclass(frozen=True)
-class Work:
-    """A unit: its name, its size in what the progress bar counts, and the file that a message about it names."""
+class WorkUnit:
+    """A unit: its name, its size as the progress bar counts it, and the file that messages name."""
 
     name: str
     size: int
@@ -143,97 +154,106 @@ class Work:
         return self.path
 
 
-_Unit = TypeVar("_Unit", bound=Work)
-_Record = TypeVar("_Record", bound=Outcome)
+_Unit = TypeVar("_Unit", bound=WorkUnit)
+_Record = TypeVar("_Record", bound=UnitOutcome)
 
 
-def complete(output: Path, plan: Plan, make: Callable[[Path], Manifest]) -> Manifest:
-    """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as it is.
+def complete(output: Path, plan: CorpusPlan, make: Callable[[Path], Manifest]) -> Manifest:
+    """Makes the corpus of `plan` in the folder `output`, or continues it; a finished one is left as
+    it is.
 
     `make` fills the folder, with the folder of unfinished work as argument.
 
     Raises:
         OutputError: one of the folders holds something else.
         DataError: the folder holds or was begun for another corpus.
-        FileNotFoundError: somebody removed a file during the work.
     """
     _forget_without_documents(output, plan)
-    if (manifest := finished(output, plan)) is not None:
-        _logger.info(
-            "%s: already complete, %d documents, %d tokens",
-            output,
-            manifest.documents,
-            manifest.tokens,
-        )
+    manifest = finished(output, plan)
+    if manifest is None:
+        manifest = _make_or_wait(output, plan, make)
     else:
-        try:
-            _begin(output, plan)
-            # Another job may have begun another corpus here, or finished this one, since the first look.
-            with _at_work(output):
-                if (manifest := finished(output, plan)) is None:
-                    manifest = make(output / STATE)
-                    # Last: without a manifest a corpus is unfinished, whatever else there is.
-                    publish(manifest, output)
-        except (FileNotFoundError, DataError) as fault:
-            # Another job that shares the work may have finished, and removed the state.
-            if not (output / MANIFEST).exists() or (manifest := finished(output, plan)) is None:
-                if isinstance(fault, FileNotFoundError):
-                    raise DataError(
-                        f"{fault.filename}: vanished during the work; put it back"
-                    ) from None
-                raise
-    with contextlib.suppress(OSError):  # another job is doing the same
-        shutil.rmtree(
-            rename_aside(output / STATE), ignore_errors=True
-        )  # renamed first: another job may be reading it
+        counted = (manifest.documents, manifest.tokens)
+        _logger.info("%s: already complete, %d documents, %d tokens", output, *counted)
+    # Another job may be removing the state, too. It is renamed first, because a job that still
+    # reads it should find either all of it or nothing.
+    with contextlib.suppress(OSError):
+        shutil.rmtree(rename_aside(output / STATE), ignore_errors=True)
     return manifest
 
 
-def _begin(output: Path, plan: Plan) -> None:
+def _make_or_wait(output: Path, plan: CorpusPlan, make: Callable[[Path], Manifest]) -> Manifest:
+    """Makes the corpus, unless another job that shares the work finishes it first."""
+    try:
+        _begin(output, plan)
+        with _at_work(output):
+            # Another job may have begun another corpus here, or finished this one, since the first
+            # look.
+            manifest = finished(output, plan)
+            if manifest is None:
+                manifest = make(output / STATE)
+                # Last: without a manifest a corpus is unfinished, whatever else there is.
+                publish(manifest, output)
+            return manifest
+    except (FileNotFoundError, DataError) as fault:
+        # The other job removes the state when it has finished: then nothing is wrong.
+        if (output / MANIFEST).exists():
+            manifest = finished(output, plan)
+            if manifest is not None:
+                return manifest
+        if isinstance(fault, FileNotFoundError):
+            raise DataError(f"{fault.filename}: vanished during the work; put it back") from None
+        raise
+
+
+def _begin(output: Path, plan: CorpusPlan) -> None:
     """Makes the folders, and the state with the plan, where no other job has."""
     folders = _folders(output, plan)
     for folder in folders:
         try:
             check_replaceable(folder, CORPUS)
         except OutputError:
-            if not (output / STATE).is_dir():  # begun, perhaps by another job at this moment
+            # A folder with a state was begun, perhaps by another job at this moment.
+            if not (output / STATE).is_dir():
                 raise
     for folder in folders:
-        Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # through a link
+        # The folder may be a link whose target does not exist yet, as on a scratch file system.
+        Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)
     (output / STATE).mkdir(exist_ok=True)
     own = own_temporary(output / STATE / _PLAN)
     write_record(own, plan)
-    publish_first(own, output / STATE / _PLAN)  # of two jobs that begin at once one is first
+    # Of two jobs that begin at once, the plan of the first stays.
+    publish_first(own, output / STATE / _PLAN)
 
 
 @contextlib.contextmanager
 def _at_work(output: Path) -> Iterator[None]:
-    """Holds a lock on the plan that any number of jobs share, so that none removes the state of another."""
+    """Holds a lock on the plan that any number of jobs share, so that none removes the state of
+    another."""
     with (output / STATE / _PLAN).open("rb") as plan:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks; there nothing is forgotten
+        # A file system may have no locks. Nothing is forgotten there: see below.
+        with contextlib.suppress(OSError):
             fcntl.flock(plan, fcntl.LOCK_SH)
         yield
 
 
-def _forget_without_documents(output: Path, plan: Plan) -> None:
-    """Removes the state of a corpus that was begun otherwise, if no document was written and no job is at work.
+def _forget_without_documents(output: Path, plan: CorpusPlan) -> None:
+    """Removes the state of a corpus that was begun otherwise and has no document yet.
 
-    So settings under which no document was found, such as another text key, can be corrected.
+    So settings under which no document was found, such as another text key, can be corrected. The
+    state stays while a job is at work.
     """
     state = output / STATE
-    try:
+    # An OSError means: another job is at work there, or finished it, or the file system has no
+    # locks.
+    with contextlib.suppress(OSError):
         found = begun(output)
-        if (
-            not isinstance(found, Plan)
-            or found == plan
-            or (found.sampling is None) != (plan.sampling is None)
-        ):
+        if not isinstance(found, CorpusPlan) or found == plan:
             return
-        if (
-            found.tokenizer.backend != plan.tokenizer.backend
-        ):  # an encoder that erred: the user is to know
+        if (found.sampling is None) != (plan.sampling is None):
+            return
+        if found.tokenizer.backend != plan.tokenizer.backend:
+            # The fast encoder erred in that job, and the user is to remove the folder knowingly.
             return
         with (state / _PLAN).open("rb") as lock:
             # Exclusive, so that it fails while any job holds its share of the lock. The kernel
@@ -242,87 +262,97 @@ def _forget_without_documents(output: Path, plan: Plan) -> None:
             if not _has_documents(output):
                 _logger.info("%s: holds no document of what was begun; it is begun anew", output)
                 shutil.rmtree(rename_aside(state), ignore_errors=True)
-    except OSError:  # another job is at work there, or finished it, or the file system has no locks
-        return
 
 
 def _has_documents(output: Path) -> bool:
     """Whether a unit of the corpus wrote documents."""
-    folders = output, heldout_of(output)
-    return any(next(folder.glob("*.bin"), None) is not None for folder in folders)
+    for folder in (output, heldout_of(output)):
+        if next(folder.glob("*.bin"), None) is not None:
+            return True
+    return False
 
 
-def finished(output: Path, plan: Plan) -> Manifest | None:
+def finished(output: Path, plan: CorpusPlan) -> Manifest | None:
     """The manifest of the corpus in `output`, if it is complete.
 
     Raises:
-        DataError: where it is another corpus than that of `plan`, was begun as another one, or is
+        DataError: it is another corpus than that of `plan`, was begun as another one, or is
             damaged.
     """
     found = begun(output)
     if found is not None:
         _check_same(output, plan, found)
-    folders = _folders(output, plan)
-    if not isinstance(found, Manifest) or not all(
-        (folder / MANIFEST).exists() for folder in folders
-    ):
+    if not isinstance(found, Manifest):
         return None
+    folders = _folders(output, plan)
+    for folder in folders:
+        if not (folder / MANIFEST).exists():
+            return None
     for folder in folders:
         check_finished(folder)
     return found
 
 
-def begun(output: Path) -> Manifest | Plan | None:
-    """The manifest of the corpus in `output`, of an unfinished one its plan; None where none was begun."""
+def begun(output: Path) -> Manifest | CorpusPlan | None:
+    """The manifest of the corpus in `output`, of an unfinished one its plan; None for no corpus."""
     if (output / MANIFEST).exists():
         return load_manifest(output)
+    path = output / STATE / _PLAN
     try:
-        return read_record(
-            output / STATE / _PLAN, Plan, DataError, f"remove {output} to start again"
-        )
+        return read_record(path, CorpusPlan, DataError, f"remove {output} to start again")
     except FileNotFoundError:
         return None
 
 
-def _folders(output: Path, plan: Plan) -> list[Path]:
-    return [output, heldout_of(output)] if plan.heldout_fraction else [output]
+def _folders(output: Path, plan: CorpusPlan) -> list[Path]:
+    if plan.heldout_fraction:
+        return [output, heldout_of(output)]
+    return [output]
 
 
-def _check_same(output: Path, plan: Plan, found: Plan | Manifest) -> None:
+def _check_same(output: Path, plan: CorpusPlan, found: CorpusPlan | Manifest) -> None:
     if (plan.sampling is None) != (found.sampling is None):
         tool = "scale-cpt tokenize" if plan.sampling is None else "scale-cpt sample"
         raise DataError(
-            f"{output}: was not made by {tool}; choose another --output, or another name for the corpus"
+            f"{output}: was not made by {tool}; choose another --output, or another name for the "
+            "corpus"
         )
     terms = _terms(found)
     for name, expected in _terms(plan).items():
-        if name in terms and expected != terms[name]:
-            folders = "this folder"
-            if plan.heldout_fraction > 0 or heldout_of(output).exists():
-                folders = f"this folder and {heldout_of(output).name}"
-            raise DataError(
-                f"{output}: was begun with another {name.replace('_', ' ')}: "
-                f"expected {expected!r:.120}, found {terms[name]!r:.120}; set it back, or "
-                f"remove {folders} to make the corpus again, or choose another --output"
-            )
+        if name not in terms or expected == terms[name]:
+            continue
+        folders = "this folder"
+        # A held-out part that is tokenized by itself has no held-out part of its own.
+        if plan.heldout_fraction > 0 or heldout_of(output).exists():
+            folders = f"this folder and {heldout_of(output).name}"
+        raise DataError(
+            f"{output}: was begun with another {name.replace('_', ' ')}: "
+            f"expected {expected!r:.120}, found {terms[name]!r:.120}; set it back, or "
+            f"remove {folders} to make the corpus again, or choose another --output"
+        )
 
 
-def _terms(made: Plan | Manifest) -> dict[str, Any]:
+def _terms(made: CorpusPlan | Manifest) -> dict[str, Any]:
     """What may not differ between two attempts, by name."""
-    fields = made.model_dump(include=set(Plan.model_fields))
-    tokenizer, sampling = fields.pop("tokenizer"), fields.pop("sampling") or {}
-    if isinstance(
-        made, Manifest
-    ):  # it does not say how the work was divided, and either encoder may have made it
+    fields = made.model_dump(include=set(CorpusPlan.model_fields))
+    tokenizer = fields.pop("tokenizer")
+    sampling = fields.pop("sampling") or {}
+    if isinstance(made, Manifest):
+        # A manifest does not say how the work was divided, and either encoder may have made it.
+        # Held-out parts that earlier versions chose by the whole text stay valid.
         fields["inputs"] = [(file.path, file.bytes) for file in made.inputs]
         del tokenizer["backend"], fields["heldout_by"]
-        if fields["special_tokens"] is None:  # an earlier version made it
+        if fields["special_tokens"] is None:
+            # Earlier versions did not record it.
             del fields["special_tokens"]
-    return {**tokenizer, **sampling, **fields}  # the size of units, which others decide, comes last
+    # The first difference is reported. The size of units, which follows from others, comes last.
+    return {**tokenizer, **sampling, **fields}
 
 
 def check_finished(folder: Path, *, sampled: int | None = SAMPLED_BYTES) -> None:
-    """Compares the corpus in `folder`, or an empty held-out part, with its manifest: see TokenCorpus.check."""
+    """Compares the corpus in `folder`, or an empty held-out part, with its manifest: see
+    TokenCorpus.check."""
+    # An empty held-out part has no shards to open.
     if load_manifest(folder).tokens:
         TokenCorpus(folder).check(sampled=sampled)
 
@@ -331,15 +361,16 @@ def publish(manifest: Manifest, folder: Path) -> None:
     """Writes the manifest of a part, which completes it.
 
     Raises:
-        DataError: where a shard is missing or of another size, as after somebody tidied up during
-            the work.
+        DataError: a shard is missing or of another size, as after somebody tidied up during the
+            work.
     """
+    advice = f"start again: {_AGAIN}"
 
     def check(shard: ShardRecord) -> None:
         for end, content in shard.files.items():
-            check_file(
-                shard_file(folder / shard.name, end), content, f"start again: {_AGAIN}", whole=False
-            )
+            # Sizes alone: their hashes were made as they were written, and compared if the job was
+            # continued.
+            check_file(shard_file(folder / shard.name, end), content, advice, whole=False)
 
     for _ in in_threads(check, manifest.shards):
         pass
@@ -347,6 +378,7 @@ def publish(manifest: Manifest, folder: Path) -> None:
 
 
 def heldout_of(output: Path) -> Path:
+    """The folder of the held-out part of the corpus in `output`."""
     return output.with_name(output.name + ".heldout")
 
 
@@ -356,53 +388,71 @@ def run_units(
     work: Callable[[_Unit], _Record],
     units: Sequence[_Unit],
     workers: Workers,
-    share: Share = (0, 1),
+    share: JobShare = (0, 1),
     *,
     what: str,
     measured_in: str = "B",
 ) -> Iterator[tuple[str, _Record]]:
-    """The name and the record of every unit; those that are done first, then the others as they are finished.
+    """The name and the record of every unit: first the finished ones, then each as it is finished.
 
     Args:
         state: the folder of the records, which are of type `schema`.
+        schema: the type of the records.
         work: does a unit, and returns its record.
-        share: this job's. Its own units come first, then the others' from the end, which those jobs reach last.
+        units: all units of the corpus.
+        workers: do the units.
+        share: this job's. Its own units come first, then the others' from the end, which those jobs
+            reach last.
         what: what is done, for the progress bar.
         measured_in: the unit of the sizes, for the progress bar.
     """
     records = _Records(state, schema, file_hash(state / _PLAN), _time_of(state))
-    sizes = {unit.name: unit.size for unit in units}
-    with os.scandir(state) as entries:
-        recorded = {entry.name for entry in entries}
-    found = [unit for unit in units if f"{unit.name}.json" in recorded]
     done: set[str] = set()
-    faults: list[str] = []
-    if found:
-        # By all workers: hashing the files takes as long as reading them.
-        with progress_bar("checking finished units", len(found), " units") as checked:
-            for kept in workers.run(records.kept, _in_turn(found, share)):
-                checked.update(1)
-                if kept.record is not None:
-                    done.add(kept.name)
-                    yield kept.name, kept.record
-                elif kept.fault:
-                    faults.append(kept.fault)
-    warn_of_repeats(faults)
-    left = [unit for unit in units if unit.name not in done]
-    with progress_bar(
-        what, sum(sizes.values()), measured_in, done=sum(sizes[name] for name in done)
-    ) as progress:
-        for name, record in workers.run(partial(_do, records, work), _in_turn(left, share)):
+    for name, record in _sound_records(records, units, workers, share):
+        done.add(name)
+        yield name, record
+
+    sizes: dict[str, int] = {}
+    left: list[_Unit] = []
+    for unit in units:
+        sizes[unit.name] = unit.size
+        if unit.name not in done:
+            left.append(unit)
+    size_done = sum(sizes[name] for name in done)
+    do = partial(_do, records, work)
+    with progress_bar(what, sum(sizes.values()), measured_in, done=size_done) as progress:
+        for name, record in workers.run(do, _in_turn(left, share)):
             progress.update(sizes[name])
             yield name, record
 
 
-def _in_turn(units: Sequence[_Unit], share: Share) -> list[_Unit]:
+def _sound_records(
+    records: _Records[_Record], units: Sequence[_Unit], workers: Workers, share: JobShare
+) -> Iterator[tuple[str, _Record]]:
+    """The finished units whose files are as they were written. The log names why others are not."""
+    # One listing: to look for the record of each unit takes long on a network file system.
+    with os.scandir(records.state) as entries:
+        recorded = {entry.name for entry in entries}
+    found = [unit for unit in units if f"{unit.name}.json" in recorded]
+    faults: list[str] = []
+    if found:
+        # All workers compare, because hashing the files takes as long as reading them.
+        with progress_bar("checking finished units", len(found), " units") as checked:
+            for kept in workers.run(records.kept, _in_turn(found, share)):
+                checked.update(1)
+                if kept.record is not None:
+                    yield kept.name, kept.record
+                elif kept.fault:
+                    faults.append(kept.fault)
+    warn_of_repeats(faults)
+
+
+def _in_turn(units: Sequence[_Unit], share: JobShare) -> list[_Unit]:
     """This job's own units, then the others' from the end, which those jobs reach last."""
     k, n = share
-    # No queue that jobs would have to agree on: without one, they meet only at the end, where both
-    # may do the same unit, to the same bytes.
-    return [*units[k::n], *reversed([unit for at, unit in enumerate(units) if at % n != k])]
+    others = [unit for number, unit in enumerate(units) if number % n != k]
+    others.reverse()
+    return [*units[k::n], *others]
 
 
 def warn_of_repeats(faults: Sequence[str]) -> None:
@@ -414,14 +464,16 @@ def warn_of_repeats(faults: Sequence[str]) -> None:
 
 
 def _time_of(state: Path) -> int:
-    """Now, in nanoseconds, by the clock that gives the files in `state` their times: machines may differ."""
+    """Now, in nanoseconds, by the clock that gives the files in `state` their times: machines may
+    differ."""
     with tempfile.NamedTemporaryFile(dir=state, prefix=".now.") as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
 @dataclass(frozen=True)
 class _Kept(Generic[_Record]):
-    """A unit that was found: its record, or None and the reason for which it is done again, if there is any."""
+    """A unit that was found: its record, or None and the reason for which it is done again, if
+    there is any."""
 
     name: str
     record: _Record | None
@@ -430,18 +482,23 @@ class _Kept(Generic[_Record]):
 
 @dataclass(frozen=True)
 class _Records(Generic[_Record]):
-    """The records of finished units in `state`, of the type `schema`, made for the plan of that hash."""
+    """The records of finished units in `state`, of the type `schema`, made for the plan of that
+    hash."""
 
     state: Path
     schema: type[_Record]
     plan: str
     began: int
-    """when this job began to look at them: later records are compared by another job, or were just written"""
+    """when this job began to look at them, in nanoseconds
 
-    def kept(self, unit: Work) -> _Kept[_Record]:
+    Another job has compared, or just written, each record with a later time.
+    """
+
+    def kept(self, unit: WorkUnit) -> _Kept[_Record]:
         """The record of `unit`, if it is sound and its files are as they were written.
 
-        Sizes are always compared, and hashes where no other job has compared them since this one began.
+        Sizes are always compared, and hashes where no other job has compared them since this one
+        began.
         """  # noqa: DOC501  # the DataError is caught below
         path = self.path_of(unit.name)
         try:
@@ -458,9 +515,9 @@ class _Records(Generic[_Record]):
         except DataError as fault:
             return _Kept(unit.name, None, str(fault))
         if changed <= self.began:
-            with contextlib.suppress(
-                OSError
-            ):  # another user's file, or gone since: others compare it, too
+            # The new time tells jobs beside this one that the hashes were compared. It cannot be
+            # set for another user's file, or for one that is gone since: others compare it, too.
+            with contextlib.suppress(OSError):
                 # The record's time says to other jobs that its files were compared.
                 os.utime(path)
         return _Kept(unit.name, record)
@@ -477,33 +534,41 @@ class _Records(Generic[_Record]):
 def _do(
     records: _Records[_Record], work: Callable[[_Unit], _Record], unit: _Unit
 ) -> tuple[str, _Record]:
-    record = records.kept(unit).record  # another job may have done it
-    return unit.name, records.write(unit.name, work(unit)) if record is None else record
+    # Another job may have done it since the first look.
+    record = records.kept(unit).record
+    if record is None:
+        record = records.write(unit.name, work(unit))
+    return unit.name, record
 
 
 def manifest_of(
-    plan: Plan,
+    plan: CorpusPlan,
     part: str,
     shards: Mapping[str, UnitPart],
     inputs: list[InputFile],
     rejected: Mapping[str, int] = {},
 ) -> Manifest:
     """The manifest of a part of the corpus of `plan`; `shards` are its units, by their names."""
-    counts = {
-        name: sum(getattr(unit, name) for unit in shards.values()) for name in Counts.model_fields
-    }
+    counts: dict[str, Any] = dict.fromkeys(Counts.model_fields, 0)
+    records: list[ShardRecord] = []
+    for name, unit in shards.items():
+        for field in counts:
+            counts[field] += getattr(unit, field)
+        if unit.documents:
+            record = ShardRecord(
+                name=name, documents=unit.documents, tokens=unit.tokens, files=unit.files
+            )
+            records.append(record)
     return Manifest(
         part=part,
+        # A manifest lists the inputs with their hashes, and not how the work was divided.
         **plan.model_dump(exclude={"inputs", "unit_size", "version"}),
         **counts,
         token_dtype=token_dtype(plan.tokenizer.vocab_size).name,
+        # A part may be empty.
         tokens_per_character=round(counts["tokens"] / max(counts["characters"], 1), 6),
         tokens_per_byte=round(counts["tokens"] / max(counts["bytes"], 1), 6),
         rejected=dict(sorted(rejected.items())),
         inputs=inputs,
-        shards=[
-            ShardRecord(name=name, documents=unit.documents, tokens=unit.tokens, files=unit.files)
-            for name, unit in shards.items()
-            if unit.documents
-        ],
+        shards=records,
     )

@@ -1,8 +1,10 @@
-"""Hashes of a text that its copies share which differ in white space, or in the form of Unicode, alone.
+"""Hashes of a text that its copies share which differ in white space, or in the form of Unicode,
+alone.
 
-Both hashes decide what corpora hold: the hash of the words which documents are held out, the hash of the letters which
-are copies. So their values must stay what `str.split` makes of a text in Unicode's NFC, which is the slow way here. The
-fast ways work on UTF-8, and take a fifth of the time.
+Both hashes decide what corpora hold: the hash of the words which documents are held out, the hash
+of the letters which are copies. So their values must stay what `str.split` makes of a text in
+Unicode's NFC, which is the slow way here. The fast ways work on UTF-8, and take a fifth of the
+time.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from unicodedata import normalize
 
 import numpy as np
 
+# The last white space of Unicode, the ideographic one of Chinese and Japanese.
 _LAST_BLANK = 0x3000
-"""The last white space of Unicode, the ideographic one of Chinese and Japanese."""
 _BLANKS = [chr(code) for code in range(_LAST_BLANK + 1) if chr(code).isspace()]
 _WIDE_BLANKS = [blank for blank in _BLANKS if not blank.isascii()]
 _ASCII_BLANKS = "".join(filter(str.isascii, _BLANKS)).encode()
 _TO_SPACES = bytes.maketrans(_ASCII_BLANKS, b" " * len(_ASCII_BLANKS))
+# Characters up to which splitting a text is faster than the calls of numpy.
 _SHORT = 1024
-"""characters up to which splitting a text is faster than the calls of numpy"""
 
 
 def hash_of_words(text: str, utf8: bytes | None = None) -> bytes:
@@ -58,7 +60,8 @@ def _joined_words(utf8: bytes) -> bytes:
     spaced = utf8.translate(_TO_SPACES)
     is_space = np.frombuffer(spaced, np.uint8) == ord(" ")
     is_kept = ~is_space
-    is_kept[1:] |= ~is_space[:-1]  # the first space behind a word
+    # Of each run of spaces the first is kept: the one whose byte before it is no space.
+    is_kept[1:] |= ~is_space[:-1]
     kept = np.frombuffer(spaced, np.uint8)[is_kept]
     return kept.tobytes().strip(b" ")
 

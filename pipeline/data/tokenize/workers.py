@@ -1,4 +1,5 @@
-"""A pool of processes, each of which takes the next task when it is free; and the share of an MPI rank."""
+"""A pool of processes, each of which takes the next task when it is free; and the share of an MPI
+rank."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Runs functions over tasks, on the `count` processes of a pool, or without one in this process."""
+    """Runs functions over tasks, on the `count` processes of a pool, or without one in this
+    process."""
 
     def __init__(self, pool: ProcessPoolExecutor | None, count: int = 1) -> None:
         self._pool = pool
@@ -32,7 +34,7 @@ class Workers:
         """Yields `function(task)` for every task, in the order in which they finish.
 
         Raises:
-            DataError: where a worker died; the message names the tasks that may have been its own.
+            DataError: a worker died; the message names the tasks that may have been its own.
         """
         if self._pool is None:
             yield from map(function, tasks)
@@ -44,16 +46,19 @@ class Workers:
             for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool:
-            # Tasks begin in their order.
-            unfinished = [
-                task for future, task in futures.items() if not future.done() or future.exception()
-            ]
+            unfinished: list[Task] = []
+            for future, task in futures.items():
+                if not future.done() or future.exception() is not None:
+                    unfinished.append(task)
+            # Tasks begin in their order, so the dead worker had one of the first.
             at_work = " or ".join(map(str, unfinished[: self._count]))
             raise DataError(
-                f"a worker process was killed at {at_work}; start the same command again, with fewer --workers if "
-                "memory was short, and without the file if it is damaged: finished work is kept"
+                f"a worker process was killed at {at_work}; start the same command again, with "
+                "fewer --workers if memory was short, and without the file if it is damaged: "
+                "finished work is kept"
             ) from None
         finally:
+            # After a fault, or where the caller wants no more, no further task is begun.
             for future in futures:
                 future.cancel()
 
@@ -62,29 +67,36 @@ class Workers:
 def local_workers(
     count: int, *, preload: str = "pipeline.data.tokenize.job", isolated: bool = False
 ) -> Iterator[Workers]:
-    """`count` processes of this machine, which import the module `preload` once; a single worker is this process.
+    """`count` processes of this machine, which import the module `preload` once; a single worker is
+    this process.
 
-    `isolated`: a single worker is another process, too: what a file makes a library do does not end this one.
+    `isolated`: a single worker is another process, too: what a file makes a library do does not end
+    this one.
     """
     if count == 1 and not isolated:
         yield Workers(None)
         return
     _start_silent_tracker()
+    # A fork of this process would copy locks that threads of libraries hold here.
     # Not fork: a child of a process with threads (torch, tokenizers, the progress bar) may inherit
     # a lock that nobody releases. Not spawn: each worker would import everything anew.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work) as pool:
-        pool.submit(os.getpid)  # starts the fork server, which imports while the caller prepares
+        # Starts the fork server now, which imports `preload` while the caller prepares.
+        pool.submit(os.getpid)
         yield Workers(pool, count)
 
 
 def _start_silent_tracker() -> None:
-    """Starts the process that removes semaphores after a kill, without the warning that it would print then.
+    """Starts the process that removes semaphores after a kill, without the warning that it would
+    print then.
 
-    It outlives all others: its warning would come on a terminal, or in a log, where another command already runs.
+    It outlives all others: its warning would come on a terminal, or in a log, where another command
+    already runs.
     """
-    sys.warnoptions.append(_OF_TRACKER)  # which new processes of multiprocessing get as -W
+    # New processes of multiprocessing get these options as -W.
+    sys.warnoptions.append(_OF_TRACKER)
     try:
         resource_tracker.ensure_running()
     finally:
@@ -100,17 +112,17 @@ def mpi_share() -> tuple[int, int]:
     """
     try:
         from mpi4py import MPI  # the import starts MPI
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # RuntimeError: mpi4py is installed, and finds no library of MPI
+    except (ImportError, RuntimeError) as error:
+        # RuntimeError: mpi4py is installed, and finds no library of MPI.
         reason = str(error).partition("\n")[0]
         raise MissingPackageError(
-            f"--mpi: this machine has no MPI ({reason}); install Open MPI and mpi4py, load their module, or use a job "
-            "array, which needs neither"
+            f"--mpi: this machine has no MPI ({reason}); install Open MPI and mpi4py, load their "
+            "module, or use a job array, which needs neither"
         ) from None
 
-    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    rank = MPI.COMM_WORLD.rank
+    size = MPI.COMM_WORLD.size
+    # Without a launcher each process is a world of its own, and all would be rank 0.
     expected = int(os.environ.get("SLURM_NTASKS", "1"))
     if size < expected:
         raise LayoutError(
@@ -136,6 +148,8 @@ def _begin_work() -> None:
 
 def _end_with_parent() -> None:
     """Waits for the process that made the pool; its death, even by SIGKILL, ends this one."""
-    if (parent := multiprocessing.parent_process()) is not None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
         parent.join()
+    # At once: nobody waits for its results, and the main thread may be within a library.
     os._exit(1)

@@ -1,9 +1,9 @@
 """One base with several expansions beside each other, for `transformers`. It is shipped with the
 weights:
 
-    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)                      # all
-    expansions AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True,
-    active=["korean"])   # only this one
+    load = AutoModelForCausalLM.from_pretrained
+    load(folder, trust_remote_code=True)                        # all expansions
+    load(folder, trust_remote_code=True, active=["korean"])     # only this one
 
 Each expansion was trained alone on the frozen base, and has a gate. All gates read the base's exact
 stream. Of several, the expansion whose margins (its score, the log odds of its text, less its

@@ -18,7 +18,7 @@ import pytest
 
 from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize import queue as jobs
-from pipeline.data.tokenize.queue import QUARANTINE, STATE, UnitRecord, Work, heldout_of
+from pipeline.data.tokenize.queue import QUARANTINE, STATE, UnitRecord, WorkUnit, heldout_of
 from pipeline.errors import DataError
 from pipeline.files import file_hash
 from tests.data.helpers import PROJECT, STORIES260K, contents, documents, tokenize, write_jsonl
@@ -176,7 +176,7 @@ def test_what_another_job_has_compared_meanwhile_is_compared_by_size(
     """Or each of the jobs of an array that continues would read the whole corpus."""
     state = begun / STATE
     records = jobs._Records(state, UnitRecord, file_hash(state / "plan.json"), jobs._time_of(state))
-    unit = Work("00000-000001", 1, "")
+    unit = WorkUnit("00000-000001", 1, "")
     assert records.kept(unit).record is not None
     shard = begun / "00000-000001.bin"
     flip_bit(shard)

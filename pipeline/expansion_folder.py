@@ -42,6 +42,7 @@ class ExpansionManifest(BaseModel):
         position: the position of the run that trained it, where the expansion is an export of a
             checkpoint (`--format expansion`).
         tokenizer: the fingerprint of the tokenizer that it was trained with, for the same exports.
+        own_tokens: the ids that have rows of their own; None without own rows.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -56,6 +57,7 @@ class ExpansionManifest(BaseModel):
     hashes: dict[str, str]
     position: dict[str, Any] | None = None
     tokenizer: str | None = None
+    own_tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

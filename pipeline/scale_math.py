@@ -212,6 +212,15 @@ def separate_products(x: Tensor, weight: Tensor, rows: list[int]) -> Tensor:
     return torch.cat([F.linear(x, part) for part in weight.split(rows)], dim=-1)
 
 
+def own_row_logits(x: Tensor, own_rows: Tensor, row_of_column: Tensor) -> Tensor:
+    """What open tokens' own output rows add to the logits: x [..., D] -> [..., V] in fp32.
+
+    own_rows: [r, D]; row_of_column: [V], the row of each token of the vocabulary. The product is
+    with the few rows, and not with a matrix of the vocabulary's size.
+    """
+    return F.linear(x, own_rows).float()[..., row_of_column]
+
+
 def soft_capped(z: Tensor, cap: float | None) -> Tensor:
     """Logits z as cap · tanh(z / cap)."""
     if cap is None:

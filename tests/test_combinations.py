@@ -42,8 +42,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"parallel__tp_size": 2},
     "sequence parallel": {"parallel__tp_size": 2, "parallel__sequence_parallel": True},
     "vocabulary": {"vocabulary": {"folder": "pieces"}},
-    "self_generated": {"data__replay_loss": "kl"},
+    "self-generated text": {"data__replay_loss": "kl"},
     "gate": {"gate": {}},
+    "own weights": {
+        "method__own_rows": {"min_count": 5},
+        "method__own_gains": True,
+        "method__low_rank": 4,
+        "gate": {},
+    },
     "fp8": {"base_precision": "fp8"},
     "nf4": {"base_precision": "nf4"},
     "norm: base": {"method__norm": "base"},
@@ -67,7 +73,8 @@ IN_JOURNEYS: dict[str, tuple[str, Any]] = {
     **{f"ZeRO-{stage}": ("zero", stage) for stage in (1, 2, 3)},
     "sequence parallel": ("sequence_parallel", True),
     "vocabulary": ("vocabulary", True),
-    "self_generated": ("replay_loss", "kl"),
+    "self-generated text": ("replay_loss", "kl"),
+    "own weights": ("own_weights", True),
     "fp8": ("base_precision", "fp8"),
     "nf4": ("base_precision", "nf4"),
     "norm: base": ("norm", "base"),
@@ -129,6 +136,8 @@ def fault(pair: tuple[str, str], folder: Path) -> str | None:
     changes: dict[str, Any] = {}
     for name in sorted(pair, key=list(FEATURES).index):
         changes |= deepcopy(FEATURES[name])
+    if {*pair} == {"preserve", "own weights"}:
+        changes["method__own_first_layer"] = 1
     path = write_config(folder, folder, **{"zero": 1, **changes})
     architecture: dict[str, Any] = {}
     for name in filter(pair.__contains__, CONFIG_OF):  # in this order: a set's would be chance
@@ -203,8 +212,11 @@ def test_models_leave_in_the_formats_that_the_table_names(row, base):
     settings: Method = TypeAdapter(Method).validate_python(values)
     plan = None
     if isinstance(settings, ScaleMethod):
+        own = {"own_gains": True} if "own weights" in row else {}
         plan = plan_expansion(
-            scale_settings(settings.variant, norm=settings.norm), spec.widths, spec.num_layers
+            scale_settings(settings.variant, norm=settings.norm, **own),
+            spec.widths,
+            spec.num_layers,
         )
     for format, reason in unsupported_reason(settings, plan, spec, gated="gate" in row).items():
         check(EXPORTS[row, format], reason, (row, format))

@@ -40,6 +40,47 @@ def test_a_setting_that_would_do_nothing_is_a_fault(changes, fault, tmp_path):
         )
 
 
+ADAPT_OWN = {
+    "name": "scale",
+    "variant": "adapt",
+    "expansion": {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4},
+    "l_fp": 3,
+    "own_rows": {"min_count": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "fault"),
+    [
+        ({}, {"gate": None}, "method.own_rows, own_gains, low_rank: .*add a section gate"),
+        ({"own_rows": None, "low_rank": 4}, {"gate": None}, "add a section gate"),
+        ({"variant": "route"}, {}, "do not go with variant route"),
+        ({"variant": "preserve", "l_fp": None}, {}, "own_first_layer: expected with variant pres"),
+        ({"own_first_layer": 3}, {}, "own_first_layer does not apply to variant adapt"),
+        (
+            {"own_rows": None, "own_first_layer": 3},
+            {},
+            "own_first_layer belongs to own_rows, own_gains or low_rank",
+        ),
+        ({}, {"vocabulary": {"folder": "words"}}, "method.own_rows: not beside an extended vocab"),
+        ({}, {"gate": {"layer": 4}}, "gate.layer: 4 is above method.l_fp 3"),
+        (
+            {"variant": "preserve", "l_fp": None, "own_first_layer": 1},
+            {"gate": {"layer": 2}},
+            "gate.layer: 2 is above method.own_first_layer 1",
+        ),
+        ({"own_rows": "some"}, {}, "own_rows"),
+        ({"own_rows": {"min_count": 0}}, {}, "min_count"),
+    ],
+)
+def test_weights_of_open_tokens_own_that_do_not_fit_are_a_fault(method, changes, fault, tmp_path):
+    settings = {"method": ADAPT_OWN | method, "gate": {}, **changes}
+    with pytest.raises(ConfigError, match=fault) as error:
+        load_config(write_config(tmp_path, tmp_path, **settings))
+    assert "\n" not in str(error.value)
+    load_config(write_config(tmp_path, tmp_path, method=ADAPT_OWN, gate={}))
+
+
 def test_a_key_that_is_given_twice_is_a_fault_but_not_one_that_was_merged(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n")

@@ -64,8 +64,14 @@ def widened(
     precision: QuantizedPrecision | None = None,
 ) -> Decoder:
     """`base` widened, at its initial expansion plus `noise` (a standard deviation) on all that
-    trains."""
-    method = Scale(settings, Path("unread"), SEED)
+    trains.
+
+    Where the method has own rows, every other token has one.
+    """
+    own_tokens: tuple[int, ...] | None = None
+    if settings.own_rows is not None:
+        own_tokens = tuple(range(0, base.spec.vocab_size, 2))
+    method = Scale(settings, Path("unread"), SEED, own_tokens)
     model = method.build(base.spec, tp, activation_checkpointing)
     if precision is not None:
         quantize_base(model, precision)

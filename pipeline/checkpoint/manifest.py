@@ -147,6 +147,7 @@ class RunRecord(_ManifestSection):
             in a checkpoint of an earlier version.
         vocabulary: the folder of the extended vocabulary.
         new_rows: how many tokens that vocabulary adds.
+        own_tokens: the ids that have rows of their own; None without own rows.
     """
 
     name: str
@@ -162,6 +163,7 @@ class RunRecord(_ManifestSection):
     tokenizer_fingerprint: str
     vocabulary: str | None = None
     new_rows: int = 0
+    own_tokens: tuple[int, ...] | None = None
 
 
 class CheckpointFile(_ManifestSection):
@@ -209,6 +211,9 @@ def describe_run(
     expansion = None
     if model.plan is not None:
         expansion = asdict(model.plan.expansion)
+    own_tokens = None
+    if model.plan is not None and model.plan.own is not None:
+        own_tokens = model.plan.own.tokens
     vocabulary = None
     if config.vocabulary is not None:
         vocabulary = str(config.vocabulary.folder)
@@ -231,6 +236,7 @@ def describe_run(
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocabulary=vocabulary,
         new_rows=base.spec.new_tokens,
+        own_tokens=own_tokens,
     )
 
 
@@ -328,6 +334,11 @@ def check_same_run(
             "it back as it was, or start a run in another folder"
         )
 
+    if manifest.run.own_tokens != run.own_tokens:
+        raise CheckpointError(
+            f"{folder}: was trained with rows of their own for other tokens; put the run's initial "
+            "expansion back as it was, or start a run in another folder"
+        )
     saved = _compared(manifest.run, names)
     wanted = _compared(run, names)
     # Names of either: a setting may exist in one of them only, as those of another method.

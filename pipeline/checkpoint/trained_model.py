@@ -239,7 +239,7 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         )
     # No folder of initial values is needed: only the structure is used, the values are in the
     # checkpoint.
-    method = method_for(settings, Path(), manifest.run.seed)
+    method = method_for(settings, Path(), manifest.run.seed, manifest.run.own_tokens)
     with torch.device("meta"):
         # At one rank: partitions are kept as attributes, from which the reader knows how the shards
         # of any layout join.

@@ -99,6 +99,14 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         dp_size = inputs.layout.dp_size
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
         rows.append(("parameters", str(estimator.parameters)))
+        if estimator.has_uncounted_rows:
+            rows.append(
+                (
+                    "parameters",
+                    "an upper bound, with own rows of all tokens: scale-cpt upscale counts which "
+                    "tokens get one (method.own_rows.min_count)",
+                )
+            )
         rows += _checkpoint_rows(estimator, faults)
         rows += _disk_space_rows(estimator, faults)
         try:

@@ -70,8 +70,9 @@ _MARK = re.compile(
     r"(?i)무단\s?(?:전재|복제|배포)(?:\s?(?:및|[-,·/])?\s?(?:재배포|배포|복제))?(?:\s?금지)?|"
     r"재배포\s?금지|"
     r"저작권자\s?[ⓒ©(]|기사\s?제보|"
-    r"구독\s?신청|댓글\s?\d+개?$|all rights reserved|(?:cookie|privacy) policy|"
-    r"terms of (?:use|service)|subscribe to our|share (?:this )?on"
+    r"구독\s?신청|댓글\s?\d+개?$|"
+    r"all rights reserved|(?:cookie|privacy) policy|terms of (?:use|service)|"
+    r"subscribe to our|share (?:this )?on"
 )
 """What pages are marked, signed or framed with."""
 # A line with more characters before its first mark, or behind its last one, is a text that mentions

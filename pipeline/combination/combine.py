@@ -177,6 +177,11 @@ def open_export(path: Path) -> ExpansionExport:
         fault = "a Route model computes two paths by itself; train Preserve or Adapt"
     elif any(rotary["context"] is not None for rotary in config.get("rotary", ())):
         fault = "its rotary frequencies change with the text's length"
+    elif config.get("own_first_layer") is not None:
+        fault = (
+            "its open tokens have weights of their own (method.own_rows, own_gains, low_rank), "
+            "which a combination does not run; serve the export alone"
+        )
     if fault is not None:
         raise ConversionError(f"{folder}: cannot be combined: {fault}")
     return ExpansionExport(folder, config, read_object(folder / RECORD, ConversionError))

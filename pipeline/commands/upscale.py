@@ -48,6 +48,8 @@ def _upscale(config: RunConfig) -> None:
         _logger.info("%s is there already, and training has begun", output)
         return
     # After the configuration is checked, so that a mistake in it is reported at once.
+    from pipeline.data.tokenizer.load import load_tokenizer
+    from pipeline.methods.own_tokens import own_tokens_of
     from pipeline.methods.scale import made_expansion, upscale
     from pipeline.model.from_hf import open_base
     from pipeline.scale.plan import plan_expansion
@@ -63,7 +65,12 @@ def _upscale(config: RunConfig) -> None:
     # Faults of the method are found before the slow comparison.
     plan_expansion(method, base.spec.widths, base.spec.num_layers)
     check_against_transformers(base)
-    upscale(method, base, output, config.seed)
+    own_tokens = own_tokens_of(
+        config,
+        base.spec.vocab_size,
+        tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint,
+    )
+    upscale(method, base, output, config.seed, own_tokens)
     _logger.info("wrote the initial expansion to %s", output)
 
 

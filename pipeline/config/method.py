@@ -36,6 +36,14 @@ class Initialisers(Section):
     """initial values of W22, the blocks among the added channels"""
 
 
+class OwnRows(Section):
+    """Rows of their own, for tokens that a gate opens."""
+
+    min_count: PositiveInt = 20
+    """how often a token must occur in the corpora of role new to get a row of its own; all rarer
+    tokens share one row"""
+
+
 class ScaleMethod(Section):
     """SCALE: a frozen base, widened."""
 
@@ -54,6 +62,47 @@ class ScaleMethod(Section):
     """statistics that normalise the expansion stream: its own (separate), or the base stream's,
     which a merged export needs"""
     initialisers: Initialisers = Initialisers()
+    own_rows: OwnRows | Literal["all"] | None = None
+    """trained differences of embedding rows and output rows, for tokens that the gate opens: of
+    every token that is frequent enough, or of all tokens; default: none"""
+    own_gains: bool = False
+    """whether the gains of norms have trained differences, for tokens that the gate opens"""
+    low_rank: PositiveInt | None = None
+    """rank of the trained differences B A of the base's linear maps, for tokens that the gate
+    opens; default: none"""
+    own_first_layer: NonNegativeInt | None = None
+    """for variant preserve: first layer in which open tokens have weights of their own; with adapt
+    that is l_fp"""
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether tokens that a gate opens have own rows, gains or low-rank differences."""
+        return self.own_rows is not None or self.own_gains or self.low_rank is not None
+
+    @model_validator(mode="after")
+    def _own_weights_fit_the_variant(self) -> ScaleMethod:
+        if not self.has_own_weights:
+            if self.own_first_layer is not None:
+                raise ValueError(
+                    "own_first_layer belongs to own_rows, own_gains or low_rank; set one of them, "
+                    "or remove it"
+                )
+            return self
+        if self.variant == "route":
+            raise ValueError(
+                "own_rows, own_gains and low_rank do not go with variant route, which chooses a "
+                "path by its logits, after the layers have run; take variant adapt"
+            )
+        if self.variant == "preserve" and self.own_first_layer is None:
+            raise ValueError(
+                "own_first_layer: expected with variant preserve the first layer in which open "
+                "tokens have weights of their own, such as 1"
+            )
+        if self.variant == "adapt" and self.own_first_layer is not None:
+            raise ValueError(
+                "own_first_layer does not apply to variant adapt, where it is l_fp; remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _l_fp_belongs_to_the_variant(self) -> ScaleMethod:
@@ -71,7 +120,12 @@ class ScaleMethod(Section):
     @property
     def of_initial_expansion(self) -> dict[str, Any]:
         """The settings that the initial expansion depends on: variant, widths, initialisers."""
-        return self.model_dump(mode="json", exclude={"router_threshold", "norm"})
+        settings = self.model_dump(mode="json", exclude={"router_threshold", "norm"})
+        if not self.has_own_weights:
+            # As before these settings existed: an expansion made then is still the same.
+            for name in ("own_rows", "own_gains", "low_rank", "own_first_layer"):
+                del settings[name]
+        return settings
 
 
 class FullFineTuning(Section):

@@ -162,7 +162,7 @@ def _plain(kind: type[BaseModel], fault: Mapping[str, Any]) -> str:
         return _unknown_key(kind, str(fault["loc"][-1]))
     if fault["type"] == "missing":
         return "missing"
-    if fault["type"] == "literal_error" and fault["input"] in RENAMED_VALUES:
+    if fault["type"] == "literal_error" and str(fault["input"]) in RENAMED_VALUES:
         return f"{fault['input']!r} is called {RENAMED_VALUES[fault['input']]!r} now"
     message = str(fault["msg"]).removeprefix("Value error, ")
     if isinstance(fault.get("input"), (str, int, float, bool)):

@@ -308,13 +308,18 @@ class RunConfig(Section):
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
         layer = self.gate.layer
-        # Only adapt changes the base's stream: preserve and route keep it exact in every layer.
-        l_fp = self.method.l_fp if self.method.variant == "adapt" else None
+        # Only adapt, and weights of open tokens' own, change the base's stream: preserve and route
+        # keep it exact in every layer.
+        last_exact = self.method.own_first_layer
+        setting = "own_first_layer"
+        if self.method.variant == "adapt":
+            last_exact = self.method.l_fp
+            setting = "l_fp"
         # A gate that reads a changed stream would depend on the expansion that it opens and closes.
-        if layer is not None and l_fp is not None and layer > l_fp:
+        if layer is not None and last_exact is not None and layer > last_exact:
             raise ValueError(
-                f"gate.layer: {layer} is above method.l_fp {l_fp}, "
-                "where adapt changes the base's stream"
+                f"gate.layer: {layer} is above method.{setting} {last_exact}, "
+                "from where on the base's stream changes"
             )
         for name in self.gate.negatives:
             if name not in self.data.corpora or self.data.corpora[name].role == "new":
@@ -324,6 +329,23 @@ class RunConfig(Section):
         if not self.gate_negatives:
             raise ValueError(
                 "gate: needs text that is not new; add a corpus of role self_generated or replay"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _own_weights_have_a_gate(self) -> RunConfig:
+        method = self.method
+        if not isinstance(method, ScaleMethod) or not method.has_own_weights:
+            return self
+        if self.gate is None:
+            raise ValueError(
+                "method.own_rows, own_gains, low_rank: only tokens that a gate opens read them, "
+                "without one the base's outputs would change; add a section gate, or remove them"
+            )
+        if method.own_rows is not None and self.vocabulary is not None:
+            raise ValueError(
+                "method.own_rows: not beside an extended vocabulary, whose new tokens have rows "
+                "already; remove own_rows or vocabulary"
             )
         return self
 

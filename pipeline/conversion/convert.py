@@ -125,7 +125,8 @@ def run_sources(config: RunConfig) -> tuple[dict[str, list[str]], dict[str, Keys
 
 
 def run_texts(config: RunConfig) -> Iterator[str]:
-    """The beginnings of the texts that an export is verified on, on which tokenizers are compared."""
+    """The beginnings of the texts that an export is verified on, on which tokenizers are
+    compared."""
     sources, keys = run_sources(config)
     return texts_of(sources, keys)
 
@@ -233,6 +234,7 @@ def _write_expansion(
         "method": model.settings.of_initial_expansion,
         "seed": run.seed,
         "tokenizer": run.tokenizer_fingerprint,
+        "own_tokens": run.own_tokens,
     }
     names = [name for name, _ in model.stored.named_parameters() if name in model.trained]
     tensors = ((name, model.read_stored(name)) for name in names)

@@ -22,6 +22,7 @@ from pipeline.hf.remote_code.configuration_scale import NEEDED, ScaleConfig
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 from pipeline.model.merged_model import merged_unsupported_reason
+from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan
 
@@ -31,9 +32,15 @@ def unsupported_reason(
 ) -> dict[Exported, str | None]:
     """Why a model cannot leave in each format; None where it can."""
     unwidened = f"method {settings.name} widens nothing" if plan is None else None
+    scale = unwidened
+    if plan is not None and plan.own is not None and not gated:
+        scale = (
+            "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this "
+            "model has no gate (leave --without-gate out)"
+        )
     return {
         "merged": merged_unsupported_reason(plan, spec, gated=gated),
-        "scale": unwidened,
+        "scale": scale,
         "expansion": unwidened,
     }
 
@@ -73,7 +80,7 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         model.settings, model.plan, model.stored.spec, gated=model.gate is not None
     )
     if format == "auto":
-        return "merged" if reasons["merged"] is None else "scale"
+        format = "merged" if reasons["merged"] is None else "scale"
     if reasons[format] is not None:
         raise ConversionError(
             f"{model.checkpoint}: cannot leave as --format {format}, but as "
@@ -107,6 +114,12 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
     tensors = []
     for name, shape in model.shapes.items():
         tensors.append(PlannedTensor(name, shape, partial(model.read, name)))
+    if model.plan.own is not None and model.plan.own.tokens is not None:
+        table = OwnRowOfToken(model.plan.own.tokens, model.spec.vocab_size).on(torch.device("cpu"))
+        for module in ("own_input", "output"):
+            name = f"{module}.row_of_token"
+            make = partial(torch.clone, table)
+            tensors.append(PlannedTensor(name, tuple(table.shape), make, torch.int32))
     if model.gate is not None:
         config |= gate_to_config(model.gate)
         for name, tensor in model.gate.tensors.items():

@@ -134,7 +134,8 @@ def _first_documents(
 
 
 def windows_of(texts: Iterable[str], tokenizer: Path, length: int) -> list[Tensor]:
-    """The first tokens of each text [S], at most `length` and TOKENS, by the tokenizer in a folder."""
+    """The first tokens of each text [S], at most `length` and TOKENS, by the tokenizer in
+    a folder."""
     loaded = load_tokenizer(tokenizer)
     windows = []
     for text in texts:

@@ -123,7 +123,8 @@ def _rotary_entries(config: Mapping[str, Any], in_part: bool) -> dict[str, Any]:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embeddings of a supported config.json as this version of transformers reads them."""
+    """The rotary embeddings of a supported config.json as this version of transformers
+    reads them."""
     read: dict[str, Any] = hf_config(copy.deepcopy(dict(config))).rope_parameters or {}
     for one in (read, *read.values()):
         if isinstance(one, dict):

@@ -19,7 +19,7 @@ from pipeline.model.spec import (
     RotarySpec,
     StoredResidual,
 )
-from pipeline.scale.plan import ExpansionPlan, Widths
+from pipeline.scale.plan import ExpansionPlan, OwnWeights, Widths
 from pipeline.scale_math import GATE_DECAY
 
 _SAME_NAME = (
@@ -141,7 +141,7 @@ def _widths(config: Mapping[str, Any], prefix: str = "") -> Widths:
 
 def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
     """The entries that describe the expansion. Inverse: `config_to_plan`, but for how its blocks
-    start.
+    start, and for the tokens with rows of their own.
     """
     config: dict[str, Any] = {}
     for name, value in asdict(plan.expansion).items():
@@ -151,11 +151,30 @@ def plan_to_config(plan: ExpansionPlan) -> dict[str, Any]:
     config["routed"] = plan.routed
     config["router_threshold"] = plan.router_threshold
     config["norm_statistics"] = plan.norm
+    if plan.own is not None:
+        # Which tokens have rows is a table beside the weights: it may have a hundred thousand ids.
+        config["own_first_layer"] = plan.own.first_layer
+        config["own_rows"] = 0
+        if plan.own.tokens is not None:
+            config["own_rows"] = len(plan.own.tokens) + 1
+        config["own_gains"] = plan.own.gains
+        config["own_rank"] = plan.own.low_rank
     return config
 
 
-def config_to_plan(config: Mapping[str, Any]) -> ExpansionPlan:
-    """The expansion that a config.json describes."""
+def config_to_plan(
+    config: Mapping[str, Any], own_tokens: tuple[int, ...] | None = None
+) -> ExpansionPlan:
+    """The expansion that a config.json describes; `own_tokens` have rows of their own, if
+    any do."""
+    own: OwnWeights | None = None
+    if config.get("own_first_layer") is not None:
+        own = OwnWeights(
+            first_layer=config["own_first_layer"],
+            tokens=own_tokens,
+            gains=config["own_gains"],
+            low_rank=config["own_rank"],
+        )
     return ExpansionPlan(
         expansion=_widths(config, "expansion_"),
         num_layers=config["num_hidden_layers"],
@@ -164,6 +183,7 @@ def config_to_plan(config: Mapping[str, Any]) -> ExpansionPlan:
         routed=config["routed"],
         router_threshold=config["router_threshold"],
         norm=config["norm_statistics"],
+        own=own,
     )
 
 
@@ -176,12 +196,17 @@ def widened_to_config(spec: DecoderSpec, plan: ExpansionPlan) -> dict[str, Any]:
     return config
 
 
-def config_to_widened(config: Mapping[str, Any], family: str) -> tuple[DecoderSpec, ExpansionPlan]:
-    """The base of that family and its expansion, which a config.json describes."""
+def config_to_widened(
+    config: Mapping[str, Any], family: str, own_tokens: tuple[int, ...] | None = None
+) -> tuple[DecoderSpec, ExpansionPlan]:
+    """The base of that family and its expansion, which a config.json describes.
+
+    `own_tokens`: as in `config_to_plan`.
+    """
     base = dict(config)
     for name in ("num_attention_heads", "num_key_value_heads"):
         base[name] -= config[f"expansion_{name}"]
-    return config_to_spec(base, family), config_to_plan(config)
+    return config_to_spec(base, family), config_to_plan(config, own_tokens)
 
 
 def gate_to_config(gate: FittedGate) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Two texts that every probe of a model or a tokenizer begins with, where nothing else is at hand."""
+"""Two texts that every probe of a model or a tokenizer begins with, where nothing else is
+at hand."""
 
 from __future__ import annotations
 

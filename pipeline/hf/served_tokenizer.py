@@ -213,7 +213,10 @@ def warn_of_base(
     else:
         if found is None:
             return None
-        warning = f"{folder}: AutoTokenizer has other ids than {tokenizer.path}, which is used here and in exports: {found}"
+        warning = (
+            f"{folder}: AutoTokenizer has other ids than {tokenizer.path}, which is used here and "
+            f"in exports: {found}"
+        )
     _logger.warning("%s", warning)
     return warning
 

@@ -1,4 +1,5 @@
-"""Writes a Hugging Face folder: weights file by file, code, and what it keeps of its base's folder."""
+"""Writes a Hugging Face folder: weights file by file, code, and what it keeps of its
+base's folder."""
 
 from __future__ import annotations
 

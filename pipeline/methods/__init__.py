@@ -22,14 +22,20 @@ from pipeline.parallel.topology import TensorParallel, check_sequence_length
 from pipeline.scale.widened_linear import base_maps
 
 
-def method_for(settings: Method, expansion_folder: Path, seed: int) -> TrainingMethod:
+def method_for(
+    settings: Method,
+    expansion_folder: Path,
+    seed: int,
+    own_tokens: tuple[int, ...] | None = None,
+) -> TrainingMethod:
     """The method of `settings`; SCALE reads its initial expansion from `expansion_folder`.
 
-    `seed` determines random initial values.
+    `seed` determines random initial values. `own_tokens` are the ids that have rows of their own,
+    where no expansion folder says so.
     """
     match settings:
         case ScaleMethod():
-            return Scale(settings, expansion_folder, seed)
+            return Scale(settings, expansion_folder, seed, own_tokens)
         case FullFineTuning():
             return FullFineTuningMethod()
         case Freeze():

@@ -24,7 +24,16 @@ _PARTS_OF_A_MAP = (
     "adapter",
     "router",
 )
-KINDS = ("embedding", "output", "new_tokens", "norm", *_PARTS_OF_A_MAP, "base")
+KINDS = (
+    "embedding",
+    "output",
+    "new_tokens",
+    "own_rows",
+    "own_gains",
+    "norm",
+    *_PARTS_OF_A_MAP,
+    "base",
+)
 """The kinds of blocks that a setting may name; `base` is every other parameter of the base's own.
 """
 
@@ -48,8 +57,12 @@ class ParameterGroup:
 def kind_of(name: str) -> str:
     """The kind of block, one of `KINDS`, of the parameter `name`."""
     parts = name.split(".")
-    if "new_tokens" in parts:
+    if "new_rows" in parts:
         return "new_tokens"
+    if parts[0] == "own_input" or parts[-1] == "own_rows":
+        return "own_rows"
+    if "own" in parts:
+        return "own_gains"
     if parts[0] in ("embedding", "output"):
         return parts[0]
     if any(part.endswith("_norm") for part in parts):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import BaseModelError, CheckpointError, ConfigError
 from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
@@ -31,13 +31,23 @@ _logger = get_logger(__name__)
 class Scale(TrainingMethod):
     """Preserve, Adapt or Route, with the initial expansion read from `expansion_folder`."""
 
-    def __init__(self, settings: ScaleMethod, expansion_folder: Path, seed: int) -> None:
+    def __init__(
+        self,
+        settings: ScaleMethod,
+        expansion_folder: Path,
+        seed: int,
+        own_tokens: tuple[int, ...] | None = None,
+    ) -> None:
         self.settings = settings
         self.expansion_folder = expansion_folder
         self.seed = seed
+        self._own_tokens = own_tokens
 
     def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
-        plan = plan_expansion(self.settings, spec.widths, spec.num_layers)
+        check_own_weights(self.settings, spec)
+        plan = plan_expansion(
+            self.settings, spec.widths, spec.num_layers, self.own_tokens(spec.vocab_size)
+        )
         check_tensor_parallel(plan, tp.size)
         model = Decoder(spec, plan, tp=tp)
         # Only what SCALE adds trains; the base stays frozen.
@@ -47,6 +57,26 @@ class Scale(TrainingMethod):
             # (docs/adr/0001-two-streams-not-one-padded-matrix.md).
             parameter.requires_grad_(not is_base(name))
         return model
+
+    def own_tokens(self, vocab_size: int) -> tuple[int, ...] | None:
+        """The ids that have rows of their own; all, as an upper bound, until they were counted."""
+        if self.settings.own_rows is None:
+            return None
+        counted = self._counted_tokens()
+        if counted is not None:
+            return counted
+        return tuple(range(vocab_size))
+
+    @property
+    def has_uncounted_rows(self) -> bool:
+        """Whether own rows depend on counts that are yet to be made: `own_tokens` is a bound."""
+        return isinstance(self.settings.own_rows, OwnRows) and self._counted_tokens() is None
+
+    def _counted_tokens(self) -> tuple[int, ...] | None:
+        """The ids that the initial expansion has rows for; None until it is made."""
+        if self._own_tokens is None and (self.expansion_folder / MANIFEST).exists():
+            self._own_tokens = self.expansion.manifest.own_tokens
+        return self._own_tokens
 
     @cached_property
     def expansion(self) -> ExpansionFolder:
@@ -135,9 +165,33 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     return expansion
 
 
-def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) -> None:
-    """Computes the initial expansion of `base` and writes it to the folder `output`."""
-    plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers)
+def check_own_weights(settings: ScaleMethod, spec: DecoderSpec) -> None:
+    """Raises ConfigError where open tokens cannot have weights of their own beside this base."""
+    if settings.low_rank is not None and spec.mixture is not None:
+        raise ConfigError(
+            "method.low_rank: a mixture of experts has its experts in one tensor, which takes no "
+            "low-rank difference; remove it"
+        )
+    if settings.own_rows is not None and spec.new_tokens:
+        raise ConfigError(
+            "method.own_rows: the run has an extended vocabulary, whose new tokens have rows "
+            "already; remove own_rows or vocabulary"
+        )
+
+
+def upscale(
+    settings: ScaleMethod,
+    base: BaseFolder,
+    output: Path,
+    seed: int,
+    own_tokens: tuple[int, ...] | None = None,
+) -> None:
+    """Computes the initial expansion of `base` and writes it to the folder `output`.
+
+    `own_tokens` are the ids that get rows of their own, where the method has such rows.
+    """
+    check_own_weights(settings, base.spec)
+    plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
     # Names and shapes alone: `initial_expansion` reads one matrix of the base at a time.
     with torch.device("meta"):
         model = Decoder(base.spec, plan, tp=SINGLE)
@@ -152,5 +206,7 @@ def upscale(settings: ScaleMethod, base: BaseFolder, output: Path, seed: int) ->
         "expansion": asdict(plan.expansion),
         "seed": seed,
     }
+    if own_tokens is not None:
+        origin["own_tokens"] = list(own_tokens)
     blocks = initial_expansion(model, names, base.read, settings.initialisers, seed)
     write_expansion(output, counted(blocks, "upscaling", len(names), " blocks"), origin)

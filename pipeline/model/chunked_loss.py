@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.new_tokens import LogitColumns
+from pipeline.model.own_weights import OwnColumns, gradient_by_own_row
 from pipeline.parallel.cross_entropy import (
     IGNORED,
     greedy_choices_,
@@ -86,6 +87,9 @@ class Projection(Protocol):
     vocabulary: LogitColumns
     kl_coefficient: float
 
+    def own_columns(self) -> OwnColumns:
+        """The own rows of this rank's columns of the base's vocabulary, if there are any."""
+
     def chunks(self, tokens: int, kl_tokens: int = 0) -> Iterator[slice]:
         """Runs of tokens of which none holds tokens on both sides of `kl_tokens`."""
 
@@ -110,6 +114,7 @@ class LossInputs:
         base: W_out, [V / tp_size, D].
         expansion: W_out^up, [V / tp_size, U].
         new_rows: the rows of new tokens, [n / tp_size, D + U].
+        own_rows: the differences of W_out's rows for open tokens, [r, D].
     """
 
     x: Tensor | None
@@ -119,13 +124,14 @@ class LossInputs:
     base: Tensor | None
     expansion: Tensor | None
     new_rows: Tensor | None
+    own_rows: Tensor | None = None
 
     def in_order(self) -> list[Tensor | None]:
         """The tensors in the order of the fields, in which autograd takes and returns them."""
         return [getattr(self, field.name) for field in fields(self)]
 
 
-WEIGHTS = ("base", "expansion", "new_rows")
+WEIGHTS = ("base", "expansion", "new_rows", "own_rows")
 """The fields of `LossInputs` that are weights."""
 
 
@@ -213,6 +219,8 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
     columns = projection.vocabulary.range
     target_columns = projection.vocabulary.of_tokens(targets)
 
+    own_columns = None if inputs.own_rows is None else projection.own_columns()
+
     # A GPU's host never waits here: which chunk has which loss is known from its rows.
     nll = torch.zeros(len(targets), dtype=torch.float32, device=targets.device)
     kl = torch.zeros_like(nll)
@@ -245,7 +253,8 @@ def sum_over_chunks(settings: LossSettings, inputs: LossInputs, gradients: LossI
         if slopes is not None:
             logit_gradient *= slopes
         if trains:
-            add_gradients(gradients, inputs, rows, projected, logit_gradient.to(inputs.base.dtype))
+            logit_gradient = logit_gradient.to(inputs.base.dtype)
+            add_gradients(gradients, inputs, rows, projected, logit_gradient, own_columns)
 
     total = nll.sum()
     if settings.reference is not None:
@@ -259,9 +268,13 @@ def add_gradients(
     rows: slice,
     projected: Projected,
     logit_gradient: Tensor,
+    own_columns: OwnColumns | None,
 ) -> None:
     """Adds one chunk's part to `gradients`; logit_gradient: [n, columns] in the type of the
-    weights."""
+    weights.
+
+    `own_columns` says which own row each column of the base's vocabulary has, if there are any.
+    """
     assert inputs.base is not None
     # This rank's columns are those of the base's vocabulary, then those of new tokens, if there are
     # any.
@@ -279,10 +292,13 @@ def add_gradients(
         if projected.x_up is not None:
             streams = torch.cat([projected.x, projected.x_up], dim=1)
         gradients.new_rows += of_new.T @ streams
+    of_own = _add_gradient_of_own_rows(gradients, inputs, projected.x, of_base, own_columns)
 
     of_x: Tensor | None = None
     if gradients.x is not None:
         of_x = of_base @ inputs.base
+        if of_own is not None and inputs.own_rows is not None:
+            of_x += of_own @ inputs.own_rows
         if inputs.new_rows is not None:
             of_x += of_new @ inputs.new_rows[:, :width]
     of_x_up: Tensor | None = None
@@ -300,6 +316,25 @@ def add_gradients(
     _set_rows(gradients.x_up, rows, of_paths.x_up)
     _set_rows(gradients.preserved_x, rows, of_paths.preserved_x)
     _set_rows(gradients.preserved_x_up, rows, of_paths.preserved_x_up)
+
+
+def _add_gradient_of_own_rows(
+    gradients: LossInputs,
+    inputs: LossInputs,
+    x: Tensor,
+    of_base: Tensor,
+    own_columns: OwnColumns | None,
+) -> Tensor | None:
+    """Adds one chunk's part for own rows; of_base: [n, columns of the base's vocabulary].
+
+    Returns the gradient with respect to x · own_rowsᵀ: [n, r]; None without own rows.
+    """
+    if inputs.own_rows is None or own_columns is None:
+        return None
+    of_own = gradient_by_own_row(of_base, own_columns).to(of_base.dtype)
+    if gradients.own_rows is not None:
+        gradients.own_rows += of_own.T @ x
+    return of_own
 
 
 def _set_rows(gradient: Tensor | None, rows: slice, values: Tensor | None) -> None:

@@ -16,12 +16,15 @@ from pipeline.model.decoder_layer import Context, DecoderLayer, widened_norm
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.output import OutputProjection
+from pipeline.model.own_weights import NormWithOwnGain, OwnInputRows, OwnRowOfToken
 from pipeline.model.paths import (
     LayerPass,
+    OwnInput,
     TokenBatch,
     TokenGate,
     run_base,
     run_gated,
+    run_open,
     run_preserved,
     run_routed,
     run_routed_with_gate,
@@ -108,19 +111,26 @@ class Decoder(nn.Module):
         for layer in self.layers:
             if isinstance(layer.ffn, MixtureFeedForward):
                 self.mixtures.append(layer.ffn.base)
-        self.final_norm = widened_norm(spec, plan, tp)
+        self.final_norm = widened_norm(spec, plan, spec.num_layers, tp)
         self._is_routed = plan is not None and plan.routed
+        own_row_of: OwnRowOfToken | None = None
+        if plan is not None and plan.own is not None and plan.own.tokens is not None:
+            own_row_of = OwnRowOfToken(plan.own.tokens, spec.vocab_size)
         self.output = OutputProjection(
             spec.vocab_size,
             hidden_size,
             hidden_up,
             new_tokens=spec.new_tokens,
+            own_row_of=own_row_of,
             threshold=0.0 if plan is None else plan.router_threshold,
             softcap=spec.output_softcap,
             tp=tp,
         )
         if spec.tie_word_embeddings:
             self.output.base = self.embedding.base.weight
+        self.own_input: OwnInputRows | None = None
+        if own_row_of is not None:
+            self.own_input = OwnInputRows(own_row_of, hidden_size, tp=tp)
 
     @property
     def keeps_base(self) -> bool:
@@ -200,17 +210,22 @@ class Decoder(nn.Module):
         if path == "base":
             return self._base_states(layers, streams)
         if path == "preserved":
-            return self._final_states(run_preserved(layers, streams))
+            return self._final_states(run_preserved(layers, streams), is_base=True)
         if self.gate is not None:
             return self._gated_states(self.gate, layers, streams, batch)
         if self._is_routed:
             return self._final_states(*run_routed(layers, streams, streams))
+        own = self._own_input_of(tokens)
+        if own is not None:
+            return self._final_states(run_open(layers, streams, own))
         return self._final_states(run_widened(layers, streams))
 
-    def _final_states(self, streams: Streams, preserved: Streams | None = None) -> HiddenStates:
+    def _final_states(
+        self, streams: Streams, preserved: Streams | None = None, *, is_base: bool = False
+    ) -> HiddenStates:
         """The final norm of the streams, and of Route's preserved path; then all positions' rows on
         every rank."""
-        x, x_up = self.final_norm(*streams)
+        x, x_up = self._last_norm(streams, masked=is_base)
         preserved_x: Tensor | None = None
         preserved_x_up: Tensor | None = None
         if preserved is not None:
@@ -220,17 +235,32 @@ class Decoder(nn.Module):
         x, x_up, preserved_x, preserved_x_up = enter_region(
             self.tp, x, x_up, preserved_x, preserved_x_up
         )
-        hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up)
+        hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up, is_base=is_base)
         return hidden.one_token_a_row()
+
+    def _last_norm(self, streams: Streams, *, masked: bool | Tensor) -> Streams:
+        """The final norm; `masked` leaves the difference of its gain out, as in `DecoderLayer`."""
+        if isinstance(self.final_norm, NormWithOwnGain):
+            return self.final_norm(*streams, masked=masked)
+        normed: Streams = self.final_norm(*streams)
+        return normed
+
+    def _own_input_of(self, tokens: Tensor) -> OwnInput | None:
+        """What open tokens add to x; None for a model without own input rows."""
+        if self.own_input is None:
+            return None
+        assert self.plan is not None and self.plan.own is not None, "they come with own rows"
+        return OwnInput(self.plan.own.first_layer, self.own_input(tokens))
 
     def _base_states(self, layers: LayerPass, streams: Streams) -> HiddenStates:
         """The base's own hidden states, to the bit those of the base model."""
         if self.tp.size <= 2:
-            return self._final_states((run_base(layers, streams[0]), None))
+            return self._final_states((run_base(layers, streams[0]), None), is_base=True)
         # Over three or more ranks, the order of a sum depends on an element's position in the
         # message. There the expansion stream runs along, without effect on the base stream, so that
         # the base's results are bit-identical.
-        return HiddenStates(self._final_states(run_preserved(layers, streams)).x)
+        preserved = self._final_states(run_preserved(layers, streams), is_base=True)
+        return HiddenStates(preserved.x, is_base=True)
 
     def _with_balance_loss(self, losses: Losses, loads: Sequence[Load], length: int) -> Losses:
         """Adds the loss that balances the experts, where the routers of a mixture train: that of a
@@ -347,9 +377,12 @@ class Decoder(nn.Module):
             last = self.final_norm(*adapted)
             preserved_last = self.final_norm(*preserved)
         else:
-            streams, closed = run_gated(layers, streams, gate.layer, plan.l_fp, closes)
-            # One path, on which closed tokens had no W12.
-            last = preserved_last = self.final_norm(*streams)
+            own = self._own_input_of(batch.tokens)
+            streams, closed = run_gated(
+                layers, streams, gate.layer, plan.collaborative_from, closes, own
+            )
+            # One path, on which closed tokens had no W12, and nothing of their own.
+            last = preserved_last = self._last_norm(streams, masked=closed)
         x, x_up = choose_path(closed, preserved_last, last)
         return HiddenStates(x, x_up, closed=closed.squeeze(-1)).one_token_a_row()
 
@@ -377,10 +410,11 @@ class Decoder(nn.Module):
         dtype = streams[0].dtype
         layers = self._layer_pass(batch, dtype)
         base_layers = self._layer_pass(of_base, dtype)
-        streams, base_x = run_beside_base(layers, streams, base_layers, sequences)
+        own = self._own_input_of(batch.tokens)
+        streams, base_x = run_beside_base(layers, streams, base_layers, sequences, own)
         hidden = self._final_states(streams)
         if base_x is None:
             # Preserve: the model's base stream is the base's.
             return replace(hidden, reference=hidden.x[: of_base.tokens.numel()].detach())
         with torch.no_grad():
-            return replace(hidden, reference=self._final_states((base_x, None)).x)
+            return replace(hidden, reference=self._final_states((base_x, None), is_base=True).x)

@@ -14,6 +14,11 @@ from torch import Tensor, nn
 
 from pipeline.model.attention import Attend
 from pipeline.model.mixture import MixtureFeedForward
+from pipeline.model.own_weights import (
+    HeadNormWithOwnGain,
+    NormWithOwnGain,
+    add_low_rank_differences,
+)
 from pipeline.model.rotary import RotaryTable
 from pipeline.model.spec import ACTIVATIONS, DecoderSpec
 from pipeline.parallel.collectives import enter_region, leave_region
@@ -63,7 +68,7 @@ class DecoderLayer(nn.Module):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.collaborative = plan is None or layer >= plan.l_fp
+        self.collaborative = plan is None or layer >= plan.collaborative_from
         self.added = added
         self.kind = spec.layers[layer]
         self.parallel_residual = spec.parallel_residual
@@ -77,15 +82,18 @@ class DecoderLayer(nn.Module):
         self.ffn_post_norm: WidenedNorm | None = None
         # Modules in the order of the computation: parameters are stored and gathered in this order.
         if has_norms_before:
-            self.attention_norm = widened_norm(spec, plan, tp)
+            self.attention_norm = widened_norm(spec, plan, layer, tp)
         self.attention = Attention(spec, plan, layer, tp=tp)
         if has_norms_after:
-            self.attention_post_norm = widened_norm(spec, plan, tp)
+            self.attention_post_norm = widened_norm(spec, plan, layer, tp)
         if has_norms_before:
-            self.ffn_norm = widened_norm(spec, plan, tp)
+            self.ffn_norm = widened_norm(spec, plan, layer, tp)
         self.ffn = feed_forward(spec, plan, layer, tp=tp)
         if has_norms_after:
-            self.ffn_post_norm = widened_norm(spec, plan, tp)
+            self.ffn_post_norm = widened_norm(spec, plan, layer, tp)
+
+        if plan is not None and (rank := plan.low_rank_of(layer)) is not None:
+            add_low_rank_differences(self, rank, tp)
 
     def forward(
         self, x: Tensor, x_up: Tensor | None, context: Context, masked: bool | Tensor = False
@@ -97,14 +105,15 @@ class DecoderLayer(nn.Module):
         if masked is True and self.added:
             return x, x_up
         streams = (x, x_up)
-        attended = self.attention(*_normed(self.attention_norm, streams), context, masked=masked)
-        summed = _add(streams, _normed(self.attention_post_norm, attended))
+        normed = _normed(self.attention_norm, streams, masked)
+        attended = self.attention(*normed, context, masked=masked)
+        summed = _add(streams, _normed(self.attention_post_norm, attended, masked))
         # With parallel residuals (GPT-NeoX) the FFN reads what attention read.
         ffn_input = streams if self.parallel_residual else summed
-        fed = self.ffn(*_normed(self.ffn_norm, ffn_input), masked=masked)
+        fed = self.ffn(*_normed(self.ffn_norm, ffn_input, masked), masked=masked)
         # x and x_up are never added to each other here: what the expansion does to the base goes
         # through W12 alone.
-        return _add(summed, _normed(self.ffn_post_norm, fed))
+        return _add(summed, _normed(self.ffn_post_norm, fed, masked))
 
 
 class Attention(nn.Module):
@@ -139,8 +148,8 @@ class Attention(nn.Module):
         self.query = column(hidden, heads)
         self.key = column(hidden, kv_heads)
         self.value = column(hidden, kv_heads)
-        self.query_norm = head_norm(spec, plan, heads, tp)
-        self.key_norm = head_norm(spec, plan, kv_heads, tp)
+        self.query_norm = head_norm(spec, plan, layer, heads, tp)
+        self.key_norm = head_norm(spec, plan, layer, kv_heads, tp)
         self.output = WidenedRowLinear(
             heads, hidden, bias=spec.output_bias, collaborative=collaborative, tp=tp
         )
@@ -154,8 +163,8 @@ class Attention(nn.Module):
         # One collective for both streams before the region, and one after it, as in Megatron-LM's
         # layer without an expansion.
         x, x_up = enter_region(self.tp, x, x_up)
-        query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked))
-        key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked))
+        query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked), masked)
+        key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked), masked)
         value, value_up = self.value(x, x_up, masked=masked)
         # Base and added heads in calls of their own: a kernel may split its work, and so round, by
         # the number of heads.
@@ -223,9 +232,14 @@ class FeedForward(nn.Module):
         return self.activation(gate) * inner
 
 
-def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParallel) -> WidenedNorm:
-    """The norm over both residual streams of a decoder."""
-    return WidenedNorm(
+def widened_norm(
+    spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, tp: TensorParallel
+) -> WidenedNorm:
+    """The norm over both residual streams in `layer`; the number of layers: the last norm."""
+    kind = WidenedNorm
+    if plan is not None and plan.has_own_gains(layer):
+        kind = NormWithOwnGain
+    return kind(
         spec.norm,
         spec.widths.hidden_size,
         None if plan is None else plan.expansion.hidden_size,
@@ -238,7 +252,7 @@ def widened_norm(spec: DecoderSpec, plan: ExpansionPlan | None, tp: TensorParall
 
 
 def head_norm(
-    spec: DecoderSpec, plan: ExpansionPlan | None, heads: Parts, tp: TensorParallel
+    spec: DecoderSpec, plan: ExpansionPlan | None, layer: int, heads: Parts, tp: TensorParallel
 ) -> WidenedHeadNorm | None:
     """The norm of queries or keys, where the base has one: of each head, or of all together."""
     if spec.query_key_norm == "none":
@@ -252,7 +266,10 @@ def head_norm(
     if plan is not None and plan.norm == "base" and not is_of_all:
         # An ordinary wider model has one gain for all its heads: the base's.
         added_size = None
-    return WidenedHeadNorm(size, added_size, eps=spec.norm_eps, gain_offset=spec.gain_offset, tp=tp)
+    kind = WidenedHeadNorm
+    if plan is not None and plan.has_own_gains(layer):
+        kind = HeadNormWithOwnGain
+    return kind(size, added_size, eps=spec.norm_eps, gain_offset=spec.gain_offset, tp=tp)
 
 
 def residual_parts(spec: DecoderSpec, plan: ExpansionPlan | None) -> Parts:
@@ -267,10 +284,12 @@ def _features(count: int) -> Part:
     return Part(count, count)
 
 
-def _normed(norm: nn.Module | None, streams: Streams) -> Streams:
-    if norm is None:
-        return streams
-    normed: Streams = norm(*streams)
+def _normed(norm: nn.Module | None, streams: Streams, masked: bool | Tensor) -> Streams:
+    normed: Streams = streams
+    if isinstance(norm, (NormWithOwnGain, HeadNormWithOwnGain)):
+        normed = norm(*streams, masked=masked)
+    elif norm is not None:
+        normed = norm(*streams)
     return normed
 
 

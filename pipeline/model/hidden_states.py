@@ -23,6 +23,8 @@ class HiddenStates:
             model).
         closed: bool [N], the tokens that a gate closed: no new token may follow them. None without
             a gate.
+        is_base: whether they are those of the base, or of the preserved path: own output rows are
+            left out.
     """
 
     x: Tensor
@@ -31,6 +33,7 @@ class HiddenStates:
     preserved_x_up: Tensor | None = None
     reference: Tensor | None = None
     closed: Tensor | None = None
+    is_base: bool = False
 
     def rows(self, rows: slice | Tensor) -> HiddenStates:
         """The hidden states of some of the tokens, without `reference`."""
@@ -46,5 +49,6 @@ class HiddenStates:
         changed: dict[str, Any] = {}
         for field in fields(self):
             states = getattr(self, field.name)
-            changed[field.name] = None if states is None else change(states)
+            if isinstance(states, Tensor):
+                changed[field.name] = change(states)
         return replace(self, **changed)

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from pipeline.config.method import Initialisers
 from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear, stacked
+from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
-from pipeline.scale.initialisers import base_to_expansion, expansion_to_expansion, leading_columns
+from pipeline.scale.initialisers import (
+    base_to_expansion,
+    expansion_to_expansion,
+    leading_columns,
+    seeded,
+)
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import WidenedLinear
 from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
@@ -72,11 +78,20 @@ def blocks_of_module(
         yield from _linear_blocks(path, module, source)
     elif isinstance(module, (WidenedNorm, WidenedHeadNorm)) and module.expansion is not None:
         yield f"{path}.expansion.weight", _gains(path, module, source)
+    elif isinstance(module, LowRankAdapter):
+        name = f"{path}.a"
+        yield name, initial_a(source.shapes[name], seed=source.seed, name=name)
     elif isinstance(module, WidenedEmbedding) and module.expansion is not None:
         name = f"{path}.expansion.weight"
         _, columns = source.shapes[name]
         base = source.read_base(f"{path}.base.weight").float()
         yield name, leading_columns(base, columns, seed=source.seed, name=name)
+
+
+def initial_a(shape: tuple[int, ...], *, seed: int, name: str) -> Tensor:
+    """A of a difference B A, [rank, in]: uniform in ±1/√in, as in PEFT. B starts at zero."""
+    whole = torch.empty(shape)
+    return whole.uniform_(-1, 1, generator=seeded(seed, name)) * shape[1] ** -0.5
 
 
 def _linear_blocks(

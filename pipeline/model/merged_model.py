@@ -30,6 +30,11 @@ def merged_unsupported_reason(
         return f"a base of model_type {spec.family}: {reason}"
     if plan.routed:
         return "variant route: no ordinary model runs two paths"
+    if plan.own is not None:
+        return (
+            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some tokens "
+            "alone"
+        )
     # The one mean square of the merged norm must be the base's: added channels are stored so small
     # that they do not count in it.
     if plan.norm != "base":

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from pipeline.model.chunked_loss import Losses, LossInputs, LossSettings, Projected, chunked_loss
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.new_tokens import LogitColumns
+from pipeline.model.own_weights import OwnColumns, OwnRowOfToken, own_logits
 from pipeline.parallel.embedding import VOCABULARY
-from pipeline.parallel.sharding import sharded_parameter
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.router import mixed_logits_, mixed_streams, preserved_tokens
 from pipeline.scale_math import NEVER, separate_products
@@ -46,6 +47,8 @@ class OutputProjection(nn.Module):
         base: W_out, [V / tp_size, D].
         expansion: W_out^up, [V / tp_size, U].
         new_rows: [n / tp_size, D + U], the rows of tokens from `vocab_size` on, for both streams.
+        own_rows: [r, D], the differences of W_out's rows for open tokens; `own_row_of` says which
+            row a token has.
         reference: a frozen copy of the base's W_out where W_out itself trains.
         kl_coefficient: the factor of KL(base || model) in the loss.
         threshold: the router's, of Route.
@@ -64,6 +67,7 @@ class OutputProjection(nn.Module):
         expansion_size: int | None,
         *,
         new_tokens: int = 0,
+        own_row_of: OwnRowOfToken | None = None,
         threshold: float,
         softcap: float | None = None,
         tp: TensorParallel,
@@ -82,10 +86,24 @@ class OutputProjection(nn.Module):
         if new_tokens:
             both_streams = hidden_size + (expansion_size or 0)
             self.new_rows = sharded_parameter((new_tokens, both_streams), VOCABULARY, tp)
+        self._own_row_of = own_row_of
+        self.own_rows: nn.Parameter | None = None
+        if own_row_of is not None:
+            # Every rank has all of them: they are few, and each rank's columns need any of them.
+            shape = (own_row_of.rows, hidden_size)
+            self.own_rows = sharded_parameter(shape, REPLICATED, tp)
         self.reference: nn.Parameter | None = None
         self.vocabulary = LogitColumns(vocab_size, new_tokens, tp)
         self.columns = self.vocabulary.base_count
         self.base_columns = self.vocabulary.base_count
+
+    def own_columns(self) -> OwnColumns:
+        """The own rows of this rank's columns of the base's vocabulary."""
+        assert self._own_row_of is not None, "its caller has own rows"
+        vocabulary = self.vocabulary
+        return self._own_row_of.of_columns(
+            vocabulary.first, vocabulary.base_count, vocabulary.base_width, self.base.device
+        )
 
     def forward(self, hidden: HiddenStates, targets: Tensor, kl_tokens: int = 0) -> Losses:
         """The losses of targets: [N].
@@ -104,6 +122,7 @@ class OutputProjection(nn.Module):
             base=self.base,
             expansion=self.expansion,
             new_rows=self.new_rows,
+            own_rows=self._own_rows_of_all_ranks(),
         )
         return chunked_loss(settings, inputs)
 
@@ -125,6 +144,8 @@ class OutputProjection(nn.Module):
             x, x_up = mixed_streams(preserved_path, (x, x_up), preserved)
         if x_up is not None and self.expansion is not None:
             z = z.add_(F.linear(x_up, self.expansion))
+        if self.own_rows is not None and not hidden.is_base:
+            z = self._with_own_rows_(z, x, hidden.closed)
         z = self._capped_(z)
         if self.new_rows is not None:
             z = self._with_new_tokens(z, x, x_up, self.new_rows)
@@ -142,7 +163,8 @@ class OutputProjection(nn.Module):
         rows = elements // self.vocabulary.width
         # Soft-capping keeps one more value for each logit, KL two more: the base's logit, and the
         # difference.
-        capped = int(self.softcap is not None)
+        # Own rows take as much again as the logits, while they are added.
+        capped = int(self.softcap is not None) + int(self.own_rows is not None)
         size = max(1, rows // (1 + capped))
         kl_size = max(1, rows // (3 + capped))
         for first in range(0, kl_tokens, kl_size):
@@ -171,6 +193,20 @@ class OutputProjection(nn.Module):
             return z
         z[:, self.columns :] = NEVER
         return F.pad(z, (0, self.vocabulary.new_width), value=NEVER)
+
+    def _own_rows_of_all_ranks(self) -> Tensor | None:
+        """The own rows, whose gradient is the sum of those of all ranks' columns."""
+        if self.own_rows is None:
+            return None
+        return shared_by_neighbours(self.own_rows, self.tp)
+
+    def _with_own_rows_(self, z: Tensor, x: Tensor, closed: Tensor | None) -> Tensor:
+        """z: [n, V / tp_size] in fp32, overwritten; closed tokens' logits stay."""
+        assert self.own_rows is not None
+        change = own_logits(x, self.own_rows, self.own_columns())
+        if closed is not None:
+            change = change.masked_fill_(closed.unsqueeze(1), 0)
+        return z.add_(change)
 
     def _base_logits(self, x: Tensor) -> Tensor:
         """W_out x in fp32; the base's own columns are the same to the bit whether others follow

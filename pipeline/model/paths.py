@@ -19,6 +19,7 @@ from pipeline.model.attention import Documents
 from pipeline.model.decoder_layer import Context, DecoderLayer
 from pipeline.model.spec import LayerKind
 from pipeline.scale.widened_linear import Streams
+from pipeline.scale_math import masked_sum
 
 
 class TokenBatch(NamedTuple):
@@ -73,6 +74,24 @@ class LayerPass:
         return result
 
 
+@dataclass(frozen=True)
+class OwnInput:
+    """What open tokens add to x where their own weights begin (`pipeline.model.own_weights`).
+
+    Attributes:
+        layer: the layer that x is about to enter.
+        difference: [B, S, D]; with sequence parallelism this rank's positions, as x.
+    """
+
+    layer: int
+    difference: Tensor
+
+    def added_to(self, streams: Streams, *, masked: bool | Tensor = False) -> Streams:
+        """The streams with the difference in x, but for the tokens of a mask."""
+        x, x_up = streams
+        return masked_sum(x, self.difference, masked), x_up
+
+
 def run_widened(layers: LayerPass, streams: Streams) -> Streams:
     """The whole model: both streams through every block of every layer.
 
@@ -82,6 +101,13 @@ def run_widened(layers: LayerPass, streams: Streams) -> Streams:
     for layer in layers.layers:
         streams = layers.run(layer, streams)
     return streams
+
+
+def run_open(layers: LayerPass, streams: Streams, own: OwnInput) -> Streams:
+    """The whole model where every token is open, with own input rows."""
+    streams = run_widened(layers.part(None, own.layer), streams)
+    streams = own.added_to(streams)
+    return run_widened(layers.part(own.layer, None), streams)
 
 
 def run_preserved(layers: LayerPass, streams: Streams) -> Streams:
@@ -132,18 +158,25 @@ S, 1]."""
 
 
 def run_gated(
-    layers: LayerPass, streams: Streams, gate_layer: int, l_fp: int, closes: CloseTokens
+    layers: LayerPass,
+    streams: Streams,
+    gate_layer: int,
+    first_changed: int,
+    closes: CloseTokens,
+    own: OwnInput | None,
 ) -> tuple[Streams, Tensor]:
-    """Preserve and Adapt with a gate: W12, which begins at layer `l_fp`, is skipped for closed
-    tokens.
+    """Preserve and Adapt with a gate: what was added to the base stream is skipped for closed
+    tokens. It begins at layer `first_changed`.
 
-    The gate decides at or below `l_fp`, where the base stream is exact. Returns the streams and the
-    closed tokens.
+    The gate decides at or below that layer, where the base stream is exact. Returns the streams and
+    the closed tokens.
     """
     streams = run_widened(layers.part(None, gate_layer), streams)
     closed = closes(streams[0])
-    streams = run_widened(layers.part(gate_layer, l_fp), streams)
-    for layer in layers.part(l_fp, None).layers:
+    streams = run_widened(layers.part(gate_layer, first_changed), streams)
+    if own is not None:
+        streams = own.added_to(streams, masked=closed)
+    for layer in layers.part(first_changed, None).layers:
         streams = layers.run(layer, streams, masked=closed)
     return streams, closed
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.model.paths import LayerPass
+from pipeline.model.paths import LayerPass, OwnInput
 from pipeline.scale.widened_linear import Streams
 
 
 def run_beside_base(
-    layers: LayerPass, streams: Streams, base_layers: LayerPass, sequences: int
+    layers: LayerPass,
+    streams: Streams,
+    base_layers: LayerPass,
+    sequences: int,
+    own: OwnInput | None = None,
 ) -> tuple[Streams, Tensor | None]:
     """The whole model, and beside it the base alone on the first `sequences` sequences, without
     gradients.
@@ -35,6 +39,8 @@ def run_beside_base(
                 # Up to here the stream is the base's own, to the bit: it need not be computed
                 # twice.
                 base_x = streams[0][:sequences].detach()
+                if own is not None:  # it begins in the same layer
+                    streams = own.added_to(streams)
             with torch.no_grad():
                 base_x, _ = base_layers.run(layer, (base_x, None), masked=True)
         streams = layers.run(layer, streams)

@@ -45,6 +45,8 @@ def stream_weights(
         "final_norm.": decoder.final_norm,
         "output.": decoder.output,
     }
+    if decoder.own_input is not None:
+        modules["own_input."] = decoder.own_input
     for index, layer in enumerate(decoder.layers):
         modules[f"layers.{index}."] = layer
     for prefix, module in modules.items():

@@ -22,6 +22,25 @@ class Widths:
 
 
 @dataclass(frozen=True)
+class OwnWeights:
+    """What tokens have of their own where a gate opens them; not in the paper (docs/gate.md).
+
+    Attributes:
+        first_layer: the first layer with such weights; the difference of an input row is added to x
+            as it enters this layer.
+        tokens: the ids that have rows of their own; all other ids share one more row. None: there
+            are no own rows.
+        gains: whether norms have differences of their gains.
+        low_rank: the rank of the differences B A of linear maps; None: there are none.
+    """
+
+    first_layer: int
+    tokens: tuple[int, ...] | None = None
+    gains: bool = False
+    low_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class ExpansionPlan:
     """What SCALE adds to a base, and which of the added blocks exist in each layer.
 
@@ -35,6 +54,7 @@ class ExpansionPlan:
         router_threshold: the cosine above which a token keeps the preserved path.
         norm: the statistics that normalise the expansion stream; see `WidenedNorm`.
         initialisers: how the added blocks start.
+        own: what tokens have of their own where a gate opens them.
     """
 
     expansion: Widths
@@ -45,25 +65,46 @@ class ExpansionPlan:
     router_threshold: float = 0.5
     norm: Literal["separate", "base"] = "separate"
     initialisers: Initialisers = field(default_factory=Initialisers)
+    own: OwnWeights | None = None
+
+    @property
+    def collaborative_from(self) -> int:
+        """The first layer in which the base stream may depend on trained parameters."""
+        if self.own is None:
+            return self.l_fp
+        return min(self.l_fp, self.own.first_layer)
 
     @property
     def last_exact_layer(self) -> int:
         """The last layer before which the model has the base's exact stream.
 
         Preserve has it everywhere, Adapt up to the first layer with W12, and Route everywhere on
-        its preserved path. `num_layers` stands for the stream after the last layer.
+        its preserved path; weights of open tokens' own end it where they begin. `num_layers` stands
+        for the stream after the last layer.
         """
         if self.routed:
             return self.num_layers
-        return self.l_fp
+        return self.collaborative_from
+
+    def has_own_gains(self, layer: int) -> bool:
+        """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
+        return self.own is not None and self.own.gains and layer >= self.own.first_layer
+
+    def low_rank_of(self, layer: int) -> int | None:
+        """The rank of the differences of the linear maps of `layer`; None: there are none."""
+        if self.own is None or layer < self.own.first_layer:
+            return None
+        return self.own.low_rank
 
     def has_expansion_to_base(self, layer: int, module: Module) -> bool:
         """Whether W12 exists, and trains, in `module` of `layer`."""
         return layer >= self.l_fp and module in self.collaborative_modules
 
 
-def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> ExpansionPlan:
-    """The plan for widening a base.
+def plan_expansion(
+    method: ScaleMethod, base: Widths, num_layers: int, own_tokens: tuple[int, ...] | None = None
+) -> ExpansionPlan:
+    """The plan for widening a base; `own_tokens` are the ids with own rows, if the method has any.
 
     Raises ConfigError if the heads do not keep the grouped-query ratio, or l_fp leaves no
     collaborative layer.
@@ -103,6 +144,27 @@ def plan_expansion(method: ScaleMethod, base: Widths, num_layers: int) -> Expans
         router_threshold=method.router_threshold,
         norm=method.norm,
         initialisers=method.initialisers,
+        own=_own_weights(method, num_layers, own_tokens),
+    )
+
+
+def _own_weights(
+    method: ScaleMethod, num_layers: int, tokens: tuple[int, ...] | None
+) -> OwnWeights | None:
+    if not method.has_own_weights:
+        return None
+    first_layer = method.l_fp if method.own_first_layer is None else method.own_first_layer
+    assert first_layer is not None, "ScaleMethod checks that one of both is there"
+    if first_layer >= num_layers:
+        raise ConfigError(
+            f"method.own_first_layer: {first_layer} leaves none of the base's {num_layers} layers; "
+            f"use 0 to {num_layers - 1}"
+        )
+    return OwnWeights(
+        first_layer=first_layer,
+        tokens=None if method.own_rows is None else tokens,
+        gains=method.own_gains,
+        low_rank=method.low_rank,
     )
 
 

@@ -66,7 +66,7 @@ class WidenedLinear(nn.Module):
 
     Attributes:
         base: W, frozen under SCALE.
-        adapter: what LoRA adds to W; None with other methods.
+        adapter: a low-rank difference of W, by LoRA or for open tokens alone; None without.
         expansion_to_base: W12, in collaborative layers only.
         base_to_expansion: W21.
         expansion_to_expansion: W22.
@@ -106,12 +106,11 @@ class WidenedLinear(nn.Module):
     def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
         """`masked` skips W12 and the adapter, so that y is the base's.
 
-        As a mask [..., 1] it skips W12 for some of the tokens, exactly; an adapter then counts for
-        all of them.
+        As a mask [..., 1] it does so for some of the tokens, exactly.
         """
         y: Tensor = self.base(x)
         if self.adapter is not None and masked is not True:
-            y = y + self.adapter(x)
+            y = masked_sum(y, self.adapter(x), masked)
         if self.base_to_expansion is None or self.expansion_to_expansion is None or x_up is None:
             return y, None
         if self.expansion_to_base is not None and masked is not True:

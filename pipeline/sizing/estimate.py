@@ -27,6 +27,7 @@ from pipeline.deepspeed_config import (
 from pipeline.errors import BaseModelError, UserError
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
+from pipeline.methods.scale import Scale
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import read_spec
@@ -133,6 +134,12 @@ class Estimator:
             model = training_method(self.config).build(self.spec, SINGLE, "none")
             base = Decoder(replace(self.spec, new_tokens=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
+
+    @property
+    def has_uncounted_rows(self) -> bool:
+        """Whether every token counts as having an own row, as they are not chosen yet."""
+        method = training_method(self.config)
+        return isinstance(method, Scale) and method.has_uncounted_rows
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""

@@ -50,6 +50,11 @@ def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str 
         return "it is served in the type of its weights: leave --quantization out"
     if config.mixture is not None:
         return "its mixture of experts has not been tried under vLLM; serve it with transformers"
+    if config.own_first_layer is not None:
+        return (
+            "its open tokens' own weights have not been tried under vLLM; serve it with "
+            "transformers"
+        )
     return config.packing_unsupported_reason()
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from pipeline.checks.dry_run import RunPlan, make_plan
 from pipeline.config.run import load_config
+from pipeline.expansion_folder import open_expansion
 from pipeline.files import held_bytes
 from pipeline.sizing.cluster import Cluster
 from tests.distributed import run_ranks
@@ -59,6 +62,31 @@ def test_the_plan_is_what_the_run_does(tokens, tmp_path):
     done = json.loads((tmp_path / "training.json").read_text())
     assert f"trained {done['trainable_parameters']:,} " in dict(plan.rows)["parameters"]
     assert numbers(plan, "steps") == [4, done["tokens_seen"]]
+
+
+def test_own_rows_are_bounded_until_they_are_counted(tokens, tmp_path):
+    own = {"own_rows": {"min_count": 5}, "own_gains": True, "low_rank": 2}
+    changes = {f"method__{name}": value for name, value in own.items()}
+    plain = plan_of(make_run(tmp_path / "plain", tokens, gate={}))
+    bound = plan_of(write_config(tmp_path / "run", tokens, gate={}, **changes))
+    counted = plan_of(make_run(tmp_path / "run", tokens, gate={}, **changes))
+    texts = [text for name, text in bound.rows if name == "parameters"]
+    assert "an upper bound, with own rows of all tokens" in texts[1]
+    assert "an upper bound" not in str(counted)
+
+    expansion = open_expansion(tmp_path / "run" / "initial_expansion")
+    assert expansion.manifest.own_tokens is not None
+    rows = len(expansion.manifest.own_tokens) + 1
+    of_all = 512 + 1
+    trained = [numbers(plan, "parameters")[2] for plan in (plain, counted, bound)]
+    assert trained[0] < trained[1] < trained[2]
+    # Of the input and of the output, each as wide as the base.
+    assert trained[2] - trained[1] == 2 * 64 * (of_all - rows)
+    sizes = []
+    for name in expansion.names:
+        with safe_open(expansion.path / expansion.manifest.tensors[name], "pt") as file:
+            sizes.append(math.prod(file.get_slice(name).get_shape()))
+    assert trained[1] == sum(sizes)
 
 
 def test_the_disk_space_counts_what_every_stage_writes(tokens, tmp_path):

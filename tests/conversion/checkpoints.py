@@ -203,4 +203,8 @@ def _config(
         },
         "deepspeed": "unused",
     }
+    if method.get("own_gains") or method.get("own_rows") or method.get("low_rank"):
+        values["gate"] = {}
+        values["data"]["corpora"]["old"] = CORPUS | {"role": "replay"}
+        values["data"]["replay_fraction"] = 0.5
     return parse_config(values, source="test")

@@ -25,6 +25,7 @@ from tests.tolerances import PARITY, assert_near
 from tests.widened import balance_router, some_tokens
 
 _BOTH = {"collaborative_modules": "both"}
+OWN: dict[str, Any] = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "scale": scale("route", **_BOTH),
     "merged": scale("adapt", **_BOTH, norm="base"),
@@ -42,6 +43,9 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "adapt norm base": scale("adapt", norm="base"),
     "route stories": scale("route", l_fp=2, router_threshold=0.9),
     "adapt stories": scale("adapt", **_BOTH, l_fp=2),
+    "own preserve": scale("preserve", own_first_layer=1, norm="base", **OWN),
+    "own adapt": scale("adapt", **_BOTH, **OWN),
+    "own gains": scale("preserve", own_first_layer=1, own_gains=True),
     "whole heads": METHODS["merged"]
     | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},
     # Adapters on a part of GPT-NeoX's fused query, key and value.

@@ -26,6 +26,11 @@ QUICK = [
         for option in ("fp32", "fp8", "nf4", "all", "collaborative", "kl", "new_tokens", "gate")
     ),
     *("fft/llama/kl", "route/llama/gate", "muon/llama"),
+    "preserve/llama/own rows/own gains/low rank/all/kl",
+    "adapt/llama/own rows/gate",
+    "adapt/llama/own gains/gate",
+    "adapt/llama/low rank/gate",
+    "adapt/gemma2/own rows/own gains/low rank/gate",
     # Window, soft-capping, parallel residual, experts.
     *("adapt/mistral window", "adapt/gemma2", "adapt/neox", "adapt/qwen3_moe/aligned"),
     *(f"export/{options}" for options in ("adapt/cache", "adapt/cache/gate", "route/cache/gate")),

@@ -43,7 +43,7 @@ from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from pipeline.training.muon import make_optimizer, orthogonalised
 from tests.bases import CONFIGS
-from tests.widened import METHODS, SEED, Watched
+from tests.widened import METHODS, SEED, Watched, scale_settings
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
@@ -51,6 +51,12 @@ ROWS = 2
 LENGTH = 251
 """A prime that is no width of any base here: two dimensions of this size are pairs of tokens."""
 NEW_TOKENS = 5
+OWN_WEIGHTS: dict[str, dict[str, Any]] = {
+    "own rows": {"own_rows": {"min_count": 1}},
+    "own gains": {"own_gains": True},
+    "low rank": {"low_rank": 2},
+}
+"""By option, settings of what open tokens have of their own."""
 
 
 _SEEN_ON_A_GPU = ("_block_mask", "_scaled_dot_product")
@@ -88,10 +94,17 @@ def build(case: Case, spec: DecoderSpec) -> Decoder:
         (kind for kind in get_args(ActivationCheckpointing) if kind in case.options), "none"
     )
     dtype = torch.float32 if "fp32" in case.options else torch.bfloat16
+    own: dict[str, Any] = {}
+    for option, settings in OWN_WEIGHTS.items():
+        if option in case.options:
+            own |= settings
+    method = METHODS[case.method]
+    if own:
+        first_layer = {"own_first_layer": 1} if case.method == "preserve" else {}
+        method = scale_settings(case.method, **own, **first_layer)
+    own_tokens = tuple(range(0, spec.vocab_size, 2)) if "own_rows" in own else None
     with DEVICE, default_dtype(dtype):
-        model = method_for(METHODS[case.method], Path("unread"), SEED).build(
-            spec, SINGLE, recomputed
-        )
+        model = method_for(method, Path("unread"), SEED, own_tokens).build(spec, SINGLE, recomputed)
         for precision in get_args(QuantizedPrecision):
             if precision in case.options:
                 quantize_base(model, precision)

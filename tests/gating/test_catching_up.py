@@ -22,6 +22,7 @@ from tests.tolerances import PARITY, assert_near
 NEW_TOKENS = 12
 BIASES = [-30.0, -2.1, -1.8, -1.0]
 BOTH = ["attention", "ffn"]
+OWN = {"own_rows": 9, "own_gains": True, "own_rank": 3}
 MODELS = {
     "preserve": {"gate_layer": 4, "l_fp": 4},
     "adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH},
@@ -37,6 +38,10 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "new pieces": {"gate_layer": 4, "l_fp": 4, "base_vocab_size": 500},
+    "own weights": {"gate_layer": 1, "l_fp": 4, "own_first_layer": 2} | OWN,
+    "own weights, adapt": {"gate_layer": 2, "l_fp": 2, "collaborative_modules": BOTH}
+    | {"own_first_layer": 2, "gate_features": "token+running_mean"}
+    | OWN,
 }
 
 
@@ -47,6 +52,10 @@ def gated(name: str, bias: float) -> ScaleForCausalLM:
     for key, parameter in model.named_parameters():
         if key != "token_gate.std":
             torch.nn.init.normal_(parameter, std=0.1, generator=random)
+    if model.own_input is not None:
+        table = torch.randint(0, 9, (512,), generator=random)
+        for module in (model.own_input, model.output):
+            module.row_of_token.copy_(table)
     return model
 
 

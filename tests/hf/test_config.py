@@ -23,7 +23,7 @@ from pipeline.model.spec import (
     RotarySpec,
     StoredResidual,
 )
-from pipeline.scale.plan import ExpansionPlan, Widths
+from pipeline.scale.plan import ExpansionPlan, OwnWeights, Widths
 from tests.bases import CONFIGS
 
 SIZES = st.integers(1, 2**17)
@@ -86,6 +86,15 @@ def specs(draw: st.DrawFn) -> DecoderSpec:
     )
 
 
+own_weights = st.builds(
+    OwnWeights,
+    first_layer=st.integers(0, 4),
+    tokens=st.none() | st.sets(SIZES, min_size=1, max_size=5).map(sorted).map(tuple),
+    gains=st.booleans(),
+    low_rank=st.none() | SIZES,
+)
+
+
 @st.composite
 def plans(draw: st.DrawFn, num_layers: int) -> ExpansionPlan:
     return ExpansionPlan(
@@ -96,12 +105,16 @@ def plans(draw: st.DrawFn, num_layers: int) -> ExpansionPlan:
         routed=draw(st.booleans()),
         router_threshold=draw(st.floats(0, 1)),
         norm=draw(st.sampled_from(["separate", "base"])),
+        own=draw(st.none() | own_weights),
     )
 
 
 def assert_survives(spec: DecoderSpec, plan: ExpansionPlan) -> None:
     written = json.loads(json.dumps(widened_to_config(spec, plan)))
-    assert config_to_widened(written, spec.family) == (spec, plan)
+    own_tokens = None if plan.own is None else plan.own.tokens
+    assert config_to_widened(written, spec.family, own_tokens) == (spec, plan)
+    if own_tokens is not None:  # the ids are a tensor beside the weights
+        assert written["own_rows"] == len(own_tokens) + 1
 
 
 @given(st.data())

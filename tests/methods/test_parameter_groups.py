@@ -17,7 +17,7 @@ from pipeline.methods.parameter_groups import KINDS, factors_by_name, kind_of, p
 
 NAMES = {
     "embedding.expansion.weight": "embedding",
-    "embedding.new_tokens.weight": "new_tokens",
+    "embedding.new_rows.weight": "new_tokens",
     "layers.0.attention_norm.expansion.weight": "norm",
     "layers.1.attention.query_norm.expansion.weight": "norm",
     "layers.0.attention.query.base_to_expansion.weight": "base_to_expansion",
@@ -30,7 +30,11 @@ NAMES = {
     "layers.1.attention.value.adapter.a": "adapter",
     "final_norm.base.weight": "norm",
     "output.expansion": "output",
-    "output.new_tokens": "new_tokens",
+    "output.new_rows": "new_tokens",
+    "own_input.rows.weight": "own_rows",
+    "output.own_rows": "own_rows",
+    "layers.1.ffn_norm.own.weight": "own_gains",
+    "final_norm.own.bias": "own_gains",
 }
 PATTERNS = ("layers.*", "layers.1.*", "*.weight", "output.*", "embedding.expansion.weight")
 

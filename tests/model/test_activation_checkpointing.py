@@ -14,6 +14,14 @@ from tests.widened import (
     widened,
 )
 
+OWN_WEIGHTS = scale_settings(
+    "adapt",
+    collaborative_modules="both",
+    own_rows={"min_count": 1},
+    own_gains=True,
+    low_rank=2,
+)
+
 
 def step(base, variant, checkpointing):
     """Loss and gradients of one batch, and the bytes that the graph held for it."""
@@ -21,9 +29,8 @@ def step(base, variant, checkpointing):
         model = unwidened(base)
         model.activation_checkpointing = checkpointing
     else:
-        model = widened(
-            base, scale_settings(variant), noise=0.1, activation_checkpointing=checkpointing
-        )
+        settings = OWN_WEIGHTS if variant == "own weights" else scale_settings(variant)
+        model = widened(base, settings, noise=0.1, activation_checkpointing=checkpointing)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with kept_for_backward() as kept:
         loss, *_ = model(*some_batch(model.spec, 2, 64))
@@ -43,6 +50,7 @@ def step(base, variant, checkpointing):
         ("llama", "route"),
         ("mixtral", "adapt"),
         ("mixtral", "fft"),
+        ("llama", "own weights"),
     ],
 )
 def test_loss_and_gradients_are_identical_and_less_is_held(base, name, variant):

@@ -31,12 +31,17 @@ BASE, BOTH, UP = TOKENS * D, TOKENS * (D + U), TOKENS * U
 # three sums.
 LOSS, ROUTER = [TOKENS, 2 * TOKENS], [3 * TOKENS]
 ONE_KV_HEAD = {"expansion": {"hidden_size": U, "intermediate_size": 8, "num_attention_heads": 2}}
+RANK = 2
+OWN = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": RANK}
+OWN_ROWS = 50 * D
+"""The gradient of own output rows: one for every other token of 97, and one for all others."""
 SETTINGS = {
     "fft": None,
     "preserve": scale_settings("preserve"),
     "adapt": scale_settings("adapt", l_fp=1),
     "route": scale_settings("route", l_fp=1),
     "replicated": scale_settings("adapt", l_fp=1, **ONE_KV_HEAD),
+    "own weights": scale_settings("adapt", l_fp=1, **OWN),
 }
 ALL_REDUCE, GATHER, SCATTER = "allreduce", "allgather_base", "reduce_scatter_base"
 Sent = dict[str, tuple[list[int], list[int]]]
@@ -134,6 +139,20 @@ def test_a_shared_key_value_head_adds_the_sums_of_its_weights_gradients_alone(me
     assert sorted(backward) == sorted([*messages.whole["adapt"][1], *added])
 
 
+def test_own_weights_send_their_input_rows_and_the_gradients_of_what_is_replicated(messages):
+    """Forward the sum of the input's own rows, from which on x is trained: here from layer 1.
+
+    Backward the gradient of the output's own rows, and of A or B of each map of two layers.
+    """
+    forward, backward = messages.whole["own weights"]
+    assert forward == [BOTH, BASE, *messages.whole["adapt"][0][1:]]
+    # Llama's FFN has a gate, GPT-NeoX's has none.
+    maps = 6 if messages.parallel_residual else 7
+    of_adapters = [RANK * D] * maps * 2
+    expected = [BOTH] * 5 + [UP] * 2 + [OWN_ROWS] + of_adapters
+    assert sorted(backward) == sorted(expected)
+
+
 @pytest.mark.parametrize("method", SETTINGS)
 def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, method):
     """A reduce-scatter on leaving a region and an all-gather on entering the next; backward the
@@ -142,14 +161,15 @@ def test_sequence_parallel_ranks_send_an_all_reduce_in_two_halves(messages, meth
 
     Between embedding and output projection there are as many entrances as exits. Route leaves the
     embedding once and enters the output projection twice; there one of the two base streams has no
-    gradient.
+    gradient. The own rows of the input are gathered by no region of their own, and x has no
+    gradient below them.
     """
     whole, split = messages.whole[method], messages.split[method]
     of_regions = [
-        [length for length in sent if length >= UP and length not in LOSS + ROUTER]
+        [length for length in sent if length >= UP and length not in [*LOSS, *ROUTER, OWN_ROWS]]
         for sent in whole
     ]
     assert [sorted(sent) for sent in split[SCATTER]] == [sorted(sent) for sent in of_regions]
-    more = (BOTH, -UP) if method == "route" else (0, 0)
+    more = {"route": (BOTH, -UP), "own weights": (-BASE, 0)}.get(method, (0, 0))
     totals = [sum(sent) + extra for sent, extra in zip(of_regions, more, strict=True)]
     assert [sum(sent) for sent in split[GATHER]] == totals

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from pipeline.parallel.quantized import Quantization, frozen_product
 from pipeline.parallel.topology import SINGLE
 from tests.distributed import all_ranks, run_ranks
-from tests.model.test_tensor_parallel import Case
+from tests.model.test_tensor_parallel import OWN, Case
 from tests.tolerances import assert_near, rounding_of
 from tests.widened import (
     packed,
@@ -92,6 +92,7 @@ FEATURES = [
     Case("llama", "llama_pro", {"added_layers": 1}),
     Case("llama", "lora", {"rank": 4}, precision="fp8"),
     Case("llama", "adapt", {"norm": "base"}, "all"),
+    Case("llama", "adapt", OWN, uses_kl=True),
 ]
 
 

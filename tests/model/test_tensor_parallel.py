@@ -195,6 +195,13 @@ EXTENDED = [
     Case("llama", method, {"rank": 2} if method == "lora" else {}, uses_kl=True, new_tokens=True)
     for method in ("preserve", "route", "fft", "lora")
 ]
+OWN = {"own_rows": {"min_count": 1}, "own_gains": True, "low_rank": 2}
+OWN_WEIGHTS = [
+    Case("llama", "preserve", {"own_first_layer": 1, **OWN}),
+    Case("llama tied", "adapt", {**BOTH, **OWN}, uses_kl=True, documents=True),
+    Case("qwen3", "preserve", {"own_first_layer": 1, **OWN}, uses_kl=True, sequence_parallel=True),
+    Case("neox", "adapt", {**BOTH, **OWN}, "all", uses_kl=True, sequence_parallel=True),
+]
 SEQUENCE_PARALLEL = [replace(case, sequence_parallel=True, documents=True) for case in EVERY_METHOD]
 # Llama and GPT-NeoX change places: one is split by positions over two ranks, the other over four.
 CASES = {
@@ -204,6 +211,9 @@ CASES = {
         *WITH_KL,
         *FEATURED,
         *EXTENDED,
+        *OWN_WEIGHTS,
+        Case("gemma2", "adapt", {**BOTH, **OWN}, sequence_parallel=True, documents=True),
+        Case("llama biases", "adapt", {**BOTH, **OWN, **ONE_KV_HEAD}, precision="fp8"),
         Case("llama biases", "adapt", {**BOTH, **ONE_KV_HEAD}),
         Case("qwen2", "adapt", {"norm": "base"}),
         Case("neox sequential", "adapt", {"collaborative_modules": "ffn"}),
@@ -230,6 +240,7 @@ CASES = {
         *WITH_KL[2:4],
         *FEATURED[-2:],
         *(replace(case, base="llama eight heads") for case in EXTENDED),
+        *OWN_WEIGHTS,
         Case(
             "llama", "route", {**BOTH, **ONE_KV_HEAD}, "all", sequence_parallel=True, documents=True
         ),

@@ -145,6 +145,8 @@ def test_what_vllm_would_get_wrong_is_refused(vllm_model):
     assert "frequencies" in vllm_model.unsupported_reason(config, 1, False)
     config.rotary, config.mixture = [], {"experts": 4}
     assert "mixture of experts" in vllm_model.unsupported_reason(config, 1, False)
+    config.mixture, config.own_first_layer = None, 1
+    assert "open tokens' own weights" in vllm_model.unsupported_reason(config, 1, False)
 
 
 @torch.no_grad()

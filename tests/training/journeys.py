@@ -19,6 +19,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora": {"name": "lora", "rank": 4},
     "llama_pro": {"name": "llama_pro", "added_layers": 5},
 }
+OWN_WEIGHTS = {"own_gains": True, "low_rank": 2}
+OWN_ROWS = {"own_rows": {"min_count": 2}}
+"""What tokens that a gate opens have of their own; an extended vocabulary has no own rows."""
 TRAINS_BASE = ("fft", "freeze")
 RATES_BY_GROUP = {"adapt": {"expansion_to_base": 0.5, "layers.*.attention.*": 2.0}}
 """Learning-rate factors, of every row of these methods."""
@@ -47,11 +50,12 @@ class Journey(NamedTuple):
     sequence_parallel: bool
     norm: str
     optimizer: str
+    own_weights: bool = False
 
     def __str__(self) -> str:
         flags = [
             name
-            for name in ("vocabulary", "asynchronous", "sequence_parallel")
+            for name in ("vocabulary", "asynchronous", "sequence_parallel", "own_weights")
             if getattr(self, name)
         ]
         values = [
@@ -79,6 +83,7 @@ class Journey(NamedTuple):
             )  # its blocks do not fit this base's FFN
             or (self.sequence_parallel and self.layout.tp_size == 1)
             or (self.norm == "base" and not is_scale)
+            or (self.own_weights and self.method not in ("preserve", "adapt"))
         )
 
     @property
@@ -88,14 +93,23 @@ class Journey(NamedTuple):
     def settings(self, layout: Layout, zero: int) -> dict[str, Any]:
         """What `tests.training.runs.write_config` takes, at a layout that need not be the row's
         own."""
-        own_norm = {"norm": self.norm} if METHODS[self.method]["name"] == "scale" else {}
+        method = dict(METHODS[self.method])
+        if method["name"] == "scale":
+            method["norm"] = self.norm
+        if self.own_weights:
+            method |= OWN_WEIGHTS
+            if not self.vocabulary:
+                method |= OWN_ROWS
+            if self.method == "preserve":
+                method["own_first_layer"] = 2
         parallel = {
             "tp_size": layout.tp_size,
             "sequence_parallel": self.sequence_parallel and layout.tp_size > 1,
         }
         return {
             "zero": zero,
-            "method": METHODS[self.method] | own_norm,
+            "method": method,
+            "gate": {} if self.own_weights else None,
             "parallel": parallel,
             "data__replay_loss": self.replay_loss,
             "base_precision": self.base_precision,
@@ -119,12 +133,14 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "norm": ("separate", "base"),
     "optimizer": ("adamw", "muon"),
+    "own_weights": (False, True),
 }
 QUICK = [
     # method       ZeRO layout  vocabulary     base    asynchronous  seq. parallel      optimizer
-    #                                         replay loss           checkpointing   norm
+    #                                         replay loss           checkpointing   norm      own weights
     Journey("preserve",  1, DP2,     True,  "nll", "fp8",  False, "all",  False, "base",      "adamw"),
     Journey("adapt",     3, DP2_TP2, True,  "nll", "bf16", True,  "none", True,  "separate",  "muon"),
+    Journey("adapt",     3, DP2_TP2, False, "kl",  "bf16", True,  "all",  True,  "separate",  "muon", True),
     Journey("route",     3, TP2,     True,  "nll", "bf16", True,  "all",  True,  "base",      "adamw"),
     Journey("fft",       1, TP2,     False, "nll", "bf16", False, "all",  True,  "separate",  "muon"),
     Journey("freeze",    3, DP2,     False, "kl",  "bf16", False, "none", False, "separate",  "adamw"),
@@ -134,11 +150,11 @@ QUICK = [
 """Every value of every setting; with the other rows every pair."""
 JOURNEYS = [
     *QUICK,
-    Journey("preserve",  1, DP2,     True,  "nll", "nf4",  True,  "none", False, "base",      "muon"),
-    Journey("preserve",  2, TP2,     False, "kl",  "bf16", True,  "none", False, "separate",  "adamw"),
-    Journey("preserve",  3, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate",  "adamw"),
-    Journey("adapt",     1, TP2,     False, "kl",  "fp8",  True,  "none", False, "base",      "adamw"),
-    Journey("adapt",     2, DP2,     False, "nll", "nf4",  False, "all",  False, "base",      "adamw"),
+    Journey("preserve",  1, DP2,     True,  "nll", "nf4",  True,  "none", False, "base",      "muon", True),
+    Journey("preserve",  2, TP2,     False, "kl",  "bf16", True,  "none", False, "separate",  "adamw", True),
+    Journey("preserve",  3, DP2_TP2, True,  "kl",  "bf16", True,  "none", True,  "separate",  "adamw", True),
+    Journey("adapt",     1, TP2,     False, "kl",  "fp8",  True,  "none", False, "base",      "adamw", True),
+    Journey("adapt",     2, DP2,     False, "nll", "nf4",  False, "all",  False, "base",      "adamw", True),
     Journey("route",     1, DP2,     True,  "nll", "nf4",  False, "none", False, "separate",  "adamw"),
     Journey("route",     2, DP2_TP2, False, "kl",  "fp8",  False, "all",  True,  "base",      "muon"),
     Journey("fft",       2, DP2_TP2, True,  "kl",  "bf16", True,  "none", False, "separate",  "adamw"),

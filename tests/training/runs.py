@@ -20,7 +20,9 @@ from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenize.corpora import corpus_jobs
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import local_workers
+from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import UserError
+from pipeline.methods.own_tokens import own_tokens_of
 from pipeline.methods.scale import upscale
 from pipeline.model.from_hf import open_base
 from pipeline.observers.performance import MEASURED
@@ -105,7 +107,13 @@ def make_run(run: Path, tokens: Path, **changes: Any) -> Path:
     path = write_config(run, tokens, **changes)
     config = load_config(path)
     if isinstance(config.method, ScaleMethod):
-        upscale(config.method, open_base(config.base), config.initial_expansion_folder, config.seed)
+        base = open_base(config.base)
+        own_tokens = own_tokens_of(
+            config,
+            base.spec.vocab_size,
+            tokenizer_fingerprint=load_tokenizer(config.tokenizer).fingerprint,
+        )
+        upscale(config.method, base, config.initial_expansion_folder, config.seed, own_tokens)
     return path
 
 

@@ -91,7 +91,11 @@ def _ranges(sizes: list[int], unit_bytes: int) -> list[tuple[int, int, int]]:
 
 
 def parquet_records(path: InputPath, start: int, stop: int, keys: Keys) -> Iterator[Record]:
-    """The records of a range; offsets are row numbers. Raises as `parquet_ranges`."""
+    """The records of a range; offsets are row numbers.
+
+    Raises:
+        DataError: where the file is damaged, or lacks a column of `keys`.
+    """
     with _faults(path, "Parquet"):
         file = _parquet(path, keys)
         first = sum(file.metadata.row_group(group).num_rows for group in range(start))

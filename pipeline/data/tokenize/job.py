@@ -123,8 +123,8 @@ def preprocess(
         OutputError: the folder holds something that is not a corpus.
         DataError: the input, the tokenizer or the records cannot be used; the folder holds another
             corpus; or the disk is full.
-        OSError: the disk fails otherwise.
-    """
+        OSError: a file cannot be read or written.
+    """  # noqa: DOC501
     tokenizer = load_tokenizer(job.tokenizer, end_of_document=job.end_of_document)
     plan = plan_of(job, tokenizer)
     make = partial(_make_corpus, job, plan, workers, share, max_bad_fraction)
@@ -133,8 +133,7 @@ def preprocess(
     except OSError as fault:
         if not is_full_disk(fault):
             raise
-        error = _full_disk_error(job, fault)
-        raise error from None
+        raise _full_disk_error(job, fault) from None
 
 
 def _make_corpus(
@@ -473,10 +472,7 @@ def _imported(unit: Unit, tokenizer: Tokenizer) -> Iterator[Record]:
     """The documents of tokens that Megatron-LM made.
 
     They come without the tokens that this tokenizer puts before and after a document.
-
-    Raises:
-        DataError: an id is not of the tokenizer.
-    """
+    """  # noqa: DOC501
     shard = Shard(Path(unit.path).with_suffix(""))
     start = list(tokenizer.document_start)
     end = list(tokenizer.document_end)

@@ -167,6 +167,7 @@ def complete(output: Path, plan: CorpusPlan, make: Callable[[Path], Manifest]) -
     Raises:
         OutputError: one of the folders holds something else.
         DataError: the folder holds or was begun for another corpus.
+        FileNotFoundError: somebody removed a file during the work.
     """
     _forget_without_documents(output, plan)
     manifest = finished(output, plan)
@@ -192,7 +193,6 @@ def _make_or_wait(output: Path, plan: CorpusPlan, make: Callable[[Path], Manifes
             manifest = finished(output, plan)
             if manifest is None:
                 manifest = make(output / STATE)
-                # Last: without a manifest a corpus is unfinished, whatever else there is.
                 publish(manifest, output)
             return manifest
     except (FileNotFoundError, DataError) as fault:
@@ -499,7 +499,7 @@ class _Records(Generic[_Record]):
 
         Sizes are always compared, and hashes where no other job has compared them since this one
         began.
-        """  # noqa: DOC501  # the DataError is caught below
+        """  # noqa: DOC501
         path = self.path_of(unit.name)
         try:
             changed = path.stat().st_mtime_ns
@@ -518,7 +518,6 @@ class _Records(Generic[_Record]):
             # The new time tells jobs beside this one that the hashes were compared. It cannot be
             # set for another user's file, or for one that is gone since: others compare it, too.
             with contextlib.suppress(OSError):
-                # The record's time says to other jobs that its files were compared.
                 os.utime(path)
         return _Kept(unit.name, record)
 

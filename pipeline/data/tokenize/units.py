@@ -116,7 +116,11 @@ def _size_of(file: InputPath) -> int:
 
 
 def named_files(inputs: Sequence[str]) -> list[InputPath]:
-    """The files that `inputs` name, without reading their documents. Raises as `input_files`."""
+    """The files that `inputs` name, without reading their documents.
+
+    Raises:
+        DataError: where a file is missing, a folder, named twice, or not on this machine.
+    """
     found: list[Path] = []
     downloaded: list[Path] = []
     remote: list[RemoteFile] = []
@@ -325,7 +329,11 @@ def _token_ranges(path: Path, unit_bytes: int) -> list[tuple[int, int, int]]:
 
 
 def unit_records(unit: Unit, keys: Keys) -> Iterator[Record]:
-    """The records of a unit of text."""
+    """The records of a unit of text.
+
+    Raises:
+        DataError: the unit holds tokens.
+    """
     path = input_path(unit.path)
     if unit.kind == "tokens":
         raise DataError(
@@ -412,7 +420,7 @@ def sampled_documents(
 
     Raises:
         DataError: there is none, or an input cannot be read.
-    """
+    """  # noqa: DOC501
     files = input_files(inputs)
     draw = random.Random(seed)
     opened = draw.sample([*files], min(_SAMPLED_FILES, len(files)))
@@ -439,8 +447,7 @@ def sampled_documents(
             taken = place.size
         read += min(taken, place.size)
     if not documents:
-        fault = _no_document(inputs, keys, first_bad)
-        raise fault
+        raise _no_document(inputs, keys, first_bad)
     # First from what was read to the files that were opened, then to all files.
     scale_of_opened = max(1.0, sum(unit.size for unit in units) / max(1, read))
     scale = sum(files.values()) / sum(files[file] for file in opened)

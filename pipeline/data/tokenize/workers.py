@@ -78,8 +78,6 @@ def local_workers(
         return
     _start_silent_tracker()
     # A fork of this process would copy locks that threads of libraries hold here.
-    # Not fork: a child of a process with threads (torch, tokenizers, the progress bar) may inherit
-    # a lock that nobody releases. Not spawn: each worker would import everything anew.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_work) as pool:

@@ -21,6 +21,10 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     of them each layer has (None: none). The FFN of `expert_layers` is the `mixture` of experts. The
     first `base_vocab_size` tokens (None: all) are the base's: Route compares their logits alone, as
     in training.
+
+    From layer `own_first_layer` on (None: nowhere) tokens that the gate opens read weights of their
+    own, differences from the base's: `own_rows` rows of the embedding and of the output (0: none),
+    gains of norms (`own_gains`), and linear maps of rank `own_rank` (None: none).
     """
 
     model_type = "scale"
@@ -75,6 +79,10 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
     gate_decay: float = 0.8
     gate_bias: float = 0.0
     gate_threshold: float = 0.0
+    own_first_layer: int | None = None
+    own_rows: int = 0
+    own_gains: bool = False
+    own_rank: int | None = None
     use_cache: bool = True
 
     def __init__(self, **kwargs: Any) -> None:
@@ -99,10 +107,24 @@ class ScaleConfig(PretrainedConfig):  # type: ignore[misc]
         """Whether `module` of `layer` has expansion_to_base blocks."""
         return layer >= self.l_fp and module in self.collaborative_modules
 
+    def has_own_gains(self, layer: int) -> bool:
+        """Whether norms of `layer` have gains for open tokens; the number of layers: the
+        last norm."""
+        return self.own_gains and self.own_first_layer is not None and layer >= self.own_first_layer
+
+    def own_rank_of(self, layer: int) -> int | None:
+        """The rank of what open tokens add to the linear maps of `layer`; None: they add
+        nothing."""
+        if self.own_first_layer is None or layer < self.own_first_layer:
+            return None
+        return self.own_rank
+
     def backbone_unsupported_reason(self) -> str | None:
         """Why the logits are no product of one hidden state and one matrix; None if they are."""
         if self.routed:
             return "a Route model compares the logits of two paths"
+        if self.own_rows:
+            return "tokens that its gate opens have output rows of their own"
         if self.gate_layer is not None and self.base_vocab_size not in (None, self.vocab_size):
             return "after a token that its gate closes, the new tokens of its vocabulary have no probability"
         return None

@@ -11,6 +11,9 @@ the text is new. A closed token takes no expansion_to_base block and nothing of 
 logits; a routed model gives it the path without those blocks, and an open one the other. Tokens
 that the base does not have (from `base_vocab_size` on) are open, and none follows a closed token.
 
+Open tokens may have weights of their own beside the base's, from layer `own_first_layer` on, at or
+above the gate's: see `scale_streams.py`. Closed tokens and the base alone do not read them.
+
 In inference the base runs alone until the gate first opens. Then the text for which it opens is
 computed anew, with the expansion, which from there on runs for all texts of the batch. See
 `ScaleForCausalLM._from_open_on`.
@@ -43,8 +46,15 @@ from .scale_gate import (
     texts_of,
 )
 from .scale_layer import RotaryAngles, ScaleExpertLinear, ScaleLayer, ScaleRotary
-from .scale_math import choose_path
-from .scale_streams import ScaleEmbedding, ScaleNorm, ScaleOutput, StreamPath
+from .scale_math import choose_path, masked_sum
+from .scale_streams import (
+    ScaleEmbedding,
+    ScaleLowRank,
+    ScaleNorm,
+    ScaleOutput,
+    ScaleOwnInput,
+    StreamPath,
+)
 
 
 class PassInputs(NamedTuple):
@@ -143,8 +153,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.layers = nn.ModuleList(
             ScaleLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
-        self.final_norm = ScaleNorm(config)
+        self.final_norm = ScaleNorm(config, config.num_hidden_layers)
         self.output = ScaleOutput(config)
+        self.own_input = ScaleOwnInput(config) if config.own_rows else None
         self.token_gate = None if config.gate_layer is None else ScaleGate(config)
         self.post_init()
 
@@ -156,7 +167,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         super()._init_weights(module)
         if isinstance(module, ScaleRotary):
             module.fill()
-        elif isinstance(module, (ScaleOutput, ScaleExpertLinear, nn.ModuleDict)):
+        elif isinstance(module, (ScaleOutput, ScaleExpertLinear, ScaleLowRank, nn.ModuleDict)):
             # Their tensors are no modules of the library's, which it would initialise.
             for parameter in module.parameters(recurse=False):
                 init.normal_(parameter, std=0.02)
@@ -208,8 +219,8 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         (0: all), or those.
 
         inputs_embeds: both streams [B, S, D + U], in place of input_ids; a gate judges each by its
-        score. Hidden states are such streams of the adapted path: before each layer, and after the
-        last norm.
+        score. A model whose open tokens have rows of their own takes input_ids alone. Hidden states
+        are such streams of the adapted path: before each layer, and after the last norm.
         """
         streams, past_key_values, states = self.hidden_states(
             input_ids,
@@ -249,6 +260,11 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds")
+        if inputs_embeds is not None and self.own_input is not None:
+            raise ValueError(
+                "give input_ids: tokens that the gate opens have rows of their own, which "
+                "inputs_embeds do not name"
+            )
         embedded = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache
@@ -319,8 +335,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         kept = kept_tokens(logits_to_keep)
         normed = []
         for path in paths:
-            x_up = None if path.x_up is None else path.x_up[:, kept]
-            normed.append(path._replace(x=path.x[:, kept], x_up=x_up).normed(self.final_norm))
+            normed.append(path.at(kept).normed(self.final_norm))
         if opens is None:
             return LastStreams(normed, None)
         # A model without a router has one path, which is both.
@@ -359,12 +374,28 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                     return paths, opens
                 if not config.routed:
                     paths = [paths[0]._replace(masked=~opens)]
+            if self.own_input is not None and index == config.own_first_layer:
+                paths = [self._with_own_input(paths[0], inputs.tokens, self.own_input)]
             if config.routed and index == config.l_fp:
                 paths = [paths[0]._replace(masked=True), paths[0]]
             paths = self._layer_on_paths(index, paths, tables, masks, inputs)
         if self.token_gate is not None and opens is None:
             opens = self._opens(paths, inputs) if decided is None else decided
         return paths, opens
+
+    def _with_own_input(self, path: StreamPath, tokens: Tensor, rows: ScaleOwnInput) -> StreamPath:
+        """The path, in whose x open tokens [B, S] have added rows of their own; not where the base
+        runs alone.
+        """
+        if path.x_up is None:
+            return path
+        difference = rows(tokens)
+        # Over several devices, the rows may be on another than the layer before.
+        x = path.x.to(difference.device)
+        masked = path.masked
+        if isinstance(masked, Tensor):
+            masked = masked.to(difference.device)
+        return path._replace(x=masked_sum(x, difference, masked))
 
     def _layer_on_paths(
         self,
@@ -467,7 +498,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if cache is not None:
             set_rows(cache, rows, own)
         if rows.all():
-            return [StreamPath(x, x_up)], opens
+            return [StreamPath(x, x_up, masked=~opens)], opens
         whole_up = path.x_up
         if whole_up is None:
             whole_up = path.x.new_zeros(*path.x.shape[:2], self.config.expansion_hidden_size)

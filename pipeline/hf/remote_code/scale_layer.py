@@ -1,4 +1,5 @@
-"""One decoder layer on both streams: attention, and a feed-forward network or a mixture of experts."""
+"""One decoder layer on both streams: attention, and a feed-forward network or a mixture
+of experts."""
 
 from __future__ import annotations
 
@@ -101,16 +102,17 @@ class ScaleAttention(nn.Module):
         kv_heads = self._sizes(config.num_key_value_heads, config.expansion_num_key_value_heads)
         bias = config.query_key_value_bias
         collaborative = config.is_collaborative(layer, "attention")
+        own_rank = config.own_rank_of(layer)
         self.base_width = heads[0]
-        self.query = ScaleLinear(hidden, heads, bias, collaborative)
-        self.key = ScaleLinear(hidden, kv_heads, bias, collaborative)
-        self.value = ScaleLinear(hidden, kv_heads, bias, collaborative)
+        self.query = ScaleLinear(hidden, heads, bias, collaborative, own_rank)
+        self.key = ScaleLinear(hidden, kv_heads, bias, collaborative, own_rank)
+        self.value = ScaleLinear(hidden, kv_heads, bias, collaborative, own_rank)
         self.query_norm: ScaleHeadNorm | None = None
         self.key_norm: ScaleHeadNorm | None = None
         if config.query_key_norm != "none":
-            self.query_norm = ScaleHeadNorm(config, heads)
-            self.key_norm = ScaleHeadNorm(config, kv_heads)
-        self.output = ScaleLinear(heads, hidden, config.output_bias, collaborative)
+            self.query_norm = ScaleHeadNorm(config, layer, heads)
+            self.key_norm = ScaleHeadNorm(config, layer, kv_heads)
+        self.output = ScaleLinear(heads, hidden, config.output_bias, collaborative, own_rank)
 
     def _sizes(self, heads: int, expansion_heads: int) -> tuple[int, int]:
         """The channels of the base's heads and of the expansion's, of which there are `heads` in
@@ -158,7 +160,7 @@ class ScaleAttention(nn.Module):
         for path in paths:
             heads, heads_up = projection(path.x, path.x_up, path.masked)
             if norm is not None:
-                heads, heads_up = norm(heads, heads_up)
+                heads, heads_up = norm(heads, heads_up, path.masked)
             parts.append(heads)
             if heads_up is not None:
                 parts.append(heads_up)
@@ -191,12 +193,13 @@ class ScaleFeedForward(nn.Module):
         inner = (config.intermediate_size, config.expansion_intermediate_size)
         bias = config.ffn_bias
         collaborative = config.is_collaborative(layer, "ffn")
+        own_rank = config.own_rank_of(layer)
         self.activation = ACT2FN[config.hidden_act]
         self.gate: ScaleLinear | None = None
         if config.gated_ffn:
-            self.gate = ScaleLinear(hidden, inner, bias, collaborative)
-        self.up = ScaleLinear(hidden, inner, bias, collaborative)
-        self.down = ScaleLinear(inner, hidden, bias, collaborative)
+            self.gate = ScaleLinear(hidden, inner, bias, collaborative, own_rank)
+        self.up = ScaleLinear(hidden, inner, bias, collaborative, own_rank)
+        self.down = ScaleLinear(inner, hidden, bias, collaborative, own_rank)
 
     def forward(self, path: StreamPath) -> StreamPath:
         inner, inner_up = self.up(path.x, path.x_up, path.masked)
@@ -365,16 +368,16 @@ class ScaleLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         self.parallel_residual = config.parallel_residual
         has_norms_before = config.norm_placement != "after"
         has_norms_after = config.norm_placement != "before"
-        self.attention_norm = ScaleNorm(config) if has_norms_before else None
+        self.attention_norm = ScaleNorm(config, layer) if has_norms_before else None
         self.attention = ScaleAttention(config, layer)
-        self.attention_post_norm = ScaleNorm(config) if has_norms_after else None
-        self.ffn_norm = ScaleNorm(config) if has_norms_before else None
+        self.attention_post_norm = ScaleNorm(config, layer) if has_norms_after else None
+        self.ffn_norm = ScaleNorm(config, layer) if has_norms_before else None
         self.ffn: nn.Module
         if layer in config.expert_layers:
             self.ffn = ScaleMixture(config, layer)
         else:
             self.ffn = ScaleFeedForward(config, layer)
-        self.ffn_post_norm = ScaleNorm(config) if has_norms_after else None
+        self.ffn_post_norm = ScaleNorm(config, layer) if has_norms_after else None
 
     def forward(
         self,

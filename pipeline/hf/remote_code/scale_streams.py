@@ -8,6 +8,10 @@ Every linear map has four blocks (SCALE, Eq. 1):
 
 `expansion_to_base` exists only in collaborative layers. x_up is None where the base runs alone:
 maps and norms then compute the base's part only.
+
+Tokens that a gate opens may have weights of their own beside the base's (docs/gate.md of
+scale-cpt): an `adapter` of a linear map, an `own` gain of a norm, `own_rows` of the output. Each is
+a difference, which `masked` leaves out as it does expansion_to_base.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from .scale_math import (
     keeps_preserved_path,
     layer_norm_by,
     masked_sum,
+    own_row_logits,
     rms_normalised,
     separate_products,
     soft_capped,
@@ -35,7 +40,8 @@ from .scale_math import (
 class StreamPath(NamedTuple):
     """The streams of one path: x [B, S, D], and x_up [B, S, U] or None.
 
-    `masked` leaves every expansion_to_base out, for all tokens or for those of a mask [B, S, 1].
+    `masked` leaves every expansion_to_base out, and what open tokens have of their own, for all
+    tokens or for those of a mask [B, S, 1].
     """
 
     x: Tensor
@@ -46,8 +52,28 @@ class StreamPath(NamedTuple):
         """The path with both streams normalised, or as it is if there is no norm."""
         if norm is None:
             return self
-        x, x_up = norm(self.x, self.x_up)
+        x, x_up = norm(self.x, self.x_up, self.masked)
         return self._replace(x=x, x_up=x_up)
+
+    def at(self, tokens: slice | Tensor) -> StreamPath:
+        """The path at some tokens alone."""
+        x_up = None if self.x_up is None else self.x_up[:, tokens]
+        masked = self.masked
+        if isinstance(masked, Tensor):
+            masked = masked[:, tokens]
+        return StreamPath(self.x[:, tokens], x_up, masked)
+
+
+class ScaleLowRank(nn.Module):
+    """B A x, what open tokens add to a linear map: x [..., in] -> [..., out]."""
+
+    def __init__(self, size_in: int, size_out: int, rank: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(rank, size_in))
+        self.b = nn.Parameter(torch.empty(size_out, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.a), self.b)
 
 
 class ScaleLinear(nn.Module):
@@ -56,12 +82,20 @@ class ScaleLinear(nn.Module):
     """
 
     def __init__(
-        self, sizes_in: tuple[int, int], sizes_out: tuple[int, int], bias: bool, collaborative: bool
+        self,
+        sizes_in: tuple[int, int],
+        sizes_out: tuple[int, int],
+        bias: bool,
+        collaborative: bool,
+        own_rank: int | None = None,
     ) -> None:
         super().__init__()
         size_in, up_in = sizes_in
         size_out, up_out = sizes_out
         self.base = nn.Linear(size_in, size_out, bias=bias)
+        self.adapter: nn.Module | None = None
+        if own_rank is not None:
+            self.adapter = ScaleLowRank(size_in, size_out, own_rank)
         self.expansion_to_base: nn.Module | None = None
         if collaborative:
             self.expansion_to_base = nn.Linear(up_in, size_out, bias=False)
@@ -74,6 +108,8 @@ class ScaleLinear(nn.Module):
         y = self.base(x)
         if x_up is None:
             return y, None
+        if self.adapter is not None and masked is not True:
+            y = masked_sum(y, self.adapter(x), masked)
         if self.expansion_to_base is not None and masked is not True:
             y = masked_sum(y, self.expansion_to_base(x_up), masked)
         return y, self.base_to_expansion(x) + self.expansion_to_expansion(x_up)
@@ -84,18 +120,25 @@ class ScaleStreamNorm(nn.Module):
     other stream.
 
     With `normed_size` (RMSNorm only) the channels after the first so many count times `rest_scale`
-    in them. With `gain_offset` (RMSNorm only) the gain is 1 + weight.
+    in them. With `gain_offset` (RMSNorm only) the gain is 1 + weight; what open tokens add to a
+    gain (`is_own`) is the weight itself.
     """
 
     def __init__(
-        self, config: ScaleConfig, size: int, kind: str, normed_size: int | None = None
+        self,
+        config: ScaleConfig,
+        size: int,
+        kind: str,
+        normed_size: int | None = None,
+        *,
+        is_own: bool = False,
     ) -> None:
         super().__init__()
         self.eps = config.norm_eps
-        self.gain_offset = config.gain_offset
+        self.gain_offset = config.gain_offset and not is_own
         self.normed_size = normed_size
         self.rest_scale = config.rest_scale
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.zeros(size) if is_own else torch.ones(size))
         self.bias: nn.Parameter | None = None
         if kind == "layernorm":
             self.bias = nn.Parameter(torch.zeros(size))
@@ -114,21 +157,31 @@ class ScaleNorm(nn.Module):
     base's.
     """
 
-    def __init__(self, config: ScaleConfig) -> None:
+    def __init__(self, config: ScaleConfig, layer: int) -> None:
+        """`layer`: the index of its layer; the number of layers: it is the last norm."""
         super().__init__()
         self.shares_statistics = config.norm_statistics == "base"
         normed_size = config.normed_size
         self.base = ScaleStreamNorm(config, config.hidden_size, config.norm, normed_size)
+        self.own: ScaleStreamNorm | None = None
+        if config.has_own_gains(layer):
+            self.own = ScaleStreamNorm(
+                config, config.hidden_size, config.norm, normed_size, is_own=True
+            )
         # `normed_size` is about the channels of x, from which the statistics are taken.
         normed_size = config.normed_size if self.shares_statistics else None
         self.expansion = ScaleStreamNorm(
             config, config.expansion_hidden_size, config.norm, normed_size
         )
 
-    def forward(self, x: Tensor, x_up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, x_up: Tensor | None, masked: bool | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         y = self.base(x)
         if x_up is None:
             return y, None
+        if self.own is not None and masked is not True:
+            y = masked_sum(y, self.own(x), masked)
         if self.shares_statistics:
             return y, self.expansion(x_up, x)
         return y, self.expansion(x_up)
@@ -139,7 +192,7 @@ class ScaleHeadNorm(nn.Module):
     all together.
     """
 
-    def __init__(self, config: ScaleConfig, sizes: tuple[int, int]) -> None:
+    def __init__(self, config: ScaleConfig, layer: int, sizes: tuple[int, int]) -> None:
         """`sizes`: the channels of the base's heads and of the added heads."""
         super().__init__()
         size = size_up = config.head_dim
@@ -148,15 +201,22 @@ class ScaleHeadNorm(nn.Module):
             size, size_up = sizes
             has_own_gains = True
         self.base = ScaleStreamNorm(config, size, "rmsnorm")
+        self.own: ScaleStreamNorm | None = None
+        if config.has_own_gains(layer):
+            self.own = ScaleStreamNorm(config, size, "rmsnorm", is_own=True)
         # None: the added heads have the base's gains.
         self.expansion: ScaleStreamNorm | None = None
         if has_own_gains:
             self.expansion = ScaleStreamNorm(config, size_up, "rmsnorm")
 
-    def forward(self, heads: Tensor, heads_up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, heads: Tensor, heads_up: Tensor | None, masked: bool | Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         normed = _normed_by_head(self.base, heads)
         if heads_up is None:
             return normed, None
+        if self.own is not None and masked is not True:
+            normed = masked_sum(normed, _normed_by_head(self.own, heads), masked)
         norm_up = self.base if self.expansion is None else self.expansion
         return normed, _normed_by_head(norm_up, heads_up)
 
@@ -189,12 +249,41 @@ class ScaleEmbedding(nn.Module):
         return embedded * embedded.new_full((), self.scale)
 
 
+class ScaleOwnInput(nn.Module):
+    """What open tokens add to x where weights of their own begin: tokens [B, S] -> [B, S, D].
+
+    Tokens that were too rare to learn a row of their own share the last one.
+    """
+
+    row_of_token: Tensor
+
+    def __init__(self, config: ScaleConfig) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(config.own_rows, config.hidden_size)
+        self.register_buffer("row_of_token", own_row_table(config))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        difference: Tensor = self.rows(self.row_of_token[tokens])
+        return difference
+
+
+def own_row_table(config: ScaleConfig) -> Tensor:
+    """The own row of every token, [V], yet to be read from the folder.
+
+    Both modules with such rows have one: they may be on different devices.
+    """
+    return torch.zeros(config.vocab_size, dtype=torch.int32)
+
+
 class ScaleOutput(nn.Module):
     """logits = base x + expansion x_up, or the router's choice of two paths. A tied base is the
     embedding's own.
 
-    With `output_softcap` c a logit is c · tanh(z / c); the router compares z itself.
+    Tokens that the gate opens add the product of x with `own_rows`, if there are any. With
+    `output_softcap` c a logit is c · tanh(z / c); the router compares z itself.
     """
+
+    row_of_token: Tensor
 
     def __init__(self, config: ScaleConfig) -> None:
         super().__init__()
@@ -203,6 +292,10 @@ class ScaleOutput(nn.Module):
         self.set_vocabulary(config)
         self.base = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.expansion = nn.Parameter(torch.empty(config.vocab_size, config.expansion_hidden_size))
+        self.own_rows: nn.Parameter | None = None
+        if config.own_rows:
+            self.own_rows = nn.Parameter(torch.empty(config.own_rows, config.hidden_size))
+            self.register_buffer("row_of_token", own_row_table(config))
 
     @property
     def weight(self) -> Tensor:
@@ -242,10 +335,20 @@ class ScaleOutput(nn.Module):
                 x_up = torch.where(is_preserved, preserved.x_up, x_up)
         if x_up is not None:
             z = z + F.linear(x_up, self.expansion)
+            if self.own_rows is not None:
+                z = z + self._own_logits(adapted.x, self.own_rows, closed)
         z = soft_capped(z, self.softcap)
         if closed is not None and self.is_gated_vocabulary:
             z = without_new_tokens(z, closed, self.base_columns)
         return z
+
+    def _own_logits(self, x: Tensor, own_rows: Tensor, closed: Tensor | None) -> Tensor:
+        """What own rows add to the logits of open tokens, and 0 for the others: [B, S, V]
+        in fp32."""
+        change = own_row_logits(x, own_rows, self.row_of_token)
+        if closed is None:
+            return change
+        return change.masked_fill(closed, 0)
 
     def _base_logits(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, V] in fp32."""

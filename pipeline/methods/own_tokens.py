@@ -1,0 +1,66 @@
+"""Which tokens get rows of their own: those that are frequent enough in the text to be learned."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.config.method import OwnRows, ScaleMethod
+from pipeline.config.run import RunConfig
+from pipeline.data.corpus.token_corpus import TokenCorpus
+from pipeline.data.tokenize.corpora import train_folder
+from pipeline.errors import ConfigError, DataError
+
+_READ_TOKENS = 2**24
+"""How many tokens are read at a time: 128 MiB."""
+
+
+def own_tokens_of(
+    config: RunConfig, vocab_size: int, *, tokenizer_fingerprint: str
+) -> tuple[int, ...] | None:
+    """The ids that get rows of their own in the run; None for methods without own rows.
+
+    Raises:
+        ConfigError: no token is as frequent as `method.own_rows.min_count` asks.
+        DataError: a corpus of role new is not tokenized yet, or by another tokenizer, or holds an
+            id beyond the base's vocabulary.
+    """
+    method = config.method
+    if not isinstance(method, ScaleMethod) or method.own_rows is None:
+        return None
+    if not isinstance(method.own_rows, OwnRows):
+        return tuple(range(vocab_size))
+    counts = token_counts(config, vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
+    frequent = np.flatnonzero(counts >= method.own_rows.min_count)
+    if not len(frequent):
+        raise ConfigError(
+            f"method.own_rows.min_count: expected at most {counts.max()}, how often the most "
+            f"frequent token occurs, found {method.own_rows.min_count}"
+        )
+    return tuple(frequent.tolist())
+
+
+def token_counts(
+    config: RunConfig, vocab_size: int, *, tokenizer_fingerprint: str
+) -> npt.NDArray[np.int64]:
+    """How often each id occurs in the corpora of role new: [V], exactly.
+
+    Raises:
+        DataError: as `own_tokens_of`.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for name, corpus in config.data.corpora.items():
+        if corpus.role != "new":
+            continue
+        folder = train_folder(config.data, name)
+        tokens = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)
+        for start in range(0, tokens.tokens, _READ_TOKENS):
+            ids = tokens.read(start, min(start + _READ_TOKENS, tokens.tokens))
+            of_part = np.bincount(ids, minlength=vocab_size)
+            if len(of_part) > vocab_size:
+                raise DataError(
+                    f"{folder}: holds the id {len(of_part) - 1}, and the base has {vocab_size} "
+                    "rows; tokenize it with the base's tokenizer"
+                )
+            counts += of_part
+    return counts

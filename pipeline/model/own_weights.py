@@ -1,0 +1,191 @@
+"""What tokens have of their own where a gate opens them: rows, gains, low-rank differences.
+
+A hard gate decides for each token, before any of these weights is read. So an open token may read
+weights that a closed one does not, and closed tokens stay the base's to the bit. All of these
+weights are differences that start at zero. They begin at one layer, where the paths of open and
+closed tokens part (docs/gate.md, docs/adr/0032-what-is-open-has-its-own.md).
+
+Training has no gate: every token is open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.parallel.collectives import leave_region
+from pipeline.parallel.embedding import VocabularyParallelEmbedding
+from pipeline.parallel.linear import LowRankAdapter
+from pipeline.parallel.norms import LayerNorm, RMSNorm
+from pipeline.parallel.topology import TensorParallel
+from pipeline.scale.widened_linear import Streams, WidenedLinear
+from pipeline.scale.widened_norm import WidenedHeadNorm, WidenedNorm
+from pipeline.scale_math import masked_sum, own_row_logits
+
+
+@dataclass(frozen=True)
+class OwnColumns:
+    """The own output rows of a rank's columns of the logits.
+
+    Attributes:
+        row_of_column: [columns], the own row of each.
+        own_columns, their_rows: the columns with a row that is theirs alone, and that row.
+        is_shared: [columns] in fp32, 1 for those that share the last row, padding too, and else 0.
+        rows: how many own rows there are.
+    """
+
+    row_of_column: Tensor
+    own_columns: Tensor
+    their_rows: Tensor
+    is_shared: Tensor
+    rows: int
+
+
+class OwnRowOfToken:
+    """Which own row each token has: one of its own, or the shared one behind them.
+
+    Tables are copied to a device once, so that the host never waits for it. They are no buffers: a
+    decoder on the meta device, of which one module at a time gets values, would have none for them.
+    """
+
+    def __init__(self, tokens: tuple[int, ...], vocab_size: int) -> None:
+        self.rows = len(tokens) + 1
+        self.shared_row = len(tokens)
+        ids = torch.tensor(tokens, dtype=torch.long, device="cpu")
+        self._tokens = tokens
+        self._table = torch.full((vocab_size,), self.shared_row, dtype=torch.long, device="cpu")
+        self._table[ids] = torch.arange(len(tokens), device="cpu")
+        self._tables: dict[torch.device, Tensor] = {}
+        self._columns: dict[tuple[int, int, int, torch.device], OwnColumns] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The row of every token: [V]."""
+        if device not in self._tables:
+            self._tables[device] = self._table.to(device)
+        return self._tables[device]
+
+    def of_columns(self, first: int, count: int, width: int, device: torch.device) -> OwnColumns:
+        """Those of the tokens from id `first` on, `count` of them, padded to `width` columns."""
+        key = (first, count, width, device)
+        if key not in self._columns:
+            # By lists of Python: `nonzero` would need values where a run is traced without any.
+            own_columns: list[int] = []
+            their_rows: list[int] = []
+            for row, token in enumerate(self._tokens):
+                if first <= token < first + count:
+                    own_columns.append(token - first)
+                    their_rows.append(row)
+            table = self._table[first : first + count]
+            table = F.pad(table, (0, width - count), value=self.shared_row)
+            self._columns[key] = OwnColumns(
+                row_of_column=table.to(device),
+                own_columns=torch.tensor(own_columns, dtype=torch.long, device="cpu").to(device),
+                their_rows=torch.tensor(their_rows, dtype=torch.long, device="cpu").to(device),
+                is_shared=(table == self.shared_row).float().to(device),
+                rows=self.rows,
+            )
+        return self._columns[key]
+
+
+class OwnInputRows(nn.Module):
+    """The trained differences of the embedding's rows, for open tokens.
+
+    Attributes:
+        rows: [n + 1, D], split over the ranks as the embedding is.
+    """
+
+    def __init__(self, row_of: OwnRowOfToken, hidden_size: int, *, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.row_of = row_of
+        self.rows = VocabularyParallelEmbedding(row_of.rows, hidden_size, tp=tp)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S] -> what is added to x: [B, S, D]; with sequence parallelism as x is split.
+
+        A new token, whose id is beyond the base's vocabulary, has a row elsewhere: it gets zeros.
+        """
+        table = self.row_of.on(tokens.device)
+        is_new = tokens >= len(table)
+        rows = self.rows(table[tokens.masked_fill(is_new, 0)])
+        rows = rows.masked_fill(is_new.unsqueeze(-1), 0)
+        difference, _ = leave_region(self.tp, rows, None)
+        return difference
+
+
+class NormWithOwnGain(WidenedNorm):
+    """A `WidenedNorm` whose gain (and bias) on x has a trained difference for open tokens."""
+
+    def __init__(self, kind: Any, size: int, expansion_size: int | None, **settings: Any) -> None:
+        super().__init__(kind, size, expansion_size, **settings)
+        tp = settings["tp"]
+        eps = settings["eps"]
+        self.own: RMSNorm | LayerNorm
+        if kind == "rmsnorm":
+            self.own = RMSNorm(size, eps, tp)
+        else:
+            self.own = LayerNorm(size, eps, tp)
+
+    def forward(self, x: Tensor, x_up: Tensor | None, *, masked: bool | Tensor = False) -> Streams:
+        y, y_up = super().forward(x, x_up)
+        if masked is True:
+            return y, y_up
+        if self.normed is not None and isinstance(self.own, RMSNorm):
+            mean_square = self.normed.sum_of_squares(x.float()) / x.shape[-1]
+            return masked_sum(y, self.own(x, mean_square), masked), y_up
+        return masked_sum(y, self.own(x), masked), y_up
+
+
+class HeadNormWithOwnGain(WidenedHeadNorm):
+    """A `WidenedHeadNorm` whose gain on the base's heads has a difference for open tokens."""
+
+    def __init__(
+        self,
+        size: int,
+        expansion_size: int | None,
+        *,
+        eps: float,
+        gain_offset: bool,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__(size, expansion_size, eps=eps, gain_offset=gain_offset, tp=tp)
+        self.own = RMSNorm(size, eps, tp, in_region=True)
+
+    def forward(
+        self, heads: Tensor, heads_up: Tensor | None, *, masked: bool | Tensor = False
+    ) -> Streams:
+        y, y_up = super().forward(heads, heads_up)
+        if masked is True:
+            return y, y_up
+        return masked_sum(y, self._normed(self.own, heads), masked), y_up
+
+
+def add_low_rank_differences(layer: nn.Module, rank: int, tp: TensorParallel) -> None:
+    """Gives every linear map of `layer` a difference B A of that rank, split as the map is."""
+    for module in layer.modules():
+        if isinstance(module, WidenedLinear):
+            weight = module.base.get_parameter("weight")
+            module.adapter = LowRankAdapter(weight, rank, scale=1.0, tp=tp)
+
+
+def own_logits(x: Tensor, own_rows: Tensor, columns: OwnColumns) -> Tensor:
+    """What own output rows add to logits, in fp32: x [n, D], own_rows [r, D] -> [n, columns]."""
+    return own_row_logits(x, own_rows, columns.row_of_column)
+
+
+def gradient_by_own_row(logit_gradient: Tensor, columns: OwnColumns) -> Tensor:
+    """The gradient with respect to x · own_rowsᵀ: [n, columns] -> [n, rows], in fp32.
+
+    A row that is one token's own has one column, so its gradient is a copy. That of the shared row
+    is a sum over most of the vocabulary, which 16 bits would round away. Neither adds to one
+    address from many threads: the result is the same in every run.
+    """
+    exact = logit_gradient.float()
+    by_row = exact.new_zeros(len(exact), columns.rows)
+    by_row[:, columns.their_rows] = exact[:, columns.own_columns]
+    by_row[:, -1] = exact @ columns.is_shared
+    return by_row

@@ -1,0 +1,87 @@
+"""A run whose open tokens have weights of their own: from training over its gate to its export and
+evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.checkpoint.folder import newest_checkpoint
+from pipeline.checkpoint.trained_model import open_trained
+from pipeline.config.run import load_config
+from pipeline.conversion.convert import convert, latest_conversion, run_sources
+from pipeline.conversion.verify import probe_maker
+from pipeline.gating.fit_run import fit_gate
+from pipeline.hf.load import load_hf_model
+from tests.bases import STORIES, reference
+from tests.distributed import run_ranks
+from tests.programs import scale_cpt
+from tests.training.runs import in_turn, make_run, train
+
+OWN = {"own_rows": {"min_count": 5}, "own_gains": True, "low_rank": 4}
+GATE = {"tokens": 3000, "max_open_fraction": 0.01}
+
+
+@pytest.fixture(scope="module")
+def run(tokens, tmp_path_factory):
+    """The configuration of a finished run."""
+    own = {f"method__{name}": value for name, value in OWN.items()}
+    path = make_run(
+        tmp_path_factory.mktemp("own") / "run",
+        tokens,
+        zero=1,
+        schedule__learning_rate=0.02,
+        gate=GATE,
+        **own,
+    )
+    assert run_ranks(in_turn, 1, [partial(train, path)]) == [[0]]
+    return path
+
+
+def test_it_is_trained_gated_exported_and_evaluated(run):
+    config = load_config(run)
+    model = open_trained(newest_checkpoint(config), config.base)
+    own_tokens = model.manifest.run.own_tokens
+    assert own_tokens and len(own_tokens) < model.spec.vocab_size
+    for name in ("output.own_rows", "layers.3.ffn.up.adapter.b", "final_norm.own.weight"):
+        assert model.read(name).abs().max() > 1e-3, f"{name} has not trained"
+
+    record, _ = fit_gate(config)
+    korean, english = record.heldout["korean"], record.heldout["english"]
+    assert record.layer == 3 and record.auc > 0.99
+    assert korean.open_fraction > 0.9 and english.open_fraction < 0.05
+    assert english.closed_sequences > 0 and record.closed_max_abs_logit_difference == 0.0
+    assert korean.base_perplexity > 2 * korean.gated_perplexity
+
+    conversion = latest_conversion(config)
+    assert convert(conversion, probe_maker(*run_sources(config)))
+    report = json.loads((conversion.output / "verification.json").read_text())
+    assert report["max_abs"] < 1e-4 and set(report["texts"]) == {"korean", "english"}
+    stored = load_file(conversion.output / "model.safetensors")
+    table = stored["output.row_of_token"]
+    assert torch.equal((table < len(own_tokens)).nonzero().flatten(), torch.tensor(own_tokens))
+    shut = torch.tensor([[1, 403, 407, 261, 378]])
+    with torch.no_grad():
+        found = load_hf_model(conversion.output)(shut).logits
+        assert (found - reference(STORIES)(shut).logits).abs().max() < 1e-4
+
+    done = scale_cpt("evaluate", run)
+    assert done.returncode == 0, done.stderr
+    scores = json.loads((config.folder / "summary.json").read_text())["scores"]
+    before, after = scores["before"], scores["after"]
+    assert after["korean"]["nll_per_token"] < before["korean"]["nll_per_token"] - 1
+    assert abs(after["english"]["nll_per_token"] - before["english"]["nll_per_token"]) < 0.01
+
+
+def test_without_its_gate_it_leaves_in_no_format_but_expansion(run):
+    done = scale_cpt("convert", run, "--without-gate")
+    assert done.returncode == 1
+    assert "this model has no gate (leave --without-gate out)" in done.stderr.splitlines()[-1]
+    done = scale_cpt("convert", run, "--format", "merged")
+    assert done.returncode == 1
+    assert "an ordinary model has no weights for some tokens alone" in done.stderr.splitlines()[-1]

@@ -55,7 +55,7 @@ ADAPT_OWN = {
         ({}, {"gate": None}, "method.own_rows, own_gains, low_rank: .*add a section gate"),
         ({"own_rows": None, "low_rank": 4}, {"gate": None}, "add a section gate"),
         ({"variant": "route"}, {}, "do not go with variant route"),
-        ({"variant": "preserve", "l_fp": None}, {}, "own_first_layer: expected with variant pres"),
+        ({"variant": "preserve", "l_fp": None}, {}, "own_first_layer: expected with variant p"),
         ({"own_first_layer": 3}, {}, "own_first_layer does not apply to variant adapt"),
         (
             {"own_rows": None, "own_first_layer": 3},

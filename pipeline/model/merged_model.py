@@ -32,8 +32,8 @@ def merged_unsupported_reason(
         return "variant route: no ordinary model runs two paths"
     if plan.own is not None:
         return (
-            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some tokens "
-            "alone"
+            "method.own_rows, own_gains, low_rank: an ordinary model has no weights for some "
+            "tokens alone"
         )
     # The one mean square of the merged norm must be the base's: added channels are stored so small
     # that they do not count in it.

@@ -162,6 +162,8 @@ def _scored_for(config: RunConfig, *, max_bytes: int, prefix: Prefix) -> dict[st
             if isinstance(file, RemoteFile):
                 texts[name].append([str(file), size, file.identity()])
             else:
+                # By size and time, not by hash: texts may be large, and a changed one has another
+                # time.
                 texts[name].append([str(file), size, file.stat().st_mtime_ns])
     hf_folder = config.folder / HF_FOLDER
     return {

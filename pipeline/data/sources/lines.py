@@ -71,6 +71,7 @@ def _first_line_start(stream: Stream, start: int, stop: int, end: bytes) -> int:
         return 0
     # The line that contains the byte before `start` belongs to the range before, even if that byte
     # is its end: then the first line begins at `start`.
+    # A line that begins exactly at `start` is ours: the byte before it is then a line end.
     position = start - 1
     while position < stop:
         block = stream.read_at(position, min(BLOCK_BYTES, stop - position))

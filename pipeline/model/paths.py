@@ -163,7 +163,7 @@ def run_gated(
     gate_layer: int,
     first_changed: int,
     closes: CloseTokens,
-    own: OwnInput | None,
+    own: OwnInput | None = None,
 ) -> tuple[Streams, Tensor]:
     """Preserve and Adapt with a gate: what was added to the base stream is skipped for closed
     tokens. It begins at layer `first_changed`.

@@ -231,8 +231,8 @@ class Data(Section):
     KL(base || model), as on samples of role self_generated"""
     self_generated_fraction: Fraction = 0.0625
     """share of the samples drawn from the corpora of role self_generated, if there are any"""
-    self_generated_coefficient: PositiveFloat = 1.0
-    """coefficient of KL(base || model) in the loss"""
+    kl_coefficient: PositiveFloat = 1.0
+    """coefficient of KL(base || model) in the loss, on all samples that train by it"""
     temperature: Annotated[float, Field(ge=1)] | None = None
     """how corpora of one role are balanced by size: each is also weighted by tokens^(1 /
     temperature); 1 draws in proportion to the sizes, 3.3 (mT5) more evenly; default: only `weight`

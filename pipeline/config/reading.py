@@ -29,7 +29,7 @@ RENAMED_KEYS = {
     "openings": "prompts",
     "opening_tokens": "prompt_tokens",
     "rehearsal_fraction": "self_generated_fraction",
-    "rehearsal_coefficient": "self_generated_coefficient",
+    "rehearsal_coefficient": "kl_coefficient",
 }
 RENAMED_VALUES = {"rehearsal": "self_generated", "mend": "fix_encoding", "stock": "merged"}
 

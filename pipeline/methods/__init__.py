@@ -82,7 +82,7 @@ def build_model(
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing
     )
-    model.output.kl_coefficient = config.data.self_generated_coefficient
+    model.output.kl_coefficient = config.data.kl_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()
     if config.base_precision != "bf16":

@@ -164,9 +164,9 @@ class Decoder(nn.Module):
         """The losses of `targets` (−100 where nothing is predicted); see `Losses`.
 
         All tensors are [B, S]. Attention stays within the `documents`; `positions` default to 0, 1,
-        …. The first `kl_sequences` sequences are self-generated text, whose loss is KL(base ||
-        model). `reference_sequences`, at least as many, is how many the base itself runs on; under
-        ZeRO-3 it must be equal on all ranks.
+        …. The loss of the first `kl_sequences` sequences is KL(base || model): they are
+        self-generated text, or old text with `replay_loss: kl`. `reference_sequences`, at least as
+        many, is how many the base itself runs on; under ZeRO-3 it must be equal on all ranks.
         """
         batch = TokenBatch(tokens, positions, documents)
         with recorded_loads(self.mixtures) as loads:

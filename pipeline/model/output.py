@@ -108,7 +108,7 @@ class OutputProjection(nn.Module):
     def forward(self, hidden: HiddenStates, targets: Tensor, kl_tokens: int = 0) -> Losses:
         """The losses of targets: [N].
 
-        The first `kl_tokens` are self-generated text; `hidden.reference` has at least as many rows.
+        The first `kl_tokens` train by KL; `hidden.reference` has at least as many rows.
         """
         reference = None if hidden.reference is None else hidden.reference[:kl_tokens]
         settings = LossSettings(

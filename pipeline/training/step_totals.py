@@ -44,7 +44,7 @@ class StepTotals(NamedTuple):
             figures["loss"] = self.nll_per_token
         figures["gradient_norm"] = self.gradient_norm
         if self.kl_per_token is not None:
-            figures["kl_self_generated"] = self.kl_per_token
+            figures["kl"] = self.kl_per_token
         if self.preserved_fraction is not None:
             figures["preserved_fraction"] = self.preserved_fraction
         return figures

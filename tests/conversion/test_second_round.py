@@ -117,7 +117,7 @@ def test_a_second_domain_on_top_of_the_first(first, tokens, tmp_path):
 
 
 def test_it_is_a_base_like_any_other(first, tokens, tmp_path):
-    """Split over ranks, stored in bytes, recomputed, rehearsed: the losses are those of one rank
+    """Split over ranks, stored in bytes, recomputed, by KL: the losses are those of one rank
     that does the same."""
     settings = {"base": str(first.folder / "hf"), "schedule__steps": 2, **WIDE}
     settings |= {

@@ -119,7 +119,7 @@ def test_widths_grow_by_a_quarter_under_a_gate_and_else_as_the_papers(gated, add
     assert method == {"name": "scale", "variant": "adapt", "l_fp": 3, **own}
 
 
-def test_without_a_gate_the_base_is_rehearsed_and_the_model_may_leave_as_an_ordinary_one():
+def test_without_a_gate_self_generated_text_is_learned_and_the_model_may_leave_as_an_ordinary_one():
     config, _ = propose(FirstRun("plain", STORIES, NEW, OLD, gated=False), Cluster(1, on_cpu=True))
     assert config.gate is None and config.data.fractions["self_generated"] > 0
     assert dict(make_plan(config, Cluster(1, on_cpu=True)).rows)["export"].startswith("merged")

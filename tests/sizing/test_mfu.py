@@ -67,7 +67,7 @@ def test_a_window_counts_the_keys_in_it(base):
     assert attention[64] == attention[9]
 
 
-def test_rehearsal_counts_what_the_base_computes(base, tmp_path):
+def test_kl_counts_what_the_base_computes(base, tmp_path):
     spec = base("stories260K").spec
 
     def flops(method, **data):
@@ -82,6 +82,6 @@ def test_rehearsal_counts_what_the_base_computes(base, tmp_path):
         ({"name": "fft"}, whole.matrix),
         (PRESERVE, 2 * spec.vocab_size * spec.widths.hidden_size),
     ):
-        plain, rehearsed = flops(method), flops(method, replay_loss="kl")
-        assert rehearsed.matrix - plain.matrix == 0.5 * extra
+        plain, by_kl = flops(method), flops(method, replay_loss="kl")
+        assert by_kl.matrix - plain.matrix == 0.5 * extra
     assert whole.matrix == flops({"name": "fft"}).matrix / 3

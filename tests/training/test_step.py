@@ -131,7 +131,7 @@ def test_the_loss_of_a_step_leaves_tokens_that_train_by_kl_out(tp_size):
         assert with_kl.figures() == {
             "loss": 3.0,
             "gradient_norm": 1.0,
-            "kl_self_generated": 0.5,
+            "kl": 0.5,
             "preserved_fraction": 0.5,
         }
-        assert "kl_self_generated" not in plain.figures()
+        assert "kl" not in plain.figures()

@@ -109,7 +109,8 @@ class Corpus(Section):
 
     input: Texts = []
     """files or patterns: JSONL, JSON, CSV, TSV, text (.gz, .zst, .xz), Parquet, Arrow; folders that
-    `datasets` saved; or datasets on the hub, hf://org/name[/config][@revision][/split][?files=N]"""
+    `datasets` saved; or datasets on the hub,
+    `hf://org/name[/config][@revision][/split][?files=N]`"""
     clean: Cleaning | None = None
     """how scale-cpt clean filters the documents of `input` before they are tokenized; default: not
     at all"""

@@ -111,7 +111,7 @@ class Separation:
         self._decoder, self._options = decoder, options
         self._tokenizer = load_tokenizer(options.base)
         self._settings = GateSettings(max_open_fraction=options.max_open_fraction)
-        self._own = self_generated(options, self._tokenizer) if options.self_generated else None
+        self._own = self_generated(options, self._tokenizer) if options.own_text else None
 
     def rows(
         self, pair: Sequence[str], kinds: Mapping[str, Kind], layers: Sequence[int]
@@ -245,7 +245,7 @@ def self_generated(options: argparse.Namespace, tokenizer: Tokenizer) -> Fitting
     """What the base writes: to fit on, and to set the threshold on."""
     length = options.sequence_length
     with tempfile.TemporaryDirectory() as folder:
-        sampling = Sampling(tokens=options.self_generated, seed=options.seed)
+        sampling = Sampling(tokens=options.own_text, seed=options.seed)
         job = SamplingJob(
             base=options.base, output=Path(folder) / "own", sampling=sampling, max_tokens=length
         )

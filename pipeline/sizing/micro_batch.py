@@ -160,7 +160,9 @@ class _Pass(NamedTuple):
     """A forward and a backward pass: the bytes that it held, and the parameters that it read.
 
     Attributes:
-        activation_bytes, loss_bytes, temporary_bytes: see `MicroBatchCosts`.
+        activation_bytes: see `MicroBatchCosts`.
+        loss_bytes: see `MicroBatchCosts`.
+        temporary_bytes: see `MicroBatchCosts`.
         read_again: the parameters of modules whose outputs have a gradient.
         recomputed: the frozen parameters of layers that ran again for the backward pass.
     """

@@ -83,7 +83,9 @@ def run_config(folder: Path, zero: str, method: str, layout: Layout, **changes: 
         "parallel__tp_size": layout.tp_size,
         "schedule__global_batch_size": batch,
     }
-    config = load_config(write_config(folder, folder, **settings, **changes))
+    if method == "adapt with own weights":
+        settings["gate"] = {}  # without one they are refused
+    config = load_config(write_config(folder, folder, **(settings | changes)))
     config.deepspeed.write_text(json.dumps(ZERO[zero]))
     return config
 

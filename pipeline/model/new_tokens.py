@@ -4,6 +4,8 @@ columns of the logits.
 A run that extends its base's vocabulary trains a row for each new token, with every method. The
 base's own matrices stay as they are: the new rows are parameters of their own, and their logits
 stand behind the base's.
+
+New *tokens* are counted, new *rows* are their weights: `spec.new_tokens` of them have `new_rows`.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ def merged_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "s
         "vocab_size": spec.vocab_size,
         **asdict(wider),
         "head_dim": spec.head_dim,
+        # An ordinary RMSNorm divides by all D' channels, ours by D: eps shrinks as the mean does.
         "rms_norm_eps": spec.norm_eps * fusion.normed_share,
         # The embedding's new columns are scaled and the output's are not: they cannot be tied.
         "tie_word_embeddings": False,
@@ -86,6 +87,7 @@ def merged_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "s
         RESIDUAL_KEY: asdict(residual),
         **mixture_entries,
     }
+    # For its names and shapes alone.
     with torch.device("meta"):
         ordinary = Decoder(replace(spec, widths=wider, mixture=mixture, tie_word_embeddings=False))
     tensors: dict[str, PlannedTensor] = {}
@@ -118,6 +120,7 @@ class _Fusion:
         """
         base = self.model.read(name)
         parts = {(0, 0): base, **_blocks_beside(self.model, name, base)}
+        # What no block fills stays zero: there W12 of preservation layers would be.
         values = torch.zeros(shape, dtype=self.dtype)
         for (row, column), part in parts.items():
             if base.dim() == 1:
@@ -132,6 +135,8 @@ class _Fusion:
             for first, size in zip(start, part.shape, strict=True):
                 corner.append(slice(first, first + size))
             if self._takes_root(name):
+                # The root mean square over D' channels is √(D / D') of that over D, where the
+                # added ones are nearly 0.
                 part = part.float() * math.sqrt(self.normed_share)
             values[tuple(corner)] = part
         return self.residual.store(name, values)
@@ -157,6 +162,7 @@ def _wider_mixture(
     if mixture is None or entry is None:
         return mixture, {}
     width = mixture.shared_size + plan.expansion.intermediate_size
+    # Configurations count shared experts, not channels: the rest of the last one is zero.
     count = math.ceil(width / mixture.intermediate_size)
     return replace(mixture, shared_size=count * mixture.intermediate_size), {entry: count}
 

@@ -178,6 +178,8 @@ def verify(
     # The gate decides in the first of these passes for all others, so their order matters.
     scaled = replace(model, stored_scale=stored_scale)
     expected = scaled.logits(windows, dtype)
+    # The same model in twice the precision: what remains is rounding, which the export may have
+    # too.
     finer = scaled.logits(windows, _FINER[dtype])
     unscaled = expected
     if stored_scale is not None:
@@ -186,6 +188,8 @@ def verify(
     if gate is not None:
         gate.fix_in(exported.token_gate, windows, str(folder))
     found = []
+    # One window at a time and without a cache, as the training model ran them: a batch would
+    # choose other kernels.
     for window in windows:
         logits = exported(window.unsqueeze(0), use_cache=False).logits
         found.append(logits[0].float())
@@ -258,6 +262,8 @@ class _FixedGate(FittedGate):
         Such a pass raises ConversionError if the export would decide otherwise where no rounding
         explains it.
         """
+        # The passes of both precisions: scores nearer to the threshold than they differ may fall on
+        # either side.
         first = self.passes[0]
         rounding = (first - self.passes[1]).abs().max()
         expected = [scores[: len(window)] for scores, window in zip(first, windows, strict=True)]
@@ -295,6 +301,7 @@ def check(report: Report, granted: LogitDifference, folder: str) -> None:
     """Raises ConversionError if the two models differ by more than `granted` and by more than
     rounding explains.
     """
+    # The fixed bound serves small models, the measured one deep ones (docs/adr/0007).
     max_abs = max(granted.max_abs, ROUNDINGS * report.rounding.max_abs)
     kl = max(granted.kl, ROUNDINGS * report.rounding.kl)
     if not (report.max_abs <= max_abs and report.kl <= kl):  # written so that a NaN fails
@@ -327,6 +334,7 @@ def compare(
             difference = math.inf
         max_abs = max(max_abs, difference)
         agreed += int((z_trained.argmax(-1) == z_exported.argmax(-1)).sum())
+        # In fp64: KL sums differences of nearly equal numbers over the vocabulary.
         p = F.log_softmax(z_trained.double(), dim=-1)
         q = F.log_softmax(z_exported.double(), dim=-1)
         divergence += float((p.exp() * (p - q)).sum())

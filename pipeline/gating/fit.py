@@ -20,6 +20,7 @@ def standardisation(features: Tensor) -> tuple[Tensor, Tensor]:
 
     A constant feature gets the standard deviation 1.
     """
+    # Of the population: features are a fixed set, and one token must not give NaN.
     std, mean = torch.std_mean(features, dim=0, correction=0)
     return mean, torch.where(std > 1e-6, std, 1.0)
 
@@ -46,12 +47,15 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
     # The weights of a class sum to one half.
     weights = torch.where(is_new, 0.5 / positives, 0.5 / (count - positives)).to(features)
     targets = is_new.to(features)
+    # At zero every token is as likely new as not: no seed enters the result.
     weight = features.new_zeros(features.shape[1], requires_grad=True)
     bias = features.new_zeros((), requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [weight, bias],
         max_iter=_ITERATIONS,
         history_size=20,
+        # Strong Wolfe conditions keep L-BFGS's curvature estimate positive, and need no learning
+        # rate.
         line_search_fn="strong_wolfe",
         tolerance_grad=1e-6,
         tolerance_change=1e-9,
@@ -60,6 +64,7 @@ def fit_logistic(features: Tensor, is_new: Tensor) -> tuple[Tensor, float]:
     def loss() -> Tensor:
         optimizer.zero_grad()
         logits = features @ weight + bias
+        # From logits: the sigmoid of a large score rounds to 1, whose logarithm has no gradient.
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         total = (weights * losses).sum() + _RIDGE / 2 * weight.square().sum()
         total.backward()
@@ -93,9 +98,12 @@ def threshold_for(scores: Tensor, max_open_fraction: float) -> float:
             f"{int(1 / max_open_fraction) + 1}: raise gate.tokens, or give more text"
         )
     # Gap k lies between below[k] and above[k], and k of the scores are above it.
+    # In fp64: the middle of two neighbouring fp32 numbers may round to one of them.
     below = scores.sort(descending=True).values[: allowed + 1].clamp(min=0).double()
     above = torch.cat([below[:1] + 1, below[:-1]])
     gaps = above - below
+    # Not the topmost gaps: they use little of the fraction that the user allows, and close more
+    # new text than need be.
     half = allowed // 2
     place = half + int(gaps[half:].argmax())
     if gaps[place] < _EQUAL:
@@ -110,6 +118,7 @@ def area_under_roc(positives: Tensor, negatives: Tensor) -> float:
     Ties count half. positives: scores [N]; negatives: scores [M].
     """
     ordered = negatives.sort().values
+    # By ranks, in N log M; all pairs would be N x M comparisons.
     below = torch.searchsorted(ordered, positives, right=False).double()
     not_above = torch.searchsorted(ordered, positives, right=True).double()
     return float(((below + not_above) / 2).mean() / len(negatives))

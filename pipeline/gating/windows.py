@@ -142,7 +142,9 @@ def _texts_of(
                 "gate.negatives"
             )
         tokens = ceil(settings.tokens * corpus.weight / weights)
+        # At most half: the threshold is set on windows that the weights have not seen.
         count = min(ceil(tokens / config.data.sequence_length), len(packed) // 2)
+        # Samples from all over the corpus: neighbours in a file are alike.
         order = Permutation(len(packed), mix(config.seed, *name.encode()))
         samples = [packed[order[index]] for index in range(2 * count)]
         is_new = corpus.role == "new"
@@ -200,10 +202,12 @@ def spliced(old: Windows, new: Windows, seed: int) -> Windows:
     the first text is old in even windows. The place of the change is random in the middle half of a
     window. One document goes on across it.
     """
+    # numpy's generator gives the same numbers on every platform and device.
     random = np.random.default_rng(seed)
     length = old.tokens.shape[1]
     windows = []
     for index in range(min(len(old), len(new))):
+        # Both kinds of text must be long enough for a running mean to settle.
         cut = int(random.integers(max(1, length // 4), max(2, 3 * length // 4)))
         row = slice(index, index + 1)
         if index % 2 == 0:

@@ -45,10 +45,12 @@ def load_hf_model(
     options: dict[str, Any] = {}
     if values.get("model_type") in tuple(FAMILIES):
         options = loading_options(values)
+    # Its bars would tear ours, and fill the log of a job.
     transformers.utils.logging.disable_progress_bar()
     with faults_of_library(f"{folder}: cannot be loaded by transformers", BaseModelError):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
+            # `auto` is the type of the files; without it transformers loads fp32, twice the memory.
             dtype=dtype or "auto",
             local_files_only=True,
             trust_remote_code=trust_remote_code,

@@ -81,6 +81,7 @@ def write_hf_folder(
     copy_code(folder, export.code)
     copy_base_files(folder, base, tokenizer or base)
     add_tokenizer_json(folder, tokenizer or base)
+    # Last: a base's own files never replace it.
     write_json(folder / "config.json", export.config)
 
 
@@ -102,6 +103,8 @@ def write_tensors(folder: Path, tensors: Sequence[PlannedTensor], dtype: torch.d
     total_size = split.metadata["total_size"]
     with progress_bar("writing", total_size, "B") as bar:
         for file_name, names in split.filename_to_tensors.items():
+            # A file is in memory as a whole: safetensors writes its header, with all offsets,
+            # first.
             made: dict[str, Tensor] = {}
             for name in names:
                 made[name] = _made(planned[name], dtype)

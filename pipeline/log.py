@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import IO, Any, TypeVar, cast
 
 from tqdm import tqdm
@@ -164,23 +165,8 @@ def progress_bar(
         done: how much was done earlier, which does not count for the speed.
         scaled: whether the numbers get SI prefixes.
     """
-    if sys.stderr.isatty():
-        return ProgressBar(
-            total=total,
-            initial=done,
-            desc=what,
-            unit=unit,
-            unit_scale=scaled,
-            miniters=0,
-            leave=False,
-            file=sys.stderr,
-            dynamic_ncols=True,
-            delay=_BEFORE_THE_FIRST_S,
-            mininterval=_BETWEEN_DRAWINGS_S,
-        )
-    if every_s is None:
-        every_s = _BETWEEN_LOG_LINES_S
-    return ProgressBar(
+    bar = partial(
+        ProgressBar,
         total=total,
         initial=done,
         desc=what,
@@ -188,6 +174,17 @@ def progress_bar(
         unit_scale=scaled,
         miniters=0,
         leave=False,
+    )
+    if sys.stderr.isatty():
+        return bar(
+            file=sys.stderr,
+            dynamic_ncols=True,
+            delay=_BEFORE_THE_FIRST_S,
+            mininterval=_BETWEEN_DRAWINGS_S,
+        )
+    if every_s is None:
+        every_s = _BETWEEN_LOG_LINES_S
+    return bar(
         file=cast("IO[str]", _LogLines()),
         delay=every_s,
         mininterval=every_s,

@@ -233,7 +233,7 @@ def _stored(model: TrainedModel, tensors: Mapping[str, PlannedTensor]) -> list[P
             for index, expert in enumerate(target.names()):
                 make = partial(of_expert, planned, index)
                 stored.append(PlannedTensor(expert, planned.shape[1:], make))
-        elif target.in_three:
+        elif target.three_16_bit_rows:
             stored.append(_sum_of_three(target.name, planned))
         elif part is None:
             stored.append(replace(planned, name=target.name))

@@ -28,7 +28,7 @@ from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.batches import first_alike, frequencies_of, frequency_context
 from pipeline.evaluation.tokens import check_served_ids
-from pipeline.hf.load import load_hf_model, taken_ends
+from pipeline.hf.load import load_hf_model, pop_eos_token_ids
 from pipeline.log import progress_bar
 
 DEFAULT_ANSWER_TOKENS = 256
@@ -172,7 +172,7 @@ def score_chats(
         limit = min(max_answer_tokens, context - length)
         return limit, frequencies_of(length, limit, changes_at)
 
-    ends = taken_ends(model) or list(tokenizer.document_end[-1:])
+    ends = pop_eos_token_ids(model) or list(tokenizer.document_end[-1:])
     answers: dict[str, list[_Answer]] = {name: [] for name in files}
     with progress_bar(str(folder), len(waiting), " chats") as bar:
         while waiting:

@@ -68,7 +68,7 @@ def load_hf_model(
     return model.to(device).eval()
 
 
-def taken_ends(model: Any) -> list[int]:
+def pop_eos_token_ids(model: Any) -> list[int]:
     """Every `eos_token_id` of the model's generation_config.json, as chat models have several; the
     rest is forgotten.
 

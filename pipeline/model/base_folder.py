@@ -95,7 +95,7 @@ class BaseFolder:
             )
         if source.experts is not None:
             return (len(shapes), *first)
-        if source.in_three:
+        if source.three_16_bit_rows:
             return (3, *first)
         part = source.part
         if part is not None and first[:1] == (part.groups * part.group_rows,):
@@ -137,14 +137,14 @@ class BaseFolder:
             # them.
             stored = torch.stack(experts)
             first_row = 0
-        elif source.part is not None or source.in_three:
+        elif source.part is not None or source.three_16_bit_rows:
             # A part of a fused tensor is not contiguous: it is read whole and cut. Such tensors are
             # one layer's.
             (whole,) = self._of_each(source.names(), lambda view: view[:])
             if source.part is not None:
                 whole = source.part.of(whole)
             else:
-                whole = in_three(whole)
+                whole = three_16_bit_rows(whole)
             stored = split(whole, partition, tp_rank, tp_size)[taken]
         else:
             (stored,) = self._of_each(
@@ -305,7 +305,7 @@ def _checked(view: StoredTensor, file: Path, tensor: str) -> StoredTensor:
     return view
 
 
-def in_three(values: Tensor) -> Tensor:
+def three_16_bit_rows(values: Tensor) -> Tensor:
     """values: [size] -> three rows in bf16, as fp32, whose sum they are to the last bit in fp32."""
     rows: list[Tensor] = []
     rest = values.float()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from pipeline.model.attention import Attend, Documents, attention_kernel
 from pipeline.model.chunked_loss import Losses
-from pipeline.model.decoder_layer import Context, DecoderLayer, widened_norm
+from pipeline.model.decoder_layer import Context, DecoderLayer, apply_norm, widened_norm
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.mixture import Load, Mixture, MixtureFeedForward, balance_loss, recorded_loads
 from pipeline.model.output import OutputProjection
-from pipeline.model.own_weights import NormWithOwnGain, OwnInputRows, OwnRowOfToken
+from pipeline.model.own_weights import OwnInputRows, OwnRowOfToken
 from pipeline.model.paths import (
     LayerPass,
     OwnInput,
@@ -225,7 +225,7 @@ class Decoder(nn.Module):
     ) -> HiddenStates:
         """The final norm of the streams, and of Route's preserved path; then all positions' rows on
         every rank."""
-        x, x_up = self._last_norm(streams, masked=is_base)
+        x, x_up = apply_norm(self.final_norm, streams, is_base)
         preserved_x: Tensor | None = None
         preserved_x_up: Tensor | None = None
         if preserved is not None:
@@ -237,13 +237,6 @@ class Decoder(nn.Module):
         )
         hidden = HiddenStates(x, x_up, preserved_x, preserved_x_up, is_base=is_base)
         return hidden.one_token_a_row()
-
-    def _last_norm(self, streams: Streams, *, masked: bool | Tensor) -> Streams:
-        """The final norm; `masked` leaves the difference of its gain out, as in `DecoderLayer`."""
-        if isinstance(self.final_norm, NormWithOwnGain):
-            return self.final_norm(*streams, masked=masked)
-        normed: Streams = self.final_norm(*streams)
-        return normed
 
     def _own_input_of(self, tokens: Tensor) -> OwnInput | None:
         """What open tokens add to x; None for a model without own input rows."""
@@ -382,7 +375,7 @@ class Decoder(nn.Module):
                 layers, streams, gate.layer, plan.collaborative_from, closes, own
             )
             # One path, on which closed tokens had no W12, and nothing of their own.
-            last = preserved_last = self._last_norm(streams, masked=closed)
+            last = preserved_last = apply_norm(self.final_norm, streams, closed)
         x, x_up = choose_path(closed, preserved_last, last)
         return HiddenStates(x, x_up, closed=closed.squeeze(-1)).one_token_a_row()
 

@@ -105,15 +105,15 @@ class DecoderLayer(nn.Module):
         if masked is True and self.added:
             return x, x_up
         streams = (x, x_up)
-        normed = _normed(self.attention_norm, streams, masked)
+        normed = apply_norm(self.attention_norm, streams, masked)
         attended = self.attention(*normed, context, masked=masked)
-        summed = _add(streams, _normed(self.attention_post_norm, attended, masked))
+        summed = _add(streams, apply_norm(self.attention_post_norm, attended, masked))
         # With parallel residuals (GPT-NeoX) the FFN reads what attention read.
         ffn_input = streams if self.parallel_residual else summed
-        fed = self.ffn(*_normed(self.ffn_norm, ffn_input, masked), masked=masked)
+        fed = self.ffn(*apply_norm(self.ffn_norm, ffn_input, masked), masked=masked)
         # x and x_up are never added to each other here: what the expansion does to the base goes
         # through W12 alone.
-        return _add(summed, _normed(self.ffn_post_norm, fed, masked))
+        return _add(summed, apply_norm(self.ffn_post_norm, fed, masked))
 
 
 class Attention(nn.Module):
@@ -163,8 +163,8 @@ class Attention(nn.Module):
         # One collective for both streams before the region, and one after it, as in Megatron-LM's
         # layer without an expansion.
         x, x_up = enter_region(self.tp, x, x_up)
-        query, query_up = _normed(self.query_norm, self.query(x, x_up, masked=masked), masked)
-        key, key_up = _normed(self.key_norm, self.key(x, x_up, masked=masked), masked)
+        query, query_up = apply_norm(self.query_norm, self.query(x, x_up, masked=masked), masked)
+        key, key_up = apply_norm(self.key_norm, self.key(x, x_up, masked=masked), masked)
         value, value_up = self.value(x, x_up, masked=masked)
         # Base and added heads in calls of their own: a kernel may split its work, and so round, by
         # the number of heads.
@@ -284,7 +284,8 @@ def _features(count: int) -> Part:
     return Part(count, count)
 
 
-def _normed(norm: nn.Module | None, streams: Streams, masked: bool | Tensor) -> Streams:
+def apply_norm(norm: nn.Module | None, streams: Streams, masked: bool | Tensor = False) -> Streams:
+    """The streams through `norm`, if there is one; `masked` as in `DecoderLayer`."""
     normed: Streams = streams
     if isinstance(norm, (NormWithOwnGain, HeadNormWithOwnGain)):
         normed = norm(*streams, masked=masked)

@@ -32,13 +32,13 @@ class HfTensor:
         part: which of its rows, if it holds several linear maps.
         experts: how many tensors there are, one for each expert, whose number takes the place of {}
             in `name`; None: one tensor.
-        in_three: whether our parameter has three rows in 16 bits, of which the tensor is the sum.
+        three_16_bit_rows: whether our parameter has three rows in 16 bits, whose sum the tensor is.
     """
 
     name: str
     part: FusedPart | None = None
     experts: int | None = None
-    in_three: bool = False
+    three_16_bit_rows: bool = False
 
     def names(self) -> list[str]:
         """The name of every expert's tensor, in order, or the one name."""
@@ -146,7 +146,7 @@ class Family:
         _, index, module = stem.split(".", 2)
         prefix = self.names["layers"].format(index)
         if module == ROUTER and kind == "bias":
-            return HfTensor(f"{prefix}.{self.names[f'{ROUTER}.bias']}", in_three=True)
+            return HfTensor(f"{prefix}.{self.names[f'{ROUTER}.bias']}", three_16_bit_rows=True)
         theirs = self.names[module]
         if module.startswith(EXPERTS) and spec.mixture is not None:
             return HfTensor(f"{prefix}.{theirs}.{kind}", experts=spec.mixture.experts)

@@ -17,7 +17,7 @@ from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS, Activation, DecoderSpec, MixtureSpec
 from pipeline.parallel.collectives import enter_region, leave_region
 from pipeline.parallel.linear import ExpertLinear
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_linear import Part, Streams, WidenedColumnLinear, WidenedRowLinear
@@ -152,7 +152,7 @@ class Router(nn.Module):
 
     Attributes:
         bias: [3, E], of which the sum of the rows counts. Training casts parameters to 16 bits, and
-            three such numbers hold one in fp32 (`pipeline.model.base_folder.in_three`).
+            three such numbers hold one in fp32 (`pipeline.model.base_folder.three_16_bit_rows`).
     """
 
     def __init__(self, mixture: MixtureSpec, hidden_size: int, *, tp: TensorParallel) -> None:
@@ -166,7 +166,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixture = self.mixture
-        weight = shared_by_neighbours(self.weight, self.tp)
+        weight = sum_gradient_over_replicas(self.weight, self.tp)
         weights, chosen, scores = choose_experts(
             x, weight, self.bias, mixture.top_k, mixture.normalised, mixture.scale
         )
@@ -202,7 +202,7 @@ class SharedExpert(nn.Module):
         y, _ = self.down(self.activation(gate) * inner, None, masked=masked)
         if self.weight is None:
             return y
-        return F.linear(x, shared_by_neighbours(self.weight, self.tp)).sigmoid() * y
+        return F.linear(x, sum_gradient_over_replicas(self.weight, self.tp)).sigmoid() * y
 
 
 class Experts(nn.Module):

@@ -16,7 +16,7 @@ from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.new_tokens import LogitColumns
 from pipeline.model.own_weights import OwnColumns, OwnRowOfToken, own_logits
 from pipeline.parallel.embedding import VOCABULARY
-from pipeline.parallel.sharding import REPLICATED, sharded_parameter, shared_by_neighbours
+from pipeline.parallel.sharding import REPLICATED, sharded_parameter, sum_gradient_over_replicas
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.router import mixed_logits_, mixed_streams, preserved_tokens
 from pipeline.scale_math import NEVER, separate_products
@@ -198,7 +198,7 @@ class OutputProjection(nn.Module):
         """The own rows, whose gradient is the sum of those of all ranks' columns."""
         if self.own_rows is None:
             return None
-        return shared_by_neighbours(self.own_rows, self.tp)
+        return sum_gradient_over_replicas(self.own_rows, self.tp)
 
     def _with_own_rows_(self, z: Tensor, x: Tensor, closed: Tensor | None) -> Tensor:
         """z: [n, V / tp_size] in fp32, overwritten; closed tokens' logits stay."""

@@ -17,7 +17,7 @@ from pipeline.parallel.sharding import (
     full_shape_of,
     partition_of,
     sharded_parameter,
-    shared_by_neighbours,
+    sum_gradient_over_replicas,
     used_between_regions,
 )
 from pipeline.parallel.topology import TensorParallel
@@ -42,7 +42,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Key/value heads fewer than ranks are held by several ranks, and each uses them for other
         # query heads: their gradients are summed, or the copies would drift apart.
-        bias = None if self.bias is None else shared_by_neighbours(self.bias, self.tp)
+        bias = None if self.bias is None else sum_gradient_over_replicas(self.bias, self.tp)
         return _product(x, self.weight, bias, self.tp)
 
 
@@ -110,7 +110,7 @@ def _product(x: Tensor, weight: nn.Parameter, bias: Tensor | None, tp: TensorPar
     quantization = quantization_of(weight)
     if quantization is not None:
         return frozen_product(x, weight, quantization, bias)
-    return F.linear(x, shared_by_neighbours(weight, tp), bias)
+    return F.linear(x, sum_gradient_over_replicas(weight, tp), bias)
 
 
 class LowRankAdapter(nn.Module):
@@ -140,6 +140,6 @@ class LowRankAdapter(nn.Module):
         self.b = sharded_parameter((out_features, rank), partition_of_b, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        reduced = F.linear(x, shared_by_neighbours(self.a, self.tp))
+        reduced = F.linear(x, sum_gradient_over_replicas(self.a, self.tp))
         # The scale on the narrow activations: `rank` channels, not `out`.
-        return F.linear(reduced * self.scale, shared_by_neighbours(self.b, self.tp))
+        return F.linear(reduced * self.scale, sum_gradient_over_replicas(self.b, self.tp))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.parallel.sharding import (
     REPLICATED,
     sharded_parameter,
-    shared_by_neighbours,
+    sum_gradient_over_replicas,
     used_between_regions,
 )
 from pipeline.parallel.topology import TensorParallel
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.gain_offset = gain_offset
         self.tp = tp
-        self.shared = shared_by_neighbours if in_region else used_between_regions
+        self.shared = sum_gradient_over_replicas if in_region else used_between_regions
         self.weight = sharded_parameter((size,), REPLICATED, tp)
 
     def forward(

@@ -161,7 +161,7 @@ def full_shape_of(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "full_shape", parameter.shape))
 
 
-def shared_by_neighbours(parameter: Tensor, tp: TensorParallel) -> Tensor:
+def sum_gradient_over_replicas(parameter: Tensor, tp: TensorParallel) -> Tensor:
     """`parameter`, of any shape; if several ranks hold the same shard, a view whose gradient is
     summed over them.
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from pipeline.data.tokenizer.load import Tokenizer
-from pipeline.hf.load import load_hf_model, taken_ends
+from pipeline.hf.load import load_hf_model, pop_eos_token_ids
 
 _Ids = npt.NDArray[Any]
 _FIRST_TOKENS = 32
@@ -37,7 +37,7 @@ class BaseWriter:
         self._model: Any = load_hf_model(base, device=device)
         # A document is over where the base writes the token that ends one, or that starts the next.
         start = tokenizer.document_start[:1]
-        self._ends = [tokenizer.document_end[-1], *start, *taken_ends(self._model)]
+        self._ends = [tokenizer.document_end[-1], *start, *pop_eos_token_ids(self._model)]
 
     def write(
         self,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import BaseModelError, LayoutError
 from pipeline.hf.load import load_hf_model
-from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, in_three
+from pipeline.model.base_folder import INDEX_FILE, SINGLE_FILE, three_16_bit_rows
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import load_base, open_base
 from pipeline.parallel.sharding import merge, partition_of
@@ -179,7 +179,7 @@ MIXTURE_FAULTS = {
 
 def test_three_numbers_of_16_bits_hold_one_in_fp32():
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 7
-    assert torch.equal(in_three(values).bfloat16().float().sum(0), values)
+    assert torch.equal(three_16_bit_rows(values).bfloat16().float().sum(0), values)
 
 
 @pytest.mark.parametrize("fault", MIXTURE_FAULTS)

@@ -273,8 +273,8 @@ def _corpus_rows(inputs: RunInputs) -> Iterator[Row]:
     samples = inputs.get_or_none("samples") if is_tokenized(data) else None
     epochs: Mapping[str, float] = {}
     if samples is not None:
-        sequences = config.schedule.steps * config.schedule.global_batch_size
-        epochs = samples.training.epochs_after(sequences)
+        last = inputs.stages[-1].config.schedule
+        epochs = samples.training[-1].epochs_after(last.steps * last.global_batch_size)
     for name, corpus in data.corpora.items():
         folder = train_folder(data, name)
         text = "not made yet"

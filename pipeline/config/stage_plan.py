@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pipeline.config.data import Data
 from pipeline.config.run import RunConfig
-from pipeline.config.schedule import learning_rate
 from pipeline.config.stages import data_of, schedule_of
 
 
@@ -94,9 +93,3 @@ def tokens_after(stages: Sequence[TrainingStage], step: int) -> int:
         done = min(max(0, step - stage.first_step), stage.steps)
         tokens += done * stage.tokens_per_step
     return tokens
-
-
-def learning_rate_after(stages: Sequence[TrainingStage], step: int) -> float:
-    """The learning rate of the step after `step` steps."""
-    stage = stage_after(stages, step)
-    return learning_rate(step - stage.first_step, stage.config.schedule)

@@ -94,6 +94,7 @@ class Decoder(nn.Module):
         self.tp = tp
         self.activation_checkpointing: ActivationCheckpointing = "none"
         self.gate: TokenGate | None = None
+        self.resting: tuple[str, ...] = ()
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None

@@ -127,6 +127,11 @@ def attach_zero_partitions(model: nn.Module) -> None:
         parameter.zero_partition = ZeroPartition(values, first, length)
 
 
+def destroy(engine: Any) -> None:
+    """Releases an engine's hooks and buffers, so that another one can be made."""
+    engine.destroy()
+
+
 # --- Weights and optimizer state: to a checkpoint, and from one of any layout ---
 #
 # Every rank saves and reads what its own optimizer holds. In the same layout the state is restored
@@ -136,22 +141,23 @@ def attach_zero_partitions(model: nn.Module) -> None:
 @torch.no_grad()
 def optimizer_state(
     engine: Any, model: nn.Module
-) -> tuple[dict[str, int], dict[str, Tensor], Tensor]:
-    """What this rank's optimizer holds: `first`, `values` and `adam_step` of a `RankState`.
+) -> tuple[dict[str, int], dict[str, Tensor], dict[str, Tensor]]:
+    """What this rank's optimizer holds: `first` and `values` of a `RankState`, and step counts.
 
-    The values are views. It is no collective.
+    The step counts are by parameter, as the values are. Values are views, counts are none. It is no
+    collective.
     """
     first: dict[str, int] = {}
     values: dict[str, Tensor] = {}
-    adam_step = torch.tensor(0.0)
+    adam_steps: dict[str, Tensor] = {}
     for name, shard in _optimizer_shards(model, engine.optimizer):
         slots, moments = _slots(engine, name, shard)
         first[name] = shard.first
-        adam_step = slots["step"].clone()
+        adam_steps[name] = slots["step"].clone()
         values[f"{name}/fp32"] = shard.within(shard.flat)
         for moment in moments:
             values[f"{name}/{moment}"] = shard.within(slots[moment])
-    return first, values, adam_step
+    return first, values, adam_steps
 
 
 @torch.no_grad()
@@ -162,11 +168,16 @@ def restore(engine: Any, model: nn.Module, reader: CheckpointReader, tp: TensorP
     """
     for name, shard in _optimizer_shards(model, engine.optimizer):
         slots, moments = _slots(engine, name, shard)
-        slots["step"] = reader.adam_step.clone().to(shard.flat.device)
+        adam_step = reader.adam_step(name)
+        slots["step"] = adam_step.to(shard.flat.device)
         span = (shard.first, shard.first + shard.length)
         weights = reader.read_span(name, "fp32", tp.rank, tp.size, span)
         shard.within(shard.flat).copy_(weights)
         for moment in moments:
+            if adam_step == 0:
+                # It begins to train here: the checkpoint may hold no moments of it.
+                shard.within(slots[moment]).zero_()
+                continue
             values = reader.read_span(name, moment, tp.rank, tp.size, span)
             shard.within(slots[moment]).copy_(values)
 

@@ -25,7 +25,7 @@ from pipeline.conversion.convert import run_texts
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.samples import (
     HeldoutSamples,
-    TrainingSamples,
+    StageSamples,
     load_heldout,
     samples_of_stages,
 )
@@ -58,15 +58,15 @@ _logger = log.get_logger(__name__)
 class Samples(NamedTuple):
     """The training samples of each stage of a run, and its held-out samples."""
 
-    training: tuple[TrainingSamples, ...]
+    training: tuple[StageSamples, ...]
     heldout: dict[str, HeldoutSamples]
 
     @property
     def corpora(self) -> list[TokenCorpus]:
         """The corpora that the samples are read from, each once."""
         corpora: dict[Path, TokenCorpus] = {}
-        for samples in self.training:
-            for packed in samples.corpora.values():
+        for stage in self.training:
+            for packed in stage.samples.corpora.values():
                 corpora.setdefault(packed.source.folder, packed.source)
         for part in self.heldout.values():
             corpora.setdefault(part.packed.source.folder, part.packed.source)

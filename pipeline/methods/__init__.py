@@ -100,7 +100,7 @@ def rest_all_but_stages(model: Decoder, config: RunConfig) -> None:
     Their names are then `model.resting`.
 
     Raises:
-        ConfigError: a kind of block or a pattern in `trains` matches nothing that the method trains.
+        ConfigError: a kind of block or a pattern in `trains` matches nothing.
     """
     trained = dict(named_trained_parameters(model))
     kept: set[str] = set()

@@ -82,6 +82,9 @@ class Engine:
             groups: the process groups of the ranks.
             trained_before: the setting `trains` of each earlier stage.
             checkpoint: the one that `restore` is to load, where the run has stages.
+
+        Raises:
+            ConfigError: DeepSpeed refuses its settings.
         """
         self.trainable_parameters = 0
         self.total_parameters = 0

@@ -180,8 +180,10 @@ class Trainer:
             trained_before=stage.trained_before,
             checkpoint=checkpoint,
         )
-        samples = inputs.samples.training[stage.number]
-        self.batches = TrainingBatches(samples, config, inputs.layout, self.rank, self.device)
+        samples, first = inputs.samples.training[stage.number]
+        self.batches = TrainingBatches(
+            samples, config, inputs.layout, self.rank, self.device, first_sample=first
+        )
 
     def _engine_after(self, step: int, checkpoint: Index) -> Engine:
         """The engine that trains the step after `step` steps; every rank must call it.

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from pipeline.checkpoint.rank_files import read_index
-from pipeline.config.run import load_config
 from tests.distributed import run_ranks
 from tests.training.runs import in_turn, make_run, metrics, train
 
@@ -55,9 +52,7 @@ def rank_files(run: Path, step: int = STEPS) -> dict[str, bytes]:
     ("ranks", "zero", "optimizer"),
     [(1, 1, "adamw"), (2, 2, "muon"), (2, 3, "adamw")],
 )
-def test_a_run_in_stages_resumes_to_the_bit_at_every_step(
-    tokens, tmp_path, ranks, zero, optimizer
-):
+def test_a_run_in_stages_resumes_to_the_bit_at_every_step(tokens, tmp_path, ranks, zero, optimizer):
     settings = {**SETTINGS, "zero": zero, "schedule__optimizer": optimizer}
     config = make_run(tmp_path / "run", tokens, **settings)
     assert run_ranks(train, ranks, config) == [0] * ranks

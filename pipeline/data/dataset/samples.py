@@ -201,7 +201,7 @@ class TrainingSamples:
         return self.corpora[name][number]
 
     def epochs_after(self, samples: int) -> dict[str, float]:
-        """How many epochs of each corpus are drawn after `samples` samples, in all stages so far."""
+        """How many epochs of each corpus the first `samples` samples, and earlier stages, make."""
         epochs: dict[str, float] = {}
         for name, (drawn, length) in self.drawn_after(samples).items():
             epochs[name] = drawn / length
@@ -212,47 +212,63 @@ class TrainingSamples:
         return self._roles[self._order.blend[index].corpus]
 
 
+class StageSamples(NamedTuple):
+    """The samples of a stage of a run: those of `samples` from the global index `first` on."""
+
+    samples: TrainingSamples
+    first: int
+
+
 def samples_of_stages(
     stages: Sequence[TrainingStage],
     *,
     seed: int,
     tokenizer_fingerprint: str | None,
     sampled_fingerprint: str | None = None,
-) -> tuple[TrainingSamples, ...]:
-    """The samples of each stage of a run; the global indices of a stage begin at 0.
+) -> tuple[StageSamples, ...]:
+    """The samples of each stage of a run.
+
+    Stages with equal data read one order, as one stage would. With other data a stage begins a new
+    order, which goes on in each corpus where the stage before it ended.
 
     Raises:
-        DataError: as `TrainingSamples`.
+        DataError: as `TrainingSamples`; or the corpora end before the stage does.
     """
-    found: list[TrainingSamples] = []
-    samples_before = 0
+    found: list[StageSamples] = []
+    stop = 0  # the index past the last sample of the stage before, in its order
     for stage in stages:
+        data = stage.config.data
         batch_size = stage.config.schedule.global_batch_size
         passage = None
         if stage.data_before is not None:
             passage = Passage(stage.data_before, stage.passage_steps * batch_size)
-        samples = TrainingSamples(
-            stage.config.data,
-            seed=seed,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            sampled_fingerprint=sampled_fingerprint,
-            earlier=found[-1] if found else None,
-            samples_before=samples_before,
-            passage=passage,
-        )
-        samples_before = stage.steps * batch_size
-        needed = samples_before
+        first = 0
+        if found and passage is None and data == stages[stage.number - 1].config.data:
+            first = stop
+            samples = found[-1].samples
+        else:
+            samples = TrainingSamples(
+                data,
+                seed=seed,
+                tokenizer_fingerprint=tokenizer_fingerprint,
+                sampled_fingerprint=sampled_fingerprint,
+                earlier=found[-1].samples if found else None,
+                samples_before=stop,
+                passage=passage,
+            )
+        needed = stage.steps * batch_size
+        stop = first + needed
         # Before the first step, not at the last: a job of days would end in an error.
-        if samples.total is not None and samples.total < needed:
+        if samples.total is not None and samples.total < stop:
             steps = "schedule.steps"
             if stage.name:
                 steps = f"stages.{stage.name}.steps"
+            left = max(0, samples.total - first)
             raise DataError(
                 f"{steps}: {stage.steps} steps need {needed} sequences, but the corpora's epochs "
-                f"and token budgets end after {samples.total}; use at most "
-                f"{samples.total // batch_size} steps"
+                f"and token budgets end after {left}; use at most {left // batch_size} steps"
             )
-        found.append(samples)
+        found.append(StageSamples(samples, first))
     return tuple(found)
 
 

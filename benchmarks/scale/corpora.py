@@ -38,7 +38,6 @@ from pipeline.data.tokenize.job import (
     plan_of,
     preprocess,
     split_units,
-    tokenize_unit,
 )
 from pipeline.data.tokenize.queue import (
     STATE,
@@ -48,6 +47,7 @@ from pipeline.data.tokenize.queue import (
     check_finished,
     manifest_of,
 )
+from pipeline.data.tokenize.tokenize_unit import tokenize_unit
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.files import file_hash, json_hash, write_record

@@ -14,7 +14,7 @@ from pipeline.data.corpus.manifest import Counts
 from pipeline.data.sources.object_stores import input_path
 from pipeline.data.sources.streams import encoding_advice
 from pipeline.data.tokenize.corpora import Job
-from pipeline.data.tokenize.queue import QUARANTINE, UnitRecord, quarantine_of
+from pipeline.data.tokenize.unit_records import QUARANTINE, UnitRecord, quarantine_of
 from pipeline.data.tokenize.units import Unit
 from pipeline.errors import DataError
 from pipeline.files import published_file

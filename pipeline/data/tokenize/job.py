@@ -20,34 +20,17 @@ from pipeline.data.sources.object_stores import RemoteFile, input_path
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.contamination import compare_documents
 from pipeline.data.tokenize.corpora import Job
+from pipeline.data.tokenize.corpus_folder import CorpusPlan, complete, manifest_of, publish
 from pipeline.data.tokenize.disk_space import corpus_bytes
 from pipeline.data.tokenize.finished_units import FinishedUnits
-from pipeline.data.tokenize.queue import (
-    CorpusPlan,
-    JobShare,
-    UnitOutcome,
-    UnitRecord,
-    WorkUnit,
-    complete,
-    heldout_of,
-    manifest_of,
-    publish,
-    run_units,
-)
+from pipeline.data.tokenize.input_files import input_files, is_text
+from pipeline.data.tokenize.queue import JobShare, run_units
 from pipeline.data.tokenize.tokenize_unit import tokenize_unit
 from pipeline.data.tokenize.unit_documents import encoder_of, special_tokens_of
-from pipeline.data.tokenize.units import (
-    Unit,
-    default_unit_bytes,
-    input_files,
-    is_text,
-    split_file,
-)
+from pipeline.data.tokenize.unit_records import UnitOutcome, UnitRecord, WorkUnit, heldout_of
+from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
 from pipeline.data.tokenize.workers import Workers
-from pipeline.data.tokenizer.load import (
-    Tokenizer,
-    load_tokenizer,
-)
+from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import TRANSIENT_FAULT, DataError, in_one_line, is_full_disk
 from pipeline.files import file_hash, held_bytes, sampled_hash
 

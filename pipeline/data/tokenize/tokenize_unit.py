@@ -18,8 +18,14 @@ from pipeline.data.corpus.indexed_dataset import (
 )
 from pipeline.data.sources.records import Document, Record, Rejected
 from pipeline.data.tokenize.corpora import Job, is_heldout
-from pipeline.data.tokenize.queue import STATE, UnitRecord, heldout_of, letters_of, quarantine_of
 from pipeline.data.tokenize.unit_documents import UnitDocuments
+from pipeline.data.tokenize.unit_records import (
+    STATE,
+    UnitRecord,
+    heldout_of,
+    letters_of,
+    quarantine_of,
+)
 from pipeline.data.tokenize.units import Unit, unit_records
 from pipeline.data.tokenizer.load import Tokenizer, cached_tokenizer
 from pipeline.errors import DataError

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from pipeline.data.corpus.indexed_dataset import ShardWriter
 from pipeline.data.sources.records import Document, SpecialTokens
 from pipeline.data.tokenize.corpora import Job
-from pipeline.data.tokenize.queue import UnitPart
 from pipeline.data.tokenize.text_hashes import hash_of_letters
+from pipeline.data.tokenize.unit_records import UnitPart
 from pipeline.data.tokenizer.load import Encoded, Encoder, Tokenizer, agree, joined
 from pipeline.data.tokenizer.spelling import cached_speller
 from pipeline.errors import DataError

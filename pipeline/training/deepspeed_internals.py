@@ -127,9 +127,23 @@ def attach_zero_partitions(model: nn.Module) -> None:
         parameter.zero_partition = ZeroPartition(values, first, length)
 
 
-def destroy(engine: Any) -> None:
-    """Releases an engine's hooks and buffers, so that another one can be made."""
+def destroy(engine: Any, model: nn.Module) -> None:
+    """Ends an engine and frees the memory of its model and optimizer; neither works afterwards.
+
+    Dropping the engine is not enough: under ZeRO-3 hooks that DeepSpeed leaves behind still refer to
+    the modules and to the optimizer.
+    """
+    optimizer = engine.optimizer
     engine.destroy()
+    parameter: Any  # with DeepSpeed's attributes
+    for parameter in model.parameters():
+        parameter.grad = None
+        for values in (parameter.data, getattr(parameter, "ds_tensor", None)):
+            if values is not None and values.untyped_storage().resizable():
+                values.untyped_storage().resize_(0)
+    optimizer.optimizer.state.clear()
+    # With the fp32 weights, gradients and buffers.
+    vars(optimizer).clear()
 
 
 # --- Weights and optimizer state: to a checkpoint, and from one of any layout ---

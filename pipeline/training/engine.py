@@ -145,8 +145,8 @@ class Engine:
         return run_on_all_ranks(restored)
 
     def close(self) -> None:
-        """Releases what DeepSpeed holds, before another engine is made; every rank must call it."""
-        deepspeed_internals.destroy(self._engine)
+        """Frees the model and the optimizer, before others are made; every rank must call it."""
+        deepspeed_internals.destroy(self._engine, self.model)
 
     def loss(self, batch: MicroBatch) -> Losses:
         return Losses(*self._engine(*batch))

@@ -201,8 +201,7 @@ class Trainer:
         self.batches.close()
         self.engine.close()
         del self.engine
-        # DeepSpeed's engine and its hooks refer to each other.
-        gc.collect()
+        gc.collect()  # DeepSpeed's objects refer to each other
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._prepare(stage, checkpoint)

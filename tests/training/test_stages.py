@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from functools import partial
@@ -311,7 +312,7 @@ def test_what_ended_stays_and_what_is_to_come_may_change(tokens, tmp_path):
         (0, {"steps": 3}, "step 3 was in stage 2 of the run, and would now be in stage 1"),
         (0, {"trains": []}, r"another stages\.rows\.trains"),
         (1, {"sequence_length": 8}, r"another stages\.maps\.sequence_length"),
-        (1, {"weights": {"english": 2.0}}, r"another stages\.maps\.weights"),
+        (1, {"weights": {"english": 3.0}}, r"another stages\.maps\.weights"),
     ):
         with pytest.raises(CheckpointError, match=fault):
             resumed_with(config, folder, number, **settings)
@@ -370,3 +371,39 @@ def test_the_shipped_stages_train_a_vocabulary(tmp_path, name):
         assert {name for name in reader.names if reader.adam_step(name) > 0} == begun
     assert all(readers[-1].adam_step(name) > 0 for name in readers[-1].names)
     assert json.loads((tmp_path / "run" / "training.json").read_text())["validation"]
+
+
+def live_bytes() -> int:
+    """The bytes of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and not found.is_meta:
+            for tensor in (found, found.grad, getattr(found, "ds_tensor", None)):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def bytes_around_a_border(config: Path) -> tuple[int, int]:
+    """The live bytes in the first stage, and after its engine is closed."""
+    trainer = prepared(config)
+    trainer.take_step(StopSignals())
+    before = live_bytes()
+    trainer.batches.close()
+    trainer.engine.close()
+    del trainer.engine
+    after = live_bytes()
+    return before, after
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_stage_leaves_nothing_in_memory(tokens, tmp_path, zero):
+    config = make_run(tmp_path / "run", tokens, **SETTINGS, zero=zero)
+    for before, after in run_ranks(bytes_around_a_border, 2, config):
+        model = 4 * 260_032 // (2 if zero == 3 else 1)
+        assert before > model
+        # Batches, probes, tables of rotary angles, and the text of validations.
+        assert after < before - 0.9 * model, (before, after)
+        assert after < 0.2 * before

@@ -44,8 +44,13 @@ MODELS = [
     ("qwen3", "own preserve"),
     ("gemma2", "own adapt"),
     ("qwen3_moe dense layer", "own gains"),
+    # From the embedding on, with two passes below the gate; LoRA, whose exports are no wider.
+    ("llama", "own adapt from 0"),
+    ("neox", "own lora"),
+    ("gemma2", "own lora"),
+    ("qwen3", "own lora from 1"),
 ]
-GENERATED = MODELS[:2]
+GENERATED = [*MODELS[:2], ("llama", "own adapt from 0"), ("neox", "own lora")]
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 OWN_PARTS = (".own.", ".adapter.", "own_rows", "own_input.rows")
 

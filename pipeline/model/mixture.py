@@ -96,6 +96,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, *, masked: bool | Tensor = False) -> Tensor:
         rows = x.flatten(0, 1)
+        if isinstance(masked, Tensor):
+            masked = masked.flatten(0, 1)
         weights, chosen, scores = self.router(rows)
         if self.router.weight.requires_grad and torch.is_grad_enabled():
             # Recomputation in the backward pass must compute the load too, but not count it again.

@@ -36,7 +36,7 @@ from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.flops import FlopsPerToken, count_flops
+from pipeline.sizing.flops import FlopsPerToken, ServedFlops, count_flops, count_served_flops
 from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
@@ -146,6 +146,17 @@ class Estimator:
         with torch.device("meta"):
             model = build_model(self.config, self.spec, SINGLE, activation_checkpointing)
         return count_flops(model, self.config.data.sequence_length, self.config.data.kl_fraction)
+
+    def served_flops(self) -> ServedFlops | None:
+        """FLOPs of a token that the finished model reads; None for a run without a gate."""
+        gate = self.config.gate
+        if gate is None:
+            return None
+        with torch.device("meta"):
+            model = build_model(self.config, self.spec, SINGLE, "none")
+        assert model.plan is not None, "RunConfig allows a gate with methods scale and lora alone"
+        layer = model.plan.gate_layer(gate.layer)
+        return count_served_flops(model, self.config.data.sequence_length, layer)
 
     def estimate(self, choice: Choice) -> Estimate:
         """The cost of the run on the layout `choice`.
@@ -428,6 +439,16 @@ def _model_section(estimator: Estimator) -> str:
             f"at MFU {cluster.mfu:.2f}",
         ),
     ]
+    served = estimator.served_flops()
+    if served is not None:
+        lines.append(
+            (
+                "served",
+                f"{served.closed / 1e9:.2f} G FLOPs a token where the gate stays shut, "
+                f"{served.open / 1e9:.2f} G where it is open "
+                f"({served.open / served.closed:.2f} times the base's)",
+            )
+        )
     if isinstance(config.method, ScaleMethod):
         spec = estimator.spec
         plan = plan_expansion(config.method, spec.widths, spec.num_layers)

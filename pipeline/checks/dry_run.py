@@ -31,6 +31,7 @@ from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
+from pipeline.methods.parameter_groups import group_lines
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
 from pipeline.sizing.estimate import Estimate, Estimator
@@ -114,6 +115,9 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             rows += _memory_rows(estimate, cluster, faults)
         except UserError as error:
             faults.append(error)
+    groups = inputs.get_or_none("parameter_groups")
+    if groups is not None:
+        rows += [("groups", line) for line in group_lines(groups)]
     rows += _step_rows(config, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)

@@ -32,13 +32,17 @@ from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
 from pipeline.methods.parameter_groups import group_lines
-from pipeline.scale.plan import plan_expansion
+from pipeline.model.merged_model import describe_splitting
+from pipeline.model.spec import DecoderSpec
+from pipeline.scale.plan import ExpansionPlan, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
 from pipeline.sizing.estimate import Estimate, Estimator
 from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
 
 _TOKEN_BYTES = 4
 """The bytes of a token, for a vocabulary above 65,536."""
+_SERVED_TP = 2
+"""The tensor-parallel size at which a run's export should be servable."""
 _EXPANSION_BYTES = 4
 """The bytes of an element of the initial expansion, which is stored in fp32."""
 
@@ -128,7 +132,21 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
         refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
+        rows.append(("serving", _describe_serving(expansion, spec, refused["merged"])))
     return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults])
+
+
+def _describe_serving(
+    expansion: ExpansionPlan | None, spec: DecoderSpec, merged_refused: str | None
+) -> str:
+    """Whether the run's export can be served by two GPUs: its widths are chosen before training."""
+    if merged_refused is not None:
+        return (
+            f"CANNOT BE SERVED AT TP {_SERVED_TP}: vLLM runs format scale on one rank, and a "
+            f"merged export is not possible: {merged_refused}"
+        )
+    added = None if expansion is None else expansion.expansion
+    return describe_splitting(added, spec, _SERVED_TP)
 
 
 def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> Iterator[Row]:

@@ -185,6 +185,8 @@ def test_the_plan_names_the_formats_and_the_stages(begun, changes, export, gate)
     rows = dict(plan.rows)
     assert export in rows["export"]
     assert ("gate" in rows["stages"]) == gate
+    serving = "a merged export" if export.startswith("merged") else "CANNOT BE SERVED AT TP 2: vLLM"
+    assert rows["serving"].startswith(serving)
 
 
 @pytest.mark.parametrize("command", ["tokenize", "upscale"])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import RunInputs
@@ -36,7 +36,7 @@ from pipeline.model.merged_model import describe_splitting
 from pipeline.model.spec import DecoderSpec
 from pipeline.scale.plan import ExpansionPlan, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.estimate import Estimate, Estimator
+from pipeline.sizing.estimate import Estimate, Estimator, layout_values
 from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
 
 _TOKEN_BYTES = 4
@@ -58,11 +58,18 @@ class RunPlan:
         rows: Lines of text, each under a name. A name may have several lines.
         to_make: The inputs that earlier stages have not made yet.
         faults: What would stop the run.
+        figures: What programs read of the plan; None where it is not known.
     """
 
     rows: list[Row]
     to_make: list[str]
     faults: list[str]
+    figures: dict[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        """The plan for programs (docs/json.md)."""
+        rows = [{"name": name, "text": text} for name, text in self.rows]
+        return {**self.figures, "rows": rows, "to_make": self.to_make, "errors": self.faults}
 
     def __str__(self) -> str:
         """A few dozen lines, with the faults at the end."""
@@ -97,6 +104,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     ranks = f"{cluster.gpus} {processes} on {cluster.nodes} node(s)"
     rows: list[Row] = [("run", f"{config.name}, in {config.folder}")]
     estimate: Estimate | None = None
+    figures = _first_figures(config, cluster)
     if spec is None or deepspeed is None:
         rows.append(("layout", ranks))
     else:
@@ -104,6 +112,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         dp_size = inputs.layout.dp_size
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
         rows.append(("parameters", str(estimator.parameters)))
+        figures["parameters"] = asdict(estimator.parameters)
         if estimator.has_uncounted_rows:
             rows.append(
                 (
@@ -117,11 +126,13 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
         try:
             estimate = estimator.estimate(estimator.own_choice)
             rows += _memory_rows(estimate, cluster, faults)
+            figures["layout"] = layout_values(estimate, estimator)
         except UserError as error:
             faults.append(error)
     groups = inputs.get_or_none("parameter_groups")
     if groups is not None:
         rows += [("groups", line) for line in group_lines(groups)]
+        figures["groups"] = [asdict(row) for row in groups]
     rows += _step_rows(config, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)
@@ -132,8 +143,29 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
         refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
+        figures["formats"] = refused
         rows.append(("serving", _describe_serving(expansion, spec, refused["merged"])))
-    return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults])
+    return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults], figures)
+
+
+def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
+    """The figures that the configuration alone gives, and places for the others."""
+    schedule = config.schedule
+    tokens_per_step = schedule.global_batch_size * config.data.sequence_length
+    return {
+        "run": config.name,
+        "folder": str(config.folder),
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "steps": schedule.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens": schedule.steps * tokens_per_step,
+        "stages": list(_stages(config)),
+        "parameters": None,
+        "layout": None,
+        "groups": None,
+        "formats": None,
+    }
 
 
 def _describe_serving(

@@ -88,6 +88,13 @@ def check_model(inputs: RunInputs) -> None:
     _ = inputs.fitting_spec
 
 
+def check_parameter_groups(inputs: RunInputs) -> None:
+    """The factors of learning rates and weight decays match parameters that train."""
+    if inputs.get_or_none("fitting_spec") is None:
+        return  # A check of its own reports it.
+    _ = inputs.parameter_groups
+
+
 def check_tokenizer(inputs: RunInputs) -> None:
     """The tokenizer can be read, and the base has an embedding row for each of its ids."""
     check_vocabulary(inputs.tokenizer, inputs.spec)

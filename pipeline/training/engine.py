@@ -69,6 +69,9 @@ class Engine:
         """Wraps `model` in DeepSpeed's engine; every rank must call it.
 
         What is frozen must be the same on all data-parallel ranks: it is not broadcast.
+
+        Raises:
+            ConfigError: DeepSpeed refuses the settings of its file.
         """
         self.trainable_parameters = 0
         self.total_parameters = 0

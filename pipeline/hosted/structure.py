@@ -19,12 +19,14 @@ BlockKind = Literal["mixer", "ffn"]
 """A mixer moves information between tokens: attention of any kind, linear attention, a state space,
 a convolution. An FFN, dense or a mixture of experts, treats each token alone."""
 
-DocumentSeparation = Literal["positions", "four_positions", "mask", "one_document"]
+DocumentSeparation = Literal["positions", "four_positions", "mask", "layer_masks", "one_document"]
 """How the tokens of a row are kept from attending to an earlier document of the row.
 
 positions: `position_ids` [B, S] that restart at 0, no mask and no cache. four_positions: the same
-numbers as [4, B, S] (M-RoPE: text, time, height, width). mask: a boolean mask [B, 1, S, S] beside
-restarting positions. one_document: nothing keeps them apart, so a row holds one document.
+numbers as [4, B, S] (M-RoPE: text, time, height, width). mask: an additive mask [B, 1, S, S] beside
+restarting positions. layer_masks: such a mask for each type of layer, by its name, because layers
+with a window need another one. one_document: nothing keeps them apart, so a row holds one document.
+`pipeline.hosted.documents.document_inputs` makes these arguments.
 """
 
 # Two measurements of the additivity of one block, on other processors or torch releases.

@@ -382,9 +382,9 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 if is_base_alone and opens.any(1).all():
                     return paths, opens
                 paths = self._behind_gate(paths, opens, is_base_alone)
-            if index == config.first_changed_layer and opens is None and not is_base_alone:
-                if config.runs_twice_below_gate:
-                    paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
+            parts_here = index == config.first_changed_layer and opens is None
+            if parts_here and config.runs_twice_below_gate and not is_base_alone:
+                paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
             if self.own_input is not None and index == config.own_first_layer:
                 paths[-1] = self._with_own_input(paths[-1], inputs.tokens, self.own_input)
             if config.routed and index == config.l_fp:

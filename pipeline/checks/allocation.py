@@ -30,7 +30,7 @@ from pipeline.config.method import starts_from_expansion
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.corpus.token_corpus import SAMPLED_BYTES
 from pipeline.data.tokenize.corpora import heldout_folder, train_folder
-from pipeline.data.tokenizer.load import tokenizer_file
+from pipeline.data.tokenizer.tokenizer_file import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text

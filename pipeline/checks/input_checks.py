@@ -14,8 +14,8 @@ from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.conversion.formats import unsupported_reason
 from pipeline.data.tokenize import job as tokenize_job
 from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
-from pipeline.data.tokenize.queue import finished
-from pipeline.data.tokenize.units import input_files, is_here
+from pipeline.data.tokenize.corpus_folder import finished
+from pipeline.data.tokenize.input_files import input_files, is_here
 from pipeline.errors import ConfigError, MissingPackageError, UserError
 from pipeline.hf.base_files import base_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig
@@ -86,6 +86,13 @@ def check_base(inputs: RunInputs) -> None:
 def check_model(inputs: RunInputs) -> None:
     """The method, the layout and the sequence length fit the base's architecture."""
     _ = inputs.fitting_spec
+
+
+def check_parameter_groups(inputs: RunInputs) -> None:
+    """The factors of learning rates and weight decays match parameters that train."""
+    if inputs.get_or_none("fitting_spec") is None:
+        return  # A check of its own reports it.
+    _ = inputs.parameter_groups
 
 
 def check_tokenizer(inputs: RunInputs) -> None:

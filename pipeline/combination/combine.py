@@ -18,7 +18,7 @@ import torch
 from pipeline import log
 from pipeline.config.sources import RUN_FILE
 from pipeline.conversion.convert import EXPORT, HF_FOLDER, RECORD
-from pipeline.conversion.model_card import CARD, markdown_table
+from pipeline.conversion.model_card import markdown_table
 from pipeline.conversion.verify import windows_of
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED as EXTENDED
 from pipeline.data.tokenizer.extension.vocabulary import join_extensions, read_vocabulary
@@ -33,6 +33,7 @@ from pipeline.files import (
     write_json,
     write_text,
 )
+from pipeline.hf.base_card import CARD
 from pipeline.hf.base_files import copy_base_files
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.probe_texts import PROBE_TEXTS

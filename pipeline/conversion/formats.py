@@ -13,7 +13,9 @@ import torch
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import Format, Purpose
+from pipeline.conversion.adapter import adapter_export, adapter_unsupported_reason
 from pipeline.conversion.merged import merged_export
+from pipeline.conversion.model_card import base_hub_name
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
 from pipeline.hf.base_files import base_config
@@ -47,6 +49,7 @@ def unsupported_reason(
         "merged": merged_unsupported_reason(plan, spec, gated=gated),
         "scale": scale,
         "expansion": unwidened,
+        "peft": adapter_unsupported_reason(settings, spec),
     }
 
 
@@ -63,15 +66,29 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
 
 
 def choose_export(
-    model: TrainedModel, format: Format, dtype: torch.dtype, purpose: Purpose = "serving"
+    model: TrainedModel,
+    format: Format,
+    dtype: torch.dtype,
+    purpose: Purpose = "serving",
+    tp_size: int = 1,
 ) -> Export:
     """The folder's contents; `auto` is `merged` if that can express the model, else `scale`.
 
+    `tp_size`: how many GPUs a merged model is padded for.
+
     Raises:
-        ConversionError: `format` cannot express the model.
+        ConversionError: `format` cannot express the model, or it is not to be padded.
     """
-    if check_format(model, format) == "merged":
-        return merged_export(model, dtype, purpose)
+    written = check_format(model, format)
+    if tp_size > 1 and (written != "merged" or model.plan is None):
+        raise ConversionError(
+            f"{model.checkpoint}: --tensor-parallel-size {tp_size} pads a merged export of a "
+            f"widened model, found format {written} of method {model.settings.name}; leave it out"
+        )
+    if written == "merged":
+        return merged_export(model, dtype, purpose, tp_size)
+    if written == "peft":
+        return adapter_export(model, dtype, base_hub_name(model))
     return scale_export(model, dtype)
 
 

@@ -60,16 +60,20 @@ _BLOCK_POSITIONS = {
 }
 
 
-def merged_export(model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving") -> Export:
+def merged_export(
+    model: TrainedModel, dtype: torch.dtype, purpose: Purpose = "serving", tp_size: int = 1
+) -> Export:
     """Any model without an expansion; Preserve and Adapt trained with `norm: base`, where the
     base's family allows.
+
+    A wider model has zeros in what its heads and channels lack to be split over `tp_size` GPUs.
     """
     scale = scale_in(dtype, for_training=purpose == "training")
     added = added_widths(model.plan)
     if model.plan is None or added is None:
         return _unwidened_export(model, dtype, scale)
     spec = model.spec
-    wider = merged_widths(added, spec)
+    wider = merged_widths(added, spec, tp_size)
     mixture, mixture_entries = _wider_mixture(spec, added)
     residual = _kept(spec.residual, scale)
     if residual is None:

@@ -92,6 +92,49 @@ def describe_serving(added: Widths, spec: DecoderSpec) -> str:
     return f"{text}; for both up to tp {_MOST_RANKS} add {', '.join(more)}"
 
 
+def split_unsupported_reason(widths: Widths, tp: int) -> str | None:
+    """Why vLLM and SGLang cannot split an ordinary model of these widths over `tp` ranks; None if
+    they can.
+    """
+    reasons: list[str] = []
+    if widths.num_attention_heads % tp:
+        reasons.append(f"{widths.num_attention_heads} query heads")
+    kv_heads = widths.num_key_value_heads
+    if kv_heads % tp and tp % kv_heads:
+        reasons.append(f"{kv_heads} key/value heads")
+    if widths.intermediate_size % tp:
+        reasons.append(f"{widths.intermediate_size} channels of the FFN")
+    return ", ".join(reasons) or None
+
+
+def describe_splitting(added: Widths | None, spec: DecoderSpec, tp: int) -> str:
+    """Whether `tp` ranks can serve the merged export of a run, and what to do if they cannot.
+
+    added: the expansion's widths; None: the run widens nothing.
+    """
+    if added is None:
+        reason = split_unsupported_reason(spec.widths, tp)
+        if reason is None:
+            return f"a merged export splits by tp {tp}, as its base"
+        return f"CANNOT BE SERVED AT TP {tp}, nor can the base: {reason} do not divide"
+
+    whole = merged_widths(added, spec)
+    reason = split_unsupported_reason(whole, tp)
+    if reason is None:
+        return f"a merged export: {describe_serving(added, spec)}"
+    padded = merged_widths(added, spec, tp)
+    more: list[str] = []
+    for name, width in asdict(padded).items():
+        width_of_base = getattr(spec.widths, name)
+        if name != "num_key_value_heads" and width != getattr(whole, name):
+            more.append(f"{name} {width - width_of_base}")
+    return (
+        f"CANNOT BE SERVED AT TP {tp} as it is: {reason} do not divide; choose now "
+        f"{', '.join(more)} in method.expansion, or pad with zeros later "
+        f"(scale-cpt convert --tensor-parallel-size {tp})"
+    )
+
+
 def padded_widths(
     widths: Widths, head_dim: int, tp: int, row_multiple: int, *, derives_head_dim: bool
 ) -> Widths:

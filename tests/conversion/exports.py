@@ -59,6 +59,9 @@ MORE_METHODS: dict[str, dict[str, Any]] = {
     "own lora from 1": lora(own_first_layer=1, own_gains=True, target_modules=["query", "down"]),
     "whole heads": METHODS["merged"]
     | {"expansion": {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 4}},
+    # 6 heads and 3 key/value heads on most bases, which no even number of ranks splits.
+    "odd heads": METHODS["merged"]
+    | {"expansion": {"hidden_size": 10, "intermediate_size": 9, "num_attention_heads": 2}},
     # Adapters on a part of GPT-NeoX's fused query, key and value.
     "lora query": METHODS["lora"] | {"target_modules": ["query"]},
     "lora key, value, down": METHODS["lora"] | {"target_modules": ["key", "value", "down"]},

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.data import Corpus
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.formats import describe_formats, unsupported_reason
@@ -25,7 +25,7 @@ from pipeline.data.tokenize.corpora import (
     unfinished_corpora,
 )
 from pipeline.data.tokenize.disk_space import corpus_bytes
-from pipeline.data.tokenize.units import is_here
+from pipeline.data.tokenize.input_files import is_here
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
@@ -139,7 +139,7 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     rows.append(("stages", ", ".join(_stages(config))))
     if spec is not None:
         expansion = None
-        if isinstance(config.method, ScaleMethod):
+        if isinstance(config.method, (ScaleMethod, Lora)):
             expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
         refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
@@ -229,7 +229,7 @@ def _disk_space_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[
     folder = config.folder
     checkpoints = _more_checkpoint_bytes(estimator)
     needed_by_kind = {"checkpoints": checkpoints}
-    if isinstance(config.method, ScaleMethod) and config.init_expansion is None:
+    if starts_from_expansion(config.method) and config.init_expansion is None:
         expansion = parameters.expansion * _EXPANSION_BYTES
         held = held_bytes(config.initial_expansion_folder)
         needed_by_kind["expansion"] = max(0, expansion - held)
@@ -372,7 +372,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
     yield "tokenize"
     if _any_is_sampled(config.data.corpora.values()):
         yield "sample"
-    if isinstance(config.method, ScaleMethod):
+    if starts_from_expansion(config.method):
         yield "upscale"
     yield "train"
     if config.gate is not None:
@@ -395,5 +395,5 @@ def _to_make(config: RunConfig) -> Iterator[str]:
     if _any_is_sampled(unfinished):
         yield f"{data.folder}: the text that the base writes (scale-cpt sample)"
     expansion = config.initial_expansion_folder
-    if isinstance(config.method, ScaleMethod) and not (expansion / MANIFEST).exists():
+    if starts_from_expansion(config.method) and not (expansion / MANIFEST).exists():
         yield f"{expansion}: the initial expansion (scale-cpt upscale)"

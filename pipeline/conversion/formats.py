@@ -26,20 +26,25 @@ from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 
 
 def unsupported_reason(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
 ) -> dict[Exported, str | None]:
     """Why a model cannot leave in each format; None where it can."""
-    unwidened = f"method {settings.name} widens nothing" if plan is None else None
+    unwidened = f"method {settings.name} widens nothing" if added_widths(plan) is None else None
     scale = unwidened
-    if plan is not None and plan.own is not None and not gated:
-        scale = (
-            "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this "
-            "model has no gate (leave --without-gate out)"
-        )
+    if plan is not None and plan.own is not None:
+        scale = None
+        is_plain = unwidened is not None and plan.own.tokens is None
+        if not gated and is_plain:
+            scale = f"{unwidened}, and has no gate"
+        elif not gated:
+            scale = (
+                "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and "
+                "this model has no gate (leave --without-gate out)"
+            )
     return {
         "merged": merged_unsupported_reason(plan, spec, gated=gated),
         "scale": scale,

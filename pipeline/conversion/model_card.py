@@ -26,6 +26,7 @@ from pipeline.hf.base_files import terms_in
 from pipeline.hf.write import Export, dtype_name
 from pipeline.model.from_hf import RESIDUAL_KEY
 from pipeline.model.spec import scale_in
+from pipeline.scale.plan import added_widths
 
 LORA_TARGETS = ("expansion_to_base", "base_to_expansion", "expansion_to_expansion")
 """The modules of a gated export that adapters may change: its closed text does not depend on them.
@@ -144,9 +145,10 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     trained, total = model.counts
     settings["trained parameters"] = f"{trained:,} of {total:,}"
     settings["format"] = f"{export.format}, {dtype_name(export.dtype)}"
-    if model.plan is not None:
+    widths = added_widths(model.plan)
+    if widths is not None:
         base = asdict(model.spec.widths)
-        added = asdict(model.plan.expansion)
+        added = asdict(widths)
         for name in base:
             settings[name] = f"{base[name]} + {added[name]}"
     return settings

@@ -25,6 +25,8 @@ def merged_unsupported_reason(
     one; None if it is."""
     if plan is None:
         return None
+    if plan.expansion is None:
+        return _unmerged_adapters_reason(plan, gated=gated)
     reason = family_of(spec).merged_unsupported_reason
     if reason is not None:
         return f"a base of model_type {spec.family}: {reason}"
@@ -42,6 +44,15 @@ def merged_unsupported_reason(
             "method.norm separate: an ordinary RMSNorm takes one mean square for both streams "
             "(norm: base allows it)"
         )
+    if gated:
+        return "a gate decides for each token (--without-gate leaves it out)"
+    return None
+
+
+def _unmerged_adapters_reason(plan: ExpansionPlan, *, gated: bool) -> str | None:
+    """Why adapters, and the gains beside them, cannot be merged into the base's own matrices."""
+    if plan.own is not None and plan.own.tokens is not None:
+        return "method.own_rows: an ordinary model has no weights for some tokens alone"
     if gated:
         return "a gate decides for each token (--without-gate leaves it out)"
     return None

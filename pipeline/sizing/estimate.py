@@ -27,7 +27,7 @@ from pipeline.deepspeed_config import (
 from pipeline.errors import BaseModelError, UserError
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
-from pipeline.methods.scale import Scale
+from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
 from pipeline.model.from_hf import read_spec
@@ -139,7 +139,7 @@ class Estimator:
     def has_uncounted_rows(self) -> bool:
         """Whether every token counts as having an own row, as they are not chosen yet."""
         method = training_method(self.config)
-        return isinstance(method, Scale) and method.has_uncounted_rows
+        return isinstance(method, FrozenBaseMethod) and method.has_uncounted_rows
 
     def _count_flops(self, activation_checkpointing: ActivationCheckpointing) -> FlopsPerToken:
         """FLOPs of the forward and backward pass, recomputation included."""
@@ -487,6 +487,7 @@ def _model_section(estimator: Estimator) -> str:
         spec = estimator.spec
         plan = plan_expansion(config.method, spec.widths, spec.num_layers)
         if merged_unsupported_reason(plan, spec, gated=False) is None:
+            assert plan.expansion is not None, "SCALE widens its base"
             serving = describe_serving(plan.expansion, spec)
             lines.append(("serving", f"a merged export: {serving}"))
     return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)

@@ -65,6 +65,12 @@ class Windows:
         """
         return replace(self, present=self.present & ~(self.is_own & self.mostly(is_open)))
 
+    def old_ids(self) -> Tensor:
+        """The ids of the tokens in windows that hold no new text: [T]; spliced windows repeat text
+        of others, and are left out."""
+        is_old = self.present & ~self.is_new.any(dim=1, keepdim=True)
+        return self.tokens[is_old]
+
     def mostly(self, is_open: Tensor) -> Tensor:
         """The tokens of documents of which most present tokens are open: bool [N, S]."""
         # A number for each document of all windows: document_ids count from 0 in each window, and

@@ -133,7 +133,7 @@ def _open_ids(
 
     Old text is what was read of the negatives, and all corpora of role replay.
 
-    old_ids: [Q], the tokens that were read of the negatives.
+    old_ids: [Q], as in `Fit`.
 
     Raises:
         DataError: a corpus is missing, damaged, or not of this tokenizer.
@@ -238,7 +238,8 @@ class Fit(NamedTuple):
         left_out: the share of the self-generated text that counts as neither, because it is of the
             new text's kind.
         new_ids: [P], the ids of those tokens of new text.
-        old_ids: [Q], the ids of all tokens of other text that were read.
+        old_ids: [Q], the ids of all tokens of other text that were read; of what the base wrote,
+            without tokens that look new.
     """
 
     gate: FittedGate
@@ -294,7 +295,7 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
         negatives=negatives,
         left_out=left_out,
         new_ids=unused.tokens[unused.present & unused.is_new],
-        old_ids=torch.cat([fit.old_ids(), unused.old_ids()]),
+        old_ids=torch.cat([fit.old_ids(is_open), unused.old_ids(scores > 0)]),
     )
 
 

@@ -41,8 +41,13 @@ def test_old_ids_are_those_of_windows_without_new_text():
     is_new = torch.tensor([[False, False], [False, True], [True, True]])
     present = torch.tensor([[True, False], [True, True], [True, True]])
     tokens = torch.arange(6).view(3, 2)
-    windows = Windows(tokens, tokens, tokens, tokens, is_new, ~is_new, present)
-    assert windows.old_ids().tolist() == [0]
+    is_own = torch.zeros_like(is_new)
+    windows = Windows(tokens, tokens, tokens, tokens, is_new, is_own, present)
+    all_look_new = torch.ones_like(present)
+    assert windows.old_ids(all_look_new).tolist() == [0]
+    own = replace(windows, is_own=~is_new)
+    assert own.old_ids(~all_look_new).tolist() == [0]
+    assert own.old_ids(all_look_new).tolist() == []
 
 
 @torch.no_grad()

@@ -325,18 +325,27 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
     """The layer before which the gate of `model` reads the base's stream.
 
     Raises:
-        ConfigError: gate.layer is not a layer before which the model has that stream.
+        ConfigError: the base has fewer layers than gate.layer.
     """
-    assert model.plan is not None, "RunConfig allows a gate with method scale alone"
-    deepest = model.plan.last_exact_layer
-    if settings.layer is None:
-        return deepest
-    if settings.layer > deepest:
+    plan = model.plan
+    assert plan is not None, "RunConfig allows a gate with methods scale and lora alone"
+    layer = settings.layer
+    if layer is None:
+        return plan.default_gate_layer
+    if layer > plan.num_layers:
         raise ConfigError(
-            f"gate.layer: {settings.layer} is beyond {deepest}, the last place where this model "
-            f"has the exact stream of its base; use 0 to {deepest}"
+            f"gate.layer: {layer} is beyond {plan.num_layers}, after the last layer of the base; "
+            f"use 0 to {plan.num_layers}"
         )
-    return settings.layer
+    if layer > plan.last_exact_layer:
+        _logger.info(
+            "gate.layer %d is above layer %d, where trained weights begin: the %d layers between "
+            "run twice, once of them the base's",
+            layer,
+            plan.last_exact_layer,
+            layer - plan.last_exact_layer,
+        )
+    return layer
 
 
 def as_text(record: GateRecord) -> str:

@@ -25,6 +25,14 @@ HubModels = Literal["whole", "described", "named"]
 """How models that a configuration names on the hub are fetched: whole, without weights, or not."""
 
 
+class OpenIdSettings(Section):
+    """Ids that the gate opens whatever the text, because old text never has them."""
+
+    min_count: PositiveInt = 20
+    """how often an id must occur in the corpora of role new; it must also occur there more often
+    than its absence from the old text that was read allows it to occur in old text"""
+
+
 class GateSettings(Section):
     """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale and
     lora only.
@@ -52,6 +60,9 @@ class GateSettings(Section):
     max_open_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.001
     """largest share of the tokens that are not new on which the gate may open; sets its
     threshold"""
+    open_ids: OpenIdSettings | None = OpenIdSettings()
+    """ids that the gate opens whatever their score, as text that is not new never has them; null:
+    none"""
 
 
 class VocabularySettings(Section):

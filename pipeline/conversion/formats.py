@@ -150,4 +150,10 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
             tensors.append(
                 PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), make, torch.float32)
             )
+        if model.gate.open_ids:
+            is_open_id = torch.zeros(model.base.spec.vocab_size, dtype=torch.bool)
+            is_open_id[list(model.gate.open_ids)] = True
+            make = partial(torch.clone, is_open_id)
+            name = "token_gate.is_open_id"
+            tensors.append(PlannedTensor(name, tuple(is_open_id.shape), make, torch.bool))
     return Export("scale", config, tensors, dtype, code_files(ScaleForCausalLM))

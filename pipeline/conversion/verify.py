@@ -175,6 +175,7 @@ def verify(
             std=model.gate.std,
             weight=model.gate.weight,
             bias=model.gate.bias,
+            open_ids=model.gate.open_ids,
             threshold=model.gate.threshold,
         )
         model = replace(model, gate=gate)

@@ -344,8 +344,9 @@ class Decoder(nn.Module):
         self, gate: TokenGate, x: Tensor, tokens: Tensor, document_ids: Tensor | None
     ) -> Tensor:
         """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New
-        tokens are open."""
-        return ~gate.is_open(x, document_ids) & (tokens < self.output.base_columns)
+        tokens are open, and ids that old text never has."""
+        is_open = gate.is_open(x, document_ids) | gate.opens_id(tokens)
+        return ~is_open & (tokens < self.output.base_columns)
 
     def _gated_states(
         self, gate: TokenGate, layers: LayerPass, streams: Streams, batch: TokenBatch

@@ -149,7 +149,10 @@ class TokenGate(Protocol):
 
     def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """x: [B, S, D], the base stream before `layer`; document_ids: [B, S] -> which tokens are
-        open: bool [B, S]."""
+        open by their score: bool [B, S]."""
+
+    def opens_id(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S] -> which of them are open by their id alone: bool [B, S]."""
 
 
 CloseTokens = Callable[[Tensor], Tensor]

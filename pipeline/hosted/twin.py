@@ -77,7 +77,9 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"index_topk|index_topk_blocks", 8),
     (r"index_block_size", 4),
     # Mixtures of experts.
-    (r"(n_routed|num_local|num|moe_num|zero)_experts?(_num)?", 8),
+    (r"(n_routed|num_local|num|moe_num)_experts?", 8),
+    # LongCat's experts that give their input: the probes take them for a residual connection.
+    (r"zero_expert_num", 0),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|moe_top_k|experts_per_token", 2),
     (r"n_group|num_expert_group", 2),
     (r"topk_group", 1),

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from benchmarks.results import ROOT, STORIES, Row, make_parser, print_rows, write_rows
 from pipeline import command_line
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.units import good_documents
+from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import ConfigError, ConversionError
 from pipeline.files import write_text
 from pipeline.hf.load import load_hf_model

@@ -167,6 +167,9 @@ class _OpenGate:
     def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
+    def opens_id(self, tokens: Tensor) -> Tensor:
+        return torch.ones_like(tokens, dtype=torch.bool)
+
 
 @torch.no_grad()
 def count_served_flops(meta_model: Decoder, sequence_length: int, gate_layer: int) -> ServedFlops:

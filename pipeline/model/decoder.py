@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -30,14 +31,14 @@ from pipeline.model.paths import (
     run_routed_with_gate,
     run_widened,
 )
+from pipeline.model.recomputation import KeptResults, run_recomputed
 from pipeline.model.reference import run_beside_base
 from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
-from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import Streams
 from pipeline.scale_math import choose_path
@@ -69,6 +70,8 @@ class Decoder(nn.Module):
     """A decoder-only language model; its parameters are named in docs/architecture.md.
 
     Attributes:
+        activation_checkpointing: the layers that the backward pass computes again.
+        kept_results: what those layers keep all the same.
         gate: decides per token, on the exact base stream, whether the model may differ from its
             base. It is fitted after training and set for inference in one process only: training,
             and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
@@ -93,13 +96,16 @@ class Decoder(nn.Module):
         self.added_layers = added_layers
         self.tp = tp
         self.activation_checkpointing: ActivationCheckpointing = "none"
+        self.kept_results: KeptResults = "nothing"
+        self._run_recomputed = run_recomputed
         self.gate: TokenGate | None = None
         self.resting: tuple[str, ...] = ()
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
         hidden_size = spec.widths.hidden_size
-        hidden_up = None if plan is None else plan.expansion.hidden_size
+        added = added_widths(plan)
+        hidden_up = None if added is None else added.hidden_size
         self.rotary = RotaryEmbedding()
         self.embedding = WidenedEmbedding(
             spec.vocab_size, hidden_size, hidden_up, new_tokens=spec.new_tokens, tp=tp
@@ -137,8 +143,7 @@ class Decoder(nn.Module):
     def keeps_base(self) -> bool:
         """Whether the base is kept unchanged next to what was added, so that `path="base"` runs
         it."""
-        adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
-        return self.plan is not None or adapted or bool(self.added_layers)
+        return self.plan is not None or bool(self.added_layers)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compiles every layer, each as one graph; layers of one kind share it.
@@ -150,6 +155,9 @@ class Decoder(nn.Module):
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in self.layers:
             layer.compile(backend=backend, fullgraph=True)
+        if self.kept_results != "nothing":
+            # The compiler must see the recomputation to keep parts of it.
+            self._run_recomputed = torch.compile(run_recomputed, backend=backend, fullgraph=True)
         if self.reference is not None:
             self.reference.compile_layers(backend)
 
@@ -299,7 +307,8 @@ class Decoder(nn.Module):
                 tables[kind.rotary] = self.rotary.table(kind.rotary, positions, documents, dtype)
             contexts[kind] = Context(tables[kind.rotary], kernels[window])
         layers = cast(list[DecoderLayer], list(self.layers))
-        return LayerPass(layers, contexts, self.is_checkpointed)
+        recomputed = partial(self._run_recomputed, kept=self.kept_results)
+        return LayerPass(layers, contexts, self.is_checkpointed, recomputed)
 
     def _attention_kernel(
         self, window: int | None, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
@@ -346,8 +355,9 @@ class Decoder(nn.Module):
         self, gate: TokenGate, x: Tensor, tokens: Tensor, document_ids: Tensor | None
     ) -> Tensor:
         """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New
-        tokens are open."""
-        return ~gate.is_open(x, document_ids) & (tokens < self.output.base_columns)
+        tokens are open, and ids that old text never has."""
+        is_open = gate.is_open(x, document_ids) | gate.opens_id(tokens)
+        return ~is_open & (tokens < self.output.base_columns)
 
     def _gated_states(
         self, gate: TokenGate, layers: LayerPass, streams: Streams, batch: TokenBatch
@@ -355,10 +365,8 @@ class Decoder(nn.Module):
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up
         of zeros."""
         plan = self.plan
-        if plan is None or gate.layer > plan.last_exact_layer or self.tp.size > 1:
-            raise ValueError(
-                "a gate needs the exact base stream of a widened model, whole on one rank"
-            )
+        if plan is None or self.tp.size > 1:
+            raise ValueError("a gate needs a base that something was added to, whole on one rank")
         document_ids: Tensor | None = None
         if batch.documents is not None:
             document_ids = batch.documents.ids

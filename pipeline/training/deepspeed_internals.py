@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -77,6 +77,22 @@ def check_config(config: RunConfig, deepspeed_config: DeepSpeedConfig, layout: L
         )
 
 
+@contextmanager
+def frozen_kept_as_read(model: nn.Module) -> Iterator[None]:
+    """While DeepSpeed's engine is made inside, it broadcasts what trains, and nothing frozen.
+
+    Each rank has read the frozen parameters itself, and `parallel.replicas` has compared them.
+    DeepSpeed's ZeRO-1 and 2 would send the whole base from one rank to all others.
+    """
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        # DeepSpeed's mark of the frozen weights of its own LoRA, which differ from rank to rank.
+        parameter.ds_optim_param = True  # type: ignore[attr-defined]
+    yield
+    for parameter in frozen:
+        del parameter.ds_optim_param  # type: ignore[attr-defined]
+
+
 # --- Parameters under ZeRO-3 ---
 
 
@@ -130,8 +146,8 @@ def attach_zero_partitions(model: nn.Module) -> None:
 def destroy(engine: Any, model: nn.Module) -> None:
     """Ends an engine and frees the memory of its model and optimizer; neither works afterwards.
 
-    Dropping the engine is not enough: under ZeRO-3 hooks that DeepSpeed leaves behind still refer to
-    the modules and to the optimizer.
+    Dropping the engine is not enough: under ZeRO-3 what DeepSpeed leaves behind still refers to the
+    modules and to the optimizer.
     """
     optimizer = engine.optimizer
     engine.destroy()

@@ -75,6 +75,8 @@ class Engine:
     ) -> None:
         """Wraps `model` in DeepSpeed's engine; every rank must call it.
 
+        What is frozen must be the same on all data-parallel ranks: it is not broadcast.
+
         Args:
             model: the model, with its values before the first step.
             config: the run, or one stage of it.
@@ -84,7 +86,7 @@ class Engine:
             checkpoint: the one that `restore` is to load, where the run has stages.
 
         Raises:
-            ConfigError: DeepSpeed refuses its settings.
+            ConfigError: DeepSpeed refuses the settings of its file.
         """
         self.trainable_parameters = 0
         self.total_parameters = 0
@@ -115,13 +117,14 @@ class Engine:
         )
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
-            self._engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,
-                config=values,
-                mpu=groups,
-                dist_init_required=False,
-            )
+            with deepspeed_internals.frozen_kept_as_read(model):
+                self._engine, *_ = deepspeed.initialize(
+                    model=model,
+                    optimizer=optimizer,
+                    config=values,
+                    mpu=groups,
+                    dist_init_required=False,
+                )
         except AssertionError as error:
             # Its ZeRO optimizers assert that settings do not exclude each other.
             raise ConfigError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.rank_files import Kind
 from pipeline.config.schedule import Schedule
-from pipeline.methods.parameter_groups import parameter_groups
+from pipeline.methods.parameter_groups import trained_groups
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
     OptimizerShard,
@@ -61,13 +61,13 @@ def make_optimizer(
         ConfigError: a factor of the schedule is for parameters that are not there.
     """
     trained = dict(named_trained_parameters(model))
-    by_muon: list[str] = []
-    if schedule.optimizer == "muon":
-        by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
     groups: list[dict[str, Any]] = []
-    for group in parameter_groups(
-        trained, schedule, by_muon=by_muon, resting=resting, trained_before=trained_before
-    ):
+    has_muon = False
+    groups_of_stage = trained_groups(
+        model, schedule, resting=resting, trained_before=trained_before
+    )
+    for group in groups_of_stage:
+        has_muon = has_muon or group.by_muon
         groups.append(
             {
                 "params": [trained[name] for name in group.names],
@@ -77,7 +77,7 @@ def make_optimizer(
                 "muon": group.by_muon,
             }
         )
-    kind = Muon if by_muon else torch.optim.AdamW
+    kind = Muon if has_muon else torch.optim.AdamW
     return kind(groups, lr=schedule.learning_rate, betas=schedule.betas, fused=True)
 
 

@@ -39,7 +39,7 @@ from pipeline.config.run import BasePrecision
 from pipeline.errors import ConfigError
 from pipeline.methods import method_for, quantize_base
 from pipeline.model.attention import Documents
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, quantization_of
@@ -130,7 +130,9 @@ def our_method(method: str, spec: DecoderSpec, l_fp: int) -> Method:
     return ScaleMethod.model_validate(settings)
 
 
-def our_model(method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16") -> Decoder:
+def our_model(
+    method: str, spec: DecoderSpec, l_fp: int, base: BasePrecision = "bf16"
+) -> CausalDecoder:
     """This project's model for `method`, its parameters unset."""
     model = method_for(our_method(method, spec, l_fp), Path(), seed=0).build(spec, SINGLE, "none")
     if base != "bf16":

@@ -32,7 +32,7 @@ from pipeline.files import (
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.topology import Layout
 
 MANIFEST_FILE = "manifest.json"
@@ -200,7 +200,7 @@ class CheckpointManifest(_ManifestSection):
 def describe_run(
     config: RunConfig,
     base: BaseFolder,
-    model: Decoder,
+    model: CausalDecoder,
     tokenizer_fingerprint: str,
     corpora: Mapping[str, str] | None = None,
 ) -> RunRecord:

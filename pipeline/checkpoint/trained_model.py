@@ -23,6 +23,7 @@ from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import open_base
 from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
@@ -58,8 +59,8 @@ class TrainedModel:
     manifest: CheckpointManifest
     settings: Method
     method: TrainingMethod
-    structure: Decoder
-    stored: Decoder
+    structure: CausalDecoder
+    stored: CausalDecoder
     reader: CheckpointReader
     gate: FittedGate | None = None
     stored_scale: float | None = None
@@ -170,7 +171,7 @@ class TrainedModel:
             logits.append(decoder.output.logits(hidden.rows(rows)))
         return logits
 
-    def streamed(self, dtype: torch.dtype) -> tuple[Decoder, Callable[[], None]]:
+    def streamed(self, dtype: torch.dtype) -> tuple[CausalDecoder, Callable[[], None]]:
         """The decoder in `dtype`, of which at most one module has values at a time.
 
         It has its gate, if there is one. `OutputProjection.logits` is no forward pass of a module:
@@ -178,20 +179,21 @@ class TrainedModel:
         keep.
         """
         decoder = self._without_values(dtype)
+        assert isinstance(decoder, Decoder), "a hosted base is loaded whole"
         return decoder, stream_weights(decoder, self.read, dtype)
 
-    def loaded(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+    def loaded(self, dtype: torch.dtype, device: torch.device) -> CausalDecoder:
         """The decoder in `dtype`, whole on `device`, with its gate if it has one."""
         decoder = self._without_values(dtype)
         values = {name: self.read(name).to(device, dtype) for name, _ in decoder.named_parameters()}
         decoder.load_state_dict(values, strict=False, assign=True)
         # `assign` has replaced the embedding's parameter, so that the output's is no longer the
         # same.
-        if decoder.spec.tie_word_embeddings:
+        if isinstance(decoder, Decoder) and decoder.spec.tie_word_embeddings:
             decoder.output.base = decoder.embedding.base.weight
         return decoder
 
-    def _without_values(self, dtype: torch.dtype) -> Decoder:
+    def _without_values(self, dtype: torch.dtype) -> CausalDecoder:
         spec = _whole_vocabulary(self.base.spec, self.manifest)
         with torch.device("meta"):
             decoder = self.method.build(spec, SINGLE, "none")

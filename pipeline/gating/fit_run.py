@@ -36,7 +36,7 @@ from pipeline.gating.folder import (
 from pipeline.gating.gate import NUMBERS, FittedGate, gate_features
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 
 MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
@@ -151,8 +151,8 @@ def warn_of_cost(record: GateRecord) -> None:
 class BaseStream:
     """The base's stream before `layer` of a decoder, which must have it there exactly."""
 
-    def __init__(self, decoder: Decoder, layer: int) -> None:
-        self.device = decoder.embedding.base.weight.device
+    def __init__(self, decoder: CausalDecoder, layer: int) -> None:
+        self.device = decoder.device
         self.layer = layer
         self.decoder = decoder
 

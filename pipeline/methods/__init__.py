@@ -15,7 +15,7 @@ from pipeline.methods.baselines import (
 )
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
@@ -56,7 +56,7 @@ def build_model(
     spec: DecoderSpec,
     tp: TensorParallel,
     activation_checkpointing: ActivationCheckpointing | None = None,
-) -> Decoder:
+) -> CausalDecoder:
     """The model that a run trains, with this rank's shards, uninitialised.
 
     `requires_grad` is set where parameters train. Where the run learns self-generated text by KL
@@ -90,7 +90,7 @@ def build_model(
     return model
 
 
-def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
+def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:
     """Stores the base's linear maps, unset yet, in `precision`.
 
     Embedding, norms and output projection stay.

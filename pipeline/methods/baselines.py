@@ -12,6 +12,7 @@ from pipeline.config.method import Freeze, LlamaPro, Lora
 from pipeline.errors import ConfigError
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import REFERENCE, Decoder
 from pipeline.model.families import EXPERTS
 from pipeline.model.from_hf import is_base, load_base
@@ -47,7 +48,7 @@ class FullFineTuningMethod(TrainingMethod):
             )
         return Decoder(spec, tp=tp)
 
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp, source=lambda name: name.removeprefix(REFERENCE))
 
 
@@ -114,7 +115,7 @@ class LoraMethod(TrainingMethod):
                 yield from maps[name]
 
     @torch.no_grad()
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         load_base(model, base, tp)
         for name, parameter in model.named_parameters():
             if is_base(name) or holds_new_tokens(name):
@@ -188,7 +189,8 @@ class LlamaProMethod(TrainingMethod):
         return f"layers.{self._base_layer(int(layer), spec)}.{rest}"
 
     @torch.no_grad()
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
+        assert isinstance(model, Decoder), "hosted bases take method scale only"
         load_base(model, base, tp, source=partial(self.base_name, spec=base.spec))
         for layer in model.added_layers:
             for name, parameter in model.layers[layer].named_parameters():

@@ -16,6 +16,7 @@ from pipeline.log import counted, get_logger
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import check_weights, is_base, load_base
 from pipeline.model.initial_expansion import initial_expansion
@@ -82,7 +83,7 @@ class Scale(TrainingMethod):
     def expansion(self) -> ExpansionFolder:
         return open_expansion(self.expansion_folder)
 
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
         _check_origin(expansion, base, self.settings, self.seed)
         _check_new_tokens(expansion, base.new_tokens)

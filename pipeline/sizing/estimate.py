@@ -29,7 +29,8 @@ from pipeline.log import counted
 from pipeline.methods import build_model, training_method
 from pipeline.methods.scale import Scale
 from pipeline.methods.vocabulary import extended_spec
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.decoder import Decoder
 from pipeline.model.from_hf import read_spec
 from pipeline.model.merged_model import describe_serving, merged_unsupported_reason
 from pipeline.model.spec import DecoderSpec

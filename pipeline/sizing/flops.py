@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 
 from pipeline.config.run import RunConfig
 from pipeline.methods import build_model
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE
 from pipeline.sizing.micro_batch import KnownSizes
@@ -115,7 +115,7 @@ class FlopsPerToken:
 
 
 def count_flops(
-    meta_model: Decoder, sequence_length: int, kl_fraction: float = 0.0
+    meta_model: CausalDecoder, sequence_length: int, kl_fraction: float = 0.0
 ) -> FlopsPerToken:
     """The FLOPs of one training step.
 

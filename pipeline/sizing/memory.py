@@ -16,7 +16,8 @@ import torch
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import PreflightError
-from pipeline.model.decoder import Decoder, is_layer_matrix
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.linear import ExpertLinear
 from pipeline.parallel.sharding import named_trained_parameters
 from pipeline.sizing.micro_batch import MicroBatchCosts, ParameterUse, total_elements
@@ -57,7 +58,9 @@ class Parameters:
         )
 
 
-def count_parameters(model: Decoder, base: Decoder, *, with_muon: bool = False) -> Parameters:
+def count_parameters(
+    model: CausalDecoder, base: CausalDecoder, *, with_muon: bool = False
+) -> Parameters:
     """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
     pretrained = sum(parameter.numel() for parameter in base.parameters())
     total = 0

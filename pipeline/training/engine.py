@@ -17,8 +17,9 @@ from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
-from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
+from pipeline.model.decoder import REFERENCE
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.parallel.sharding import default_dtype, full_shape_of
 from pipeline.parallel.topology import ProcessGroups
@@ -33,7 +34,7 @@ def build_model(
     deepspeed_config: DeepSpeedConfig,
     groups: ProcessGroups,
     device: torch.device | None = None,
-) -> Decoder:
+) -> CausalDecoder:
     """The run's model with unset values; every rank must call it.
 
     A rank holds at most the shard that it will train. Under ZeRO-1 and 2 the model is made on
@@ -61,7 +62,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalDecoder,
         config: RunConfig,
         deepspeed_config: DeepSpeedConfig,
         groups: ProcessGroups,
@@ -103,7 +104,7 @@ class Engine:
                 f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}; correct the "
                 "file"
             ) from None
-        self.model: Decoder = self._engine.module
+        self.model: CausalDecoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
         deepspeed_internals.attach_muon(self._engine, self.model, groups)
 

@@ -18,7 +18,7 @@ from pipeline.config.schedule import learning_rate
 from pipeline.errors import UserError
 from pipeline.files import file_hash
 from pipeline.health.liveness import Phases
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (
     all_gathered,
     raise_on_all_ranks,
@@ -341,7 +341,7 @@ def hash_base(inputs: RunInputs) -> None:
     base.set_known_hashes(hashes)
 
 
-def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> Decoder:
+def load_model(inputs: RunInputs, groups: ProcessGroups, device: torch.device) -> CausalDecoder:
     """The model before its first step; each rank reads only what it will hold.
 
     Every rank must call it.

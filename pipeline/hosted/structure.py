@@ -33,6 +33,10 @@ with a window need another one. one_document: nothing keeps them apart, so a row
 _ADDITIVITY_TOLERANCE = 0.1
 
 
+class UnsupportedStructureError(BaseModelError):
+    """A model that cannot be hosted: its structure is not understood, or is not one to add to."""
+
+
 @dataclass(frozen=True)
 class HostedBlock:
     """A module of a decoder layer beside which a block of the expansion stands.

@@ -29,6 +29,7 @@ from pipeline.files import (
     read_bytes,
     write_record,
 )
+from pipeline.hosted.spec import HostedSpec
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
@@ -44,7 +45,7 @@ _USE_ANOTHER = (
 )
 # Settings that a checkpoint and the run that uses it must have in common: SAME_MODEL to build its
 # model, SAME_OVER_A_RUN to continue the run.
-SAME_MODEL = ("method", "base_precision")
+SAME_MODEL = ("method", "base_precision", "is_hosted")
 SAME_OVER_A_RUN = (
     *SAME_MODEL,
     "expansion",
@@ -140,6 +141,7 @@ class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
     Attributes:
+        is_hosted: whether transformers computes the base (`base_code`).
         method: the section of the run configuration.
         expansion: the added widths; None if nothing is added.
         data: the section of the run configuration, without paths.
@@ -153,6 +155,7 @@ class RunRecord(_ManifestSection):
     name: str
     base: BaseRecord
     base_precision: BasePrecision = "bf16"
+    is_hosted: bool = False
     method: dict[str, Any]
     expansion: dict[str, int] | None
     data: dict[str, Any]
@@ -226,6 +229,7 @@ def describe_run(
             architecture=architecture_of(base.spec),
         ),
         base_precision=config.base_precision,
+        is_hosted=isinstance(base.spec, HostedSpec),
         method=config.method.model_dump(mode="json"),
         expansion=expansion,
         data=config.data.model_dump(mode="json", exclude=PATHS),

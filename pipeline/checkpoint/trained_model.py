@@ -19,13 +19,13 @@ from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.gating.gate import FittedGate
+from pipeline.hosted.bases import open_base
 from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import open_base
 from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
@@ -216,7 +216,7 @@ def open_trained(checkpoint: Path, base_path: Path) -> TrainedModel:
         BaseModelError: the base is missing, damaged, or another one than the checkpoint's.
     """
     manifest = load_manifest(checkpoint)
-    base = open_base(base_path)
+    base = open_base(base_path, "transformers" if manifest.run.is_hosted else "native")
     try:
         settings: Method = TypeAdapter(Method).validate_python(manifest.run.method)
     except ValidationError as error:

@@ -34,6 +34,7 @@ from pipeline.data.tokenizer.load import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text
+from pipeline.hosted.spec import HostedSpec
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
@@ -142,6 +143,8 @@ class AvailableMemory(NamedTuple):
 
 def check_memory(allocation: Allocation) -> Finding:
     """The estimate fits into every rank's memory; without GPUs all of it is host memory."""
+    if isinstance(allocation.inputs.base.spec, HostedSpec):
+        return Finding("memory is not estimated for a hosted base")
     on_gpu = allocation.device.type == "cuda"
 
     def needed() -> tuple[int, int]:

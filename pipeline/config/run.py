@@ -19,6 +19,7 @@ from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, read_settings
 from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
+BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
 HubModels = Literal["whole", "described", "named"]
@@ -251,6 +252,10 @@ class RunConfig(Section):
     base: Path
     """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
+    base_code: BaseCode | None = None
+    """whose code computes the base: the package's own (native), or transformers', which knows every
+    model_type but trains with fewer settings (docs/architectures.md); default: native where there
+    is a family for the base's model_type"""
     base_precision: BasePrecision = "bf16"
     """how frozen linear maps are stored: in the type that the deepspeed file sets (bf16), or in 8
     bits (fp8) or 4 (nf4; docs/method.md)"""

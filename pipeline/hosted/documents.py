@@ -100,9 +100,7 @@ def find_separation(twin: PreTrainedModel) -> DocumentSeparation:
     return "one_document"
 
 
-def _is_separate(
-    twin: nn.Module, ids: Tensor, inputs: dict[str, Any], alone: Tensor
-) -> bool:
+def _is_separate(twin: nn.Module, ids: Tensor, inputs: dict[str, Any], alone: Tensor) -> bool:
     """Whether the row's logits are those of its documents alone, and stay when the first document
     changes."""
     other = ids.clone()

@@ -85,7 +85,9 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"index_kpool", 4),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length", 256),
 )
-_TOKEN_ID = re.compile(r".*token_(id|index)s?|.*token_ids|.*_(start|end|newline|patch)_id|pad_index")
+_TOKEN_ID = re.compile(
+    r".*token_(id|index)s?|.*token_ids|.*_(start|end|newline|patch)_id|pad_index"
+)
 # Sub-configurations whose modules do not run for text, and whose widths hang together otherwise.
 _UNTOUCHED = ("vq_config", "audio_encoder_config")
 

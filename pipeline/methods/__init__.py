@@ -7,6 +7,8 @@ from pathlib import Path
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_run
 from pipeline.methods.baselines import (
     FreezeMethod,
     FullFineTuningMethod,
@@ -71,9 +73,12 @@ def build_model(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
-        ConfigError: `compile` with a mixture of experts.
+        ConfigError: `compile` with a mixture of experts, or a setting that a hosted base cannot
+            have.
     """
     check_sequence_length(config.data.sequence_length, tp)
+    if isinstance(spec, HostedSpec):
+        check_hosted_run(config, spec, tp.size)
     if config.compile and spec.mixture is not None:
         raise ConfigError(
             "compile: expected false: where tokens go in a mixture of experts is known at run time "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from pipeline.config.run import RunConfig
 from pipeline.deepspeed_config import DeepSpeedConfig
@@ -59,7 +60,7 @@ class Parameters:
 
 
 def count_parameters(
-    model: CausalDecoder, base: CausalDecoder, *, with_muon: bool = False
+    model: CausalDecoder, base: nn.Module, *, with_muon: bool = False
 ) -> Parameters:
     """Counts `model`, which a method made from `base`; both whole, and perhaps without data."""
     pretrained = sum(parameter.numel() for parameter in base.parameters())
@@ -71,12 +72,12 @@ def count_parameters(
             trained += parameter.numel()
 
     idle = 0
-    if base.spec.mixture is not None:
+    mixture = model.spec.mixture
+    if mixture is not None:
         experts = 0
         for module in base.modules():
             if isinstance(module, ExpertLinear):
                 experts += module.weight.numel()
-        mixture = base.spec.mixture
         # A token takes top_k of the routed experts, all of one size; a shared expert is no
         # ExpertLinear, and counts whole.
         idle = experts * (mixture.experts - mixture.top_k) // mixture.experts

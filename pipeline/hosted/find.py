@@ -163,11 +163,33 @@ def _find_layers(twin: PreTrainedModel) -> tuple[str, tuple[HostedLayer, ...]]:
     _check_blocks(twin, calls, found, names)
 
     layers: list[HostedLayer] = []
-    _share_additivity(found)
     for (index, layer), blocks in zip(called.items(), found, strict=True):
         records = tuple(_record(block, names, f"{layer_list}.{index}.") for block in blocks)
         layers.append(HostedLayer(index, type(layer).__name__, records))
-    return layer_list, tuple(layers)
+    return layer_list, _with_least_additivity(layers)
+
+
+def _with_least_additivity(layers: list[HostedLayer]) -> tuple[HostedLayer, ...]:
+    """Gives layers that are alike in all but additivity the least of it, so that they are equal."""
+    least: dict[HostedLayer, list[float]] = {}
+    for layer in layers:
+        found = [block.additivity for block in layer.blocks]
+        kind = _without_additivity(layer)
+        before = least.setdefault(kind, found)
+        least[kind] = [min(pair) for pair in zip(before, found, strict=True)]
+    equal: list[HostedLayer] = []
+    for layer in layers:
+        blocks: list[HostedBlock] = []
+        for block, additivity in zip(layer.blocks, least[_without_additivity(layer)], strict=True):
+            blocks.append(replace(block, additivity=additivity))
+        equal.append(replace(layer, blocks=tuple(blocks)))
+    return tuple(equal)
+
+
+def _without_additivity(layer: HostedLayer) -> HostedLayer:
+    """What layers of one kind have in common."""
+    blocks = tuple(replace(block, additivity=0.0) for block in layer.blocks)
+    return replace(layer, index=0, blocks=blocks)
 
 
 def _layer_list(twin: nn.Module, calls: Calls) -> tuple[str, dict[int, nn.Module]]:
@@ -212,9 +234,7 @@ def _keeps_shape(call: Call) -> bool:
     return hidden.shape == output.shape and output.dim() >= 3
 
 
-def _checked_width(
-    twin: PreTrainedModel, called: Mapping[int, nn.Module], calls: Calls
-) -> int:
+def _checked_width(twin: PreTrainedModel, called: Mapping[int, nn.Module], calls: Calls) -> int:
     """The width of the blocks' inputs and outputs in the twin.
 
     Raises:
@@ -304,7 +324,7 @@ def _add_bare_ffn(walk: _Walk, width: int) -> None:
 
 
 def _find_shared_keys(
-    twin: nn.Module, inputs: Mapping[str, Any], calls: Calls, found: list[list[_Found]]
+    twin: PreTrainedModel, inputs: Mapping[str, Any], calls: Calls, found: list[list[_Found]]
 ) -> None:
     """Corrects blocks that seem to treat each token alone but attend to another layer's keys."""
     local: list[_Found] = []
@@ -421,7 +441,7 @@ def _record(block: _Found, names: Mapping[nn.Module, str], layer: str) -> Hosted
         input_argument=block.entry.argument,
         output_index=output_index,
         reads=block.reads,
-        additivity=round(block.additivity, 2),
+        additivity=min(1.0, round(block.additivity, 2)),
         output_changed_in_place=block.end.was_written_to,
         shares_keys=block.shares_keys,
     )

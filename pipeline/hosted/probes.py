@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pipeline.hosted.calls import (
     Call,
@@ -92,7 +93,7 @@ def behaviour(call: Call, batch: Batch) -> Behaviour:
 
 @torch.no_grad()
 def mixing_through_others(
-    model: nn.Module, inputs: Mapping[str, Any], modules: Sequence[nn.Module], calls: Calls
+    model: PreTrainedModel, inputs: Mapping[str, Any], modules: Sequence[nn.Module], calls: Calls
 ) -> list[bool]:
     """For each of `modules`, whether it mixes tokens through something other than its input.
 
@@ -132,8 +133,7 @@ def mixing_through_others(
         for module in modules:
             handles.append(module.register_forward_pre_hook(give_old_arguments, with_kwargs=True))
             handles.append(module.register_forward_hook(keep_output))
-        embedding = model.get_input_embeddings()
-        handles.append(embedding.register_forward_hook(change_one_token))
+        handles.append(model.get_input_embeddings().register_forward_hook(change_one_token))
         model(**inputs)
     found: list[bool] = []
     for module in modules:

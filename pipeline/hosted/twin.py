@@ -68,7 +68,7 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"q_lora_rank|o_lora_rank", 48),
     (r"kv_lora_rank", 32),
     (r"qk_rope_head_dim", _ROTARY_PART),
-    (r"(.*_)?(head_dim|d_kv|kv_channels|dim_head|d_head|attention_head_size)|v_head_dim", HEAD_DIM),
+    (r"(.*_)?(head_dim|d_kv|kv_channels|dim_head|d_head|attention_head_size)", HEAD_DIM),
     (r"(.*_)?(num_key_value_heads|num_kv_heads|multi_query_group_num|num_query_groups)", 2),
     (r"(.*_)?(num_(.*_)?attention_heads(_per_layer)?|n_heads?|num_heads|attention_heads)", HEADS),
     # Shorter than the texts of the probes, so that these reach beyond a window.
@@ -112,8 +112,8 @@ def model_class_of(config: PretrainedConfig) -> tuple[type[PreTrainedModel], Pre
             return model_class, config.get_text_config()
         return model_class, config
     raise UnsupportedStructureError(
-        f"model_type {config.model_type!r:.80}: transformers has no class of its own for its causal "
-        "language model, and code of a model's folder is not run; use a base of another type"
+        f"model_type {config.model_type!r:.80}: transformers has no class of its own for its "
+        "causal language model, and code of a model's folder is not run; use a base of another type"
     )
 
 
@@ -208,14 +208,17 @@ def _keep_relations(values: Mapping[str, Any], cut: dict[str, Any]) -> None:
     heads = values.get("num_attention_heads")
     if heads is not None and values.get("num_key_value_heads") == heads:
         cut["num_key_value_heads"] = cut["num_attention_heads"]
-    if values.get("linear_num_key_heads") == values.get("linear_num_value_heads"):
-        if "linear_num_key_heads" in cut:
-            cut["linear_num_key_heads"] = cut["linear_num_value_heads"]
+    key_heads = values.get("linear_num_key_heads")
+    if key_heads is not None and key_heads == values.get("linear_num_value_heads"):
+        cut["linear_num_key_heads"] = cut["linear_num_value_heads"]
     if "state_size" in values and "num_heads" in values:  # Mamba 2: its heads are a state space's
         cut["num_heads"] = 2 * HIDDEN_SIZE // HEAD_DIM
     if "mamba_n_heads" in cut and "mamba_d_head" in cut:
         width = cut.get("mamba_d_ssm") or cut["mamba_expand"] * HIDDEN_SIZE
         cut["mamba_d_head"] = width // cut["mamba_n_heads"]
+    if values.get("attention_hidden_size") == 2 * values.get("hidden_size", 0):  # Zamba
+        cut["attention_hidden_size"] = 2 * HIDDEN_SIZE
+        cut["attention_head_dim"] = cut["attention_hidden_size"] // HEADS
     rotary = values.get("qk_rope_head_dim")
     if rotary is not None:
         if values.get("head_dim") == rotary:

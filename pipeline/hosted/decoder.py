@@ -104,6 +104,12 @@ class HostedDecoder(CausalDecoder):
                 module._buffers[leaf] = buffer.to(now.device)
         return self
 
+    def modules_gathered_whole(self) -> Iterator[nn.Module]:
+        structure = self.spec.structure
+        for layer in structure.layers:
+            for block in layer.blocks:
+                yield self.base.get_submodule(f"{structure.layer_name(layer)}.{block.name}")
+
     def compile_layers(self, backend: str = "inductor") -> None:
         raise ConfigError("compile: expected false beside a hosted base (base_code: transformers)")
 

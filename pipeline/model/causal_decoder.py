@@ -7,6 +7,7 @@ lets transformers' own modules compute it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -68,6 +69,13 @@ class CausalDecoder(nn.Module, ABC):
     def keeps_base(self) -> bool:
         """Whether the base is kept unchanged next to what was added, so that `path="base"` runs
         it."""
+
+    def modules_gathered_whole(self) -> Iterator[nn.Module]:
+        """The modules whose parameters ZeRO-3 gathers all at once, those of their parts too.
+
+        Code that is not ours may read the weights of a part without calling the part.
+        """
+        yield from ()
 
     @abstractmethod
     def forward(

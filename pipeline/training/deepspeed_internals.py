@@ -7,7 +7,7 @@ means the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -128,6 +128,15 @@ def attach_zero_partitions(model: nn.Module) -> None:
         first = min(shard_size, values.ds_numel * zero_rank)
         length = min(values.ds_numel, shard_size - first)
         parameter.zero_partition = ZeroPartition(values, first, length)
+
+
+def gather_whole(modules: Iterable[nn.Module]) -> None:
+    """Makes ZeRO-3 gather each of `modules` with all its parts, before the engine is made.
+
+    Their parameters must all be frozen: the backward pass of such a module fails where some train.
+    """
+    for module in modules:
+        deepspeed.utils.set_z3_leaf_module(module, True)
 
 
 # --- Weights and optimizer state: to a checkpoint, and from one of any layout ---

@@ -89,6 +89,7 @@ class Engine:
         # Of trained parameters alone: DeepSpeed's optimizer state and fp32 copies then exist for
         # them only, and the base costs its 16-bit weights.
         optimizer = make_optimizer(model, config.schedule)
+        deepspeed_internals.gather_whole(model.modules_gathered_whole())
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
             self._engine, *_ = deepspeed.initialize(

@@ -17,6 +17,7 @@ from pipeline.hosted.initial_expansion import initial_hosted_expansion
 from pipeline.methods.scale import Scale
 from pipeline.model.causal_decoder import ActivationCheckpointing
 from pipeline.model.from_hf import is_base
+from pipeline.parallel.sharding import default_dtype
 from pipeline.parallel.topology import SINGLE
 from tests.bases import copy_tokenizer, random_model
 from tests.widened import SEED, scale_settings, shake
@@ -70,7 +71,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # Latent attention; the first layer is dense.
     "deepseek_v3": (
         "deepseek_v3",
-        {**_MIXTURE, **_LATENT, "n_routed_experts": 8, "n_group": 2, "first_k_dense_replace": 1},
+        {**_MIXTURE, **_LATENT, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     ),
     # Parallel residual, LayerNorm, a bias at the output.
     "phi": ("phi", {}),
@@ -116,6 +117,7 @@ def hosted(
     *,
     noise: float = 0.0,
     activation_checkpointing: ActivationCheckpointing = "none",
+    dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> HostedDecoder:
     """`base` widened at its initial expansion, plus `noise` (a standard deviation) on all that
@@ -125,7 +127,8 @@ def hosted(
         changes = {"collaborative_modules": "both", **changes}
     settings = scale_settings(variant, **changes)
     method = Scale(settings, Path("unread"), SEED)
-    model = method.build(base.spec, SINGLE, activation_checkpointing)
+    with default_dtype(dtype):
+        model = method.build(base.spec, SINGLE, activation_checkpointing)
     assert isinstance(model, HostedDecoder)
     load_base(model, base)
     parameters = dict(model.named_parameters())

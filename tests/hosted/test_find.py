@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from pipeline.hosted import find
+from pipeline.hosted import layers
 from pipeline.hosted.find import build_without_memory, check_names, find_structure
 from pipeline.hosted.structure import HostedStructure, UnsupportedStructureError, difference
 from pipeline.hosted.twin import build_twin
@@ -22,7 +22,7 @@ CASES = [
 
 def _rounded(structure: HostedStructure) -> HostedStructure:
     """With additivity as an expected structure has it."""
-    layers = []
+    rounded = []
     for layer in structure.layers:
         blocks = []
         for block in layer.blocks:
@@ -32,8 +32,8 @@ def _rounded(structure: HostedStructure) -> HostedStructure:
             elif 0.3 < additivity < 0.8:
                 additivity = AFTER_A_NORM
             blocks.append(replace(block, additivity=additivity))
-        layers.append(replace(layer, blocks=tuple(blocks)))
-    return replace(structure, layers=tuple(layers))
+        rounded.append(replace(layer, blocks=tuple(blocks)))
+    return replace(structure, layers=tuple(rounded))
 
 
 @pytest.mark.parametrize("model_type", CASES)
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_hosted_is_refused_in_one_line(model_type):
 
 
 def test_blocks_that_hold_too_little_are_refused_with_the_share(monkeypatch):
-    monkeypatch.setattr(find, "SMALLEST_SHARE", 1.01)
+    monkeypatch.setattr(layers, "SMALLEST_SHARE", 1.01)
     message = "the blocks found hold 100% of the layers' matrices, at least 101%"
     with pytest.raises(UnsupportedStructureError, match=message):
         find_structure(CONFIG_MAPPING["llama"](num_hidden_layers=2))

@@ -19,7 +19,8 @@ from pipeline.checkpoint.rank_files import CheckpointReader, read_index
 from pipeline.config.method import Method
 from pipeline.errors import BaseModelError, CheckpointError
 from pipeline.gating.gate import FittedGate
-from pipeline.hosted.bases import open_base
+from pipeline.hosted.bases import load_base, open_base
+from pipeline.hosted.folder import HostedFolder
 from pipeline.methods import method_for
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
@@ -30,7 +31,7 @@ from pipeline.model.new_tokens import NEW_EMBEDDING, NEW_OUTPUT
 from pipeline.model.spec import DecoderSpec
 from pipeline.model.streaming import stream_weights
 from pipeline.parallel.linear import LowRankAdapter
-from pipeline.parallel.sharding import full_shape_of, named_trained_parameters
+from pipeline.parallel.sharding import default_dtype, full_shape_of, named_trained_parameters
 from pipeline.parallel.topology import SINGLE
 from pipeline.scale.plan import ExpansionPlan
 from pipeline.scale.widened_norm import WidenedNorm
@@ -149,7 +150,8 @@ class TrainedModel:
 
     @torch.no_grad()
     def logits(self, windows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """The logits of each window of tokens, with one layer in memory at a time.
+        """The logits of each window of tokens, with one layer in memory at a time, or with a hosted
+        base whole.
 
         Args:
             windows: tensors [S]. All of them pass a layer together.
@@ -158,6 +160,9 @@ class TrainedModel:
         Returns:
             A tensor [S, V] in fp32 for each window.
         """
+        if isinstance(self.base, HostedFolder):
+            decoder = self.loaded(dtype, torch.device("cpu"))
+            return [decoder.logits(window.unsqueeze(0))[0] for window in windows]
         decoder, fill_output = self.streamed(dtype)
         # Padding follows the text, and attention is causal: it changes no logit of a window.
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
@@ -184,6 +189,8 @@ class TrainedModel:
 
     def loaded(self, dtype: torch.dtype, device: torch.device) -> CausalDecoder:
         """The decoder in `dtype`, whole on `device`, with its gate if it has one."""
+        if isinstance(self.base, HostedFolder):
+            return self._loaded_hosted(self.base, dtype, device)
         decoder = self._without_values(dtype)
         values = {name: self.read(name).to(device, dtype) for name, _ in decoder.named_parameters()}
         decoder.load_state_dict(values, strict=False, assign=True)
@@ -192,6 +199,19 @@ class TrainedModel:
         if isinstance(decoder, Decoder) and decoder.spec.tie_word_embeddings:
             decoder.output.base = decoder.embedding.base.weight
         return decoder
+
+    @torch.no_grad()
+    def _loaded_hosted(
+        self, base: HostedFolder, dtype: torch.dtype, device: torch.device
+    ) -> CausalDecoder:
+        """`loaded` with a hosted base, which transformers loads whole."""
+        with default_dtype(dtype):
+            decoder = self.method.build(base.spec, SINGLE, "none")
+        load_base(decoder, base)
+        for name, parameter in named_trained_parameters(decoder):
+            parameter.copy_(self.reader.read(name))
+        decoder.gate = self.gate
+        return decoder.to(device).eval()
 
     def _without_values(self, dtype: torch.dtype) -> CausalDecoder:
         spec = _whole_vocabulary(self.base.spec, self.manifest)

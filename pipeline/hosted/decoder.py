@@ -77,6 +77,9 @@ class HostedDecoder(CausalDecoder):
         added = [layer for layer in self.layers if isinstance(layer, AddedLayer)]
         self._hooks = ExpansionHooks(self.base, structure, added)
 
+    def __deepcopy__(self, memo: object) -> HostedDecoder:
+        raise TypeError("a hosted decoder cannot be copied: its hooks would run the original")
+
     @property
     def keeps_base(self) -> bool:
         return True

@@ -71,7 +71,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # Latent attention; the first layer is dense.
     "deepseek_v3": (
         "deepseek_v3",
-        {**_MIXTURE, **_LATENT, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        {
+            **_MIXTURE,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
     ),
     # Parallel residual, LayerNorm, a bias at the output.
     "phi": ("phi", {}),

@@ -29,7 +29,6 @@ from pipeline.files import (
     read_bytes,
     write_record,
 )
-from pipeline.hosted.spec import HostedSpec
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
@@ -229,7 +228,7 @@ def describe_run(
             architecture=architecture_of(base.spec),
         ),
         base_precision=config.base_precision,
-        is_hosted=isinstance(base.spec, HostedSpec),
+        is_hosted=not base.spec.is_native,
         method=config.method.model_dump(mode="json"),
         expansion=expansion,
         data=config.data.model_dump(mode="json", exclude=PATHS),

@@ -34,7 +34,6 @@ from pipeline.data.tokenizer.load import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text
-from pipeline.hosted.spec import HostedSpec
 from pipeline.parallel.ranks import all_gathered, broadcast_from_rank0, run_on_all_ranks
 from pipeline.parallel.topology import ProcessGroups
 from pipeline.sizing.cluster import GIB, USABLE_FRACTION, Cluster
@@ -143,7 +142,7 @@ class AvailableMemory(NamedTuple):
 
 def check_memory(allocation: Allocation) -> Finding:
     """The estimate fits into every rank's memory; without GPUs all of it is host memory."""
-    if isinstance(allocation.inputs.base.spec, HostedSpec):
+    if not allocation.inputs.base.spec.is_native:
         return Finding("memory is not estimated for a hosted base")
     on_gpu = allocation.device.type == "cuda"
 

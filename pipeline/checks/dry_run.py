@@ -31,6 +31,7 @@ from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
+from pipeline.hosted.spec import HostedSpec
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
 from pipeline.sizing.estimate import Estimate, Estimator
@@ -109,11 +110,15 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             )
         rows += _checkpoint_rows(estimator, faults)
         rows += _disk_space_rows(estimator, faults)
-        try:
-            estimate = estimator.estimate(estimator.own_choice)
-            rows += _memory_rows(estimate, cluster, faults)
-        except UserError as error:
-            faults.append(error)
+        if isinstance(spec, HostedSpec):
+            rows.append(("base", spec.describe()))
+            rows.append(("memory a rank", "not estimated for a hosted base"))
+        else:
+            try:
+                estimate = estimator.estimate(estimator.own_choice)
+                rows += _memory_rows(estimate, cluster, faults)
+            except UserError as error:
+                faults.append(error)
     rows += _step_rows(config, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)

@@ -45,6 +45,24 @@ class HostedSpec(DecoderSpec):
     logit_scale: LogitScale = LogitScale()
     output_map_bias: bool = False
 
+    @property
+    def is_native(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        """The structure in one line, each kind of layer once."""
+        counts: dict[str, int] = {}
+        for layer in self.structure.layers:
+            parts = [f"{block.name} ({block.kind})" for block in layer.blocks]
+            kind = " + ".join(parts)
+            counts[kind] = counts.get(kind, 0) + 1
+        kinds = [f"{count} layers of {kind}" for kind, count in counts.items()]
+        apart = self.structure.documents.replace("_", " ")
+        return (
+            f"hosted: {self.structure.model_class} of transformers, {'; '.join(kinds)}; documents "
+            f"of a row are kept apart by {apart}"
+        )
+
     def to_record(self) -> dict[str, Any]:
         values = super().to_record()
         values["structure"] = self.structure.to_json()

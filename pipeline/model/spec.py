@@ -138,6 +138,11 @@ class DecoderSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the package's own code computes the base, and not transformers'."""
+        return True
+
     def to_record(self) -> dict[str, Any]:
         """The fields as JSON, but for the layers, and the rows of an extended vocabulary."""
         values = asdict(replace(self, layers=(), new_tokens=0))

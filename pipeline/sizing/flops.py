@@ -17,7 +17,6 @@ import torch.nn.attention.varlen  # noqa: F401  # registers its operations
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from pipeline.config.run import RunConfig
-from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import build_model
 from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.model.spec import DecoderSpec
@@ -200,7 +199,7 @@ def mfu_per_token_rate(config: RunConfig, spec: DecoderSpec, peak: float | None)
     Frozen parts count for what is computed of them; recomputation by activation checkpointing does
     not count. None where the device's `peak` is unknown.
     """
-    if peak is None or isinstance(spec, HostedSpec):
+    if peak is None or not spec.is_native:
         return None  # the FLOPs of a hosted base are not counted yet
     with torch.device("meta"):
         model = build_model(config, spec, SINGLE, "none")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,8 +87,8 @@ def test_a_gate_is_fitted_on_a_trained_run(bases, tokens, tmp_path):
 
     model = open_trained(newest_checkpoint(config), config.base)
     decoder = model.loaded(torch.float32, torch.device("cpu"))
-    decoder.gate, _ = open_gate(config.folder / "gate")
-    decoder.gate.threshold = float("inf")
+    gate, _ = open_gate(config.folder / "gate")
+    decoder.gate = replace(gate, threshold=float("inf"))
     windows = some_tokens(model.base.spec, 2, 24)
     with torch.no_grad():
         expected = by_transformers(opened(bases["granite"]))(windows, use_cache=False).logits

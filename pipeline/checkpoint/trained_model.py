@@ -162,13 +162,14 @@ class TrainedModel:
         """
         if isinstance(self.base, HostedFolder):
             decoder = self.loaded(dtype, torch.device("cpu"))
-            return [decoder.logits(window.unsqueeze(0))[0] for window in windows]
-        decoder, fill_output = self.streamed(dtype)
+        else:
+            decoder, fill_output = self.streamed(dtype)
         # Padding follows the text, and attention is causal: it changes no logit of a window.
         tokens = nn.utils.rnn.pad_sequence(list(windows), batch_first=True)
         length = tokens.shape[1]
         hidden = decoder.hidden_states(tokens)
-        fill_output()
+        if not isinstance(self.base, HostedFolder):
+            fill_output()
         logits = []
         for number, window in enumerate(windows):
             # The hidden states are those of all windows in a row, [B * S, D], with their padding.

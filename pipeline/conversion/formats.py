@@ -13,6 +13,7 @@ import torch
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import Format, Purpose
+from pipeline.conversion.hosted_export import hosted_export
 from pipeline.conversion.merged import merged_export
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
@@ -67,6 +68,8 @@ def choose_export(
     """
     if check_format(model, format) == "merged":
         return merged_export(model, dtype, purpose)
+    if not model.base.spec.is_native:
+        return hosted_export(model, dtype)
     return scale_export(model, dtype)
 
 

@@ -27,8 +27,12 @@ def build_base(spec: HostedSpec) -> nn.Module:
     """The base in torch's default dtype, frozen and in evaluation mode; its values are unset."""
     dtype = torch.get_default_dtype()
     model_class = getattr(transformers, spec.structure.model_class)
+    options: dict[str, Any] = {"dtype": dtype}
+    if dtype == torch.float64:
+        # The products over all experts at once are for smaller types.
+        options["experts_implementation"] = "eager"
     with no_init_weights():
-        model: Any = model_class._from_config(hosted_config(spec), dtype=dtype)
+        model: Any = model_class._from_config(hosted_config(spec), **options)
     model.tie_weights()  # part of the initialisation that was left out
     return model.requires_grad_(False).eval()
 

@@ -294,7 +294,8 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
     """Builds the run's model on a base of this architecture, without memory or collectives.
 
     Raises:
-        ConfigError: The method, the layout or the sequence length does not fit the base.
+        ConfigError: The method, the layout, the gate's layer or the sequence length does not fit
+            the base.
     """
     longest = spec.max_position_embeddings
     # Rotary angles beyond the context were never trained; most bases give nonsense there, without
@@ -309,4 +310,6 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
         parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
     )
     with torch.device("meta"):
-        build_model(config, spec, ranks)
+        model = build_model(config, spec, ranks)
+    if config.gate is not None and model.plan is not None:
+        model.plan.gate_layer(config.gate.layer)

@@ -305,6 +305,9 @@ class RunConfig(Section):
     activation_checkpointing: Literal["none", "collaborative", "all"] = "none"
     """layers whose activations are recomputed in the backward pass: none, the layers from l_fp on
     (collaborative), or all"""
+    recomputation_keeps: Literal["nothing", "attention", "products"] = "nothing"
+    """results that those layers keep all the same: nothing, the results of attention kernels
+    (attention), or also the products of gate and up maps (products; docs/sizing.md)"""
     deterministic: bool = False
     """whether GPUs use deterministic kernels where there are any, so that a command gives equal
     bits each time; slower (docs/checkpoints.md)"""

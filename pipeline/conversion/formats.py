@@ -49,7 +49,7 @@ def unsupported_reason(
         "merged": merged_unsupported_reason(plan, spec, gated=gated),
         "scale": scale,
         "expansion": unwidened,
-        "peft": adapter_unsupported_reason(settings, spec),
+        "peft": adapter_unsupported_reason(settings, spec, gated=gated),
     }
 
 

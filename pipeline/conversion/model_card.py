@@ -166,6 +166,12 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
         ]
     if model.gate is None:
         return []
+    if added_widths(model.plan) is None:
+        return [
+            heading,
+            "Text for which the gate stays shut remains the base's to the last bit as long as only "
+            "the parameters named `adapter`, `own`, `own_rows` and `own_input` change.",
+        ]
     targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
     return [
         heading,

@@ -21,7 +21,7 @@ from pipeline.data.dataset.samples import load_heldout
 from pipeline.data.tokenize.corpora import has_heldout, heldout_folder, train_folder
 from pipeline.data.tokenizer.extension.vocabulary import read_vocabulary
 from pipeline.data.tokenizer.load import load_tokenizer
-from pipeline.errors import CheckpointError, ConfigError, DataError, PreservationError
+from pipeline.errors import CheckpointError, DataError, PreservationError
 from pipeline.evaluation.table import cell, readable, table
 from pipeline.files import file_hash
 from pipeline.gating.effect import loaded, measure
@@ -329,14 +329,7 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
     """
     plan = model.plan
     assert plan is not None, "RunConfig allows a gate with methods scale and lora alone"
-    layer = settings.layer
-    if layer is None:
-        return plan.default_gate_layer
-    if layer > plan.num_layers:
-        raise ConfigError(
-            f"gate.layer: {layer} is beyond {plan.num_layers}, after the last layer of the base; "
-            f"use 0 to {plan.num_layers}"
-        )
+    layer = plan.gate_layer(settings.layer)
     if layer > plan.last_exact_layer:
         _logger.info(
             "gate.layer %d is above layer %d, where trained weights begin: the %d layers between "

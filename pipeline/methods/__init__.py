@@ -16,6 +16,7 @@ from pipeline.methods.baselines import (
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
 from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
@@ -57,6 +58,7 @@ def build_model(
     spec: DecoderSpec,
     tp: TensorParallel,
     activation_checkpointing: ActivationCheckpointing | None = None,
+    kept_results: KeptResults | None = None,
 ) -> Decoder:
     """The model that a run trains, with this rank's shards, uninitialised.
 
@@ -69,6 +71,7 @@ def build_model(
         spec: the base's architecture.
         tp: this rank's place in its tensor-parallel group.
         activation_checkpointing: takes the place of the run's setting.
+        kept_results: takes the place of the run's `recomputation_keeps`.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
@@ -83,6 +86,7 @@ def build_model(
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing
     )
+    model.kept_results = kept_results or config.recomputation_keeps
     model.output.kl_coefficient = config.data.kl_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()

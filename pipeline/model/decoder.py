@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -30,6 +31,7 @@ from pipeline.model.paths import (
     run_routed_with_gate,
     run_widened,
 )
+from pipeline.model.recomputation import KeptResults, run_recomputed
 from pipeline.model.reference import run_beside_base
 from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
@@ -68,6 +70,8 @@ class Decoder(nn.Module):
     """A decoder-only language model; its parameters are named in docs/architecture.md.
 
     Attributes:
+        activation_checkpointing: the layers that the backward pass computes again.
+        kept_results: what those layers keep all the same.
         gate: decides per token, on the exact base stream, whether the model may differ from its
             base. It is fitted after training and set for inference in one process only: training,
             and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
@@ -92,6 +96,8 @@ class Decoder(nn.Module):
         self.added_layers = added_layers
         self.tp = tp
         self.activation_checkpointing: ActivationCheckpointing = "none"
+        self.kept_results: KeptResults = "nothing"
+        self._run_recomputed = run_recomputed
         self.gate: TokenGate | None = None
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
@@ -148,6 +154,9 @@ class Decoder(nn.Module):
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in self.layers:
             layer.compile(backend=backend, fullgraph=True)
+        if self.kept_results != "nothing":
+            # The compiler must see the recomputation to keep parts of it.
+            self._run_recomputed = torch.compile(run_recomputed, backend=backend, fullgraph=True)
         if self.reference is not None:
             self.reference.compile_layers(backend)
 
@@ -297,7 +306,8 @@ class Decoder(nn.Module):
                 tables[kind.rotary] = self.rotary.table(kind.rotary, positions, documents, dtype)
             contexts[kind] = Context(tables[kind.rotary], kernels[window])
         layers = cast(list[DecoderLayer], list(self.layers))
-        return LayerPass(layers, contexts, self.is_checkpointed)
+        recomputed = partial(self._run_recomputed, kept=self.kept_results)
+        return LayerPass(layers, contexts, self.is_checkpointed, recomputed)
 
     def _attention_kernel(
         self, window: int | None, tokens: Tensor, documents: Documents | None, dtype: torch.dtype

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Documents
 from pipeline.model.decoder_layer import Context, DecoderLayer
@@ -50,11 +49,13 @@ class LayerPass:
         contexts: by kind of layer, its rotary table and attention kernel for the batch.
         is_recomputed: whether the backward pass computes a layer again instead of keeping its
             activations.
+        recomputed: runs such a layer with its arguments; `pipeline.model.recomputation`.
     """
 
     layers: Sequence[DecoderLayer]
     contexts: dict[LayerKind, Context]
     is_recomputed: Callable[[DecoderLayer], bool]
+    recomputed: Callable[..., Streams]
 
     def part(self, first: int | None, stop: int | None) -> LayerPass:
         """The layers from index `first` on and before `stop`."""
@@ -68,7 +69,7 @@ class LayerPass:
         result: Streams
         context = self.contexts[layer.kind]
         if torch.is_grad_enabled() and self.is_recomputed(layer):
-            result = checkpoint(layer, *streams, context, masked, use_reentrant=False)
+            result = self.recomputed(layer, *streams, context, masked)
         else:
             result = layer(*streams, context, masked)
         return result

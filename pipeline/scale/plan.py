@@ -110,6 +110,20 @@ class ExpansionPlan:
             return min(GATE_LAYER, self.num_layers)
         return self.last_exact_layer
 
+    def gate_layer(self, wanted: int | None) -> int:
+        """The layer before which a gate reads: `wanted`, the setting gate.layer, or the default.
+
+        Raises ConfigError if the base has fewer layers.
+        """
+        if wanted is None:
+            return self.default_gate_layer
+        if wanted > self.num_layers:
+            raise ConfigError(
+                f"gate.layer: {wanted} is beyond {self.num_layers}, which stands for the stream "
+                f"after the base's last layer; use 0 to {self.num_layers}"
+            )
+        return wanted
+
     def has_own_gains(self, layer: int) -> bool:
         """Whether norms of `layer` have differences of their gains; `num_layers`: the last norm."""
         return self.own is not None and self.own.gains and layer >= self.own.first_layer

@@ -374,6 +374,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         tables = [make_table(inputs.positions, paths[0].x.dtype) for make_table in self.rotary]
         # One path that is all masked: the base alone.
         is_base_alone = paths[0].masked is True
+        first_twice = config.first_changed_layer if config.runs_twice_below_gate else None
         opens = None
         for index in range(config.num_hidden_layers):
             if recorded is not None and index in recorded:
@@ -383,8 +384,7 @@ class ScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 if is_base_alone and opens.any(1).all():
                     return paths, opens
                 paths = self._behind_gate(paths, opens, is_base_alone)
-            parts_here = index == config.first_changed_layer and opens is None
-            if parts_here and config.runs_twice_below_gate and not is_base_alone:
+            if index == first_twice and not is_base_alone:
                 paths = [StreamPath(paths[0].x, None, masked=True), paths[0]]
             if self.own_input is not None and index == config.own_first_layer:
                 paths[-1] = self._with_own_input(paths[-1], inputs.tokens, self.own_input)

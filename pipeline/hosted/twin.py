@@ -63,7 +63,9 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads|linear_num_heads", 4),
     (r"linear_(key_|value_)?head_dim", 16),
-    (r"index_head_dim", 32),
+    (r"index(er)?_head_dim", 32),
+    (r"indexer_budget", 8),
+    (r"indexer_compress_ratio", 4),
     (r"index_n_heads", 4),
     (r"q_lora_rank|o_lora_rank", 48),
     (r"kv_lora_rank", 32),
@@ -173,7 +175,9 @@ def _cut(values: Mapping[str, Any], special_tokens: dict[int, int]) -> dict[str,
     for name, value in values.items():
         if name in {"quantization_config", "dtype", "torch_dtype", "auto_map"}:
             continue
-        if isinstance(value, Mapping) and name.endswith("_config") and name not in _UNTOUCHED:
+        if name == "per_layer_config" and isinstance(value, Mapping):
+            cut[name] = {layer: _cut(of_layer, special_tokens) for layer, of_layer in value.items()}
+        elif isinstance(value, Mapping) and name.endswith("_config") and name not in _UNTOUCHED:
             cut[name] = _cut(value, special_tokens)
         elif _TOKEN_ID.fullmatch(name):
             cut[name] = _token_ids(value, special_tokens)

@@ -36,6 +36,7 @@ from pipeline.errors import (
 from pipeline.hosted.bases import open_base, read_spec
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
+from pipeline.methods.parameter_groups import GroupRow, group_rows
 from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
 from pipeline.model.spec import DecoderSpec
@@ -137,6 +138,15 @@ class RunInputs:
     def method(self) -> TrainingMethod:
         """The training method: which parameters train."""
         return training_method(self.config)
+
+    @cached_property
+    def parameter_groups(self) -> list[GroupRow]:
+        """The table of groups of parameters, each with its learning rate and weight decay.
+
+        Raises:
+            ConfigError: a factor of the schedule is for parameters that are not there.
+        """
+        return read_parameter_groups(self.config, self.fitting_spec)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -243,6 +253,17 @@ class RunInputs:
         return self.method.expansion is None or not self.method.expansion.is_trained
 
 
+def read_parameter_groups(config: RunConfig, spec: DecoderSpec) -> list[GroupRow]:
+    """The table of groups of a run on a base of this architecture, without memory.
+
+    Raises:
+        ConfigError: a factor of the schedule is for parameters that are not there.
+    """
+    with torch.device("meta"):
+        model = training_method(config).build(spec, SINGLE, "none")
+    return group_rows(model, config.schedule)
+
+
 def check_no_checkpoint_is_lost(config: RunConfig) -> None:
     """Checks that a run that was saved still has a checkpoint; otherwise it would begin at step 0.
 
@@ -273,7 +294,8 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
     """Builds the run's model on a base of this architecture, without memory or collectives.
 
     Raises:
-        ConfigError: The method, the layout or the sequence length does not fit the base.
+        ConfigError: The method, the layout, the gate's layer or the sequence length does not fit
+            the base.
     """
     longest = spec.max_position_embeddings
     # Rotary angles beyond the context were never trained; most bases give nonsense there, without
@@ -288,4 +310,6 @@ def check_fits(config: RunConfig, spec: DecoderSpec) -> None:
         parallel.tp_size, Counter(), sequence_parallel=parallel.sequence_parallel
     )
     with torch.device("meta"):
-        build_model(config, spec, ranks)
+        model = build_model(config, spec, ranks)
+    if config.gate is not None and model.plan is not None:
+        model.plan.gate_layer(config.gate.layer)

@@ -15,7 +15,7 @@ from pipeline.hf.remote_code.configuration_scale import NEEDED
 from pipeline.hf.remote_code.configuration_scale_hosted import HostedScaleConfig
 from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
-from pipeline.hosted.added_blocks import block_names
+from pipeline.hosted.added_blocks import added_widths, block_names
 from pipeline.hosted.folder import HostedFolder
 from pipeline.hosted.spec import HostedSpec
 from pipeline.parallel.sharding import named_trained_parameters
@@ -61,6 +61,12 @@ def hosted_export(model: TrainedModel, dtype: torch.dtype) -> Export:
             make = partial(torch.clone, tensor)
             full_name = f"token_gate.{name}"
             tensors.append(PlannedTensor(full_name, tuple(tensor.shape), make, torch.float32))
+        if model.gate.open_ids:
+            is_open_id = torch.zeros(spec.vocab_size, dtype=torch.bool)
+            is_open_id[list(model.gate.open_ids)] = True
+            make = partial(torch.clone, is_open_id)
+            full_name = "token_gate.is_open_id"
+            tensors.append(PlannedTensor(full_name, tuple(is_open_id.shape), make, torch.bool))
     return Export("scale", config, tensors, dtype, code_files(HostedScaleForCausalLM))
 
 
@@ -72,7 +78,7 @@ def _sizes(spec: HostedSpec, plan: ExpansionPlan) -> dict[str, Any]:
     """The entries of config.json that describe the expansion."""
     rotary = spec.layers[0].rotary
     assert rotary is not None, "added heads of a hosted base are rotated"
-    added = plan.expansion
+    added = added_widths(plan)
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.widths.hidden_size,

@@ -24,10 +24,16 @@ from pipeline.model.dense_expansion import AddedColumnLinear, AddedRowLinear
 from pipeline.model.spec import ACTIVATIONS
 from pipeline.parallel.norms import RMSNorm
 from pipeline.parallel.topology import SINGLE
-from pipeline.scale.plan import ExpansionPlan, Module
+from pipeline.scale.plan import ExpansionPlan, Module, Widths
 
 MODULE_OF_KIND: dict[str, Module] = {"mixer": "attention", "ffn": "ffn"}
 """The name of the block beside a base's block, by the kind of the latter."""
+
+
+def added_widths(plan: ExpansionPlan) -> Widths:
+    """The widths of the expansion, which every method on a hosted base has."""
+    assert plan.expansion is not None, "`check_hosted_method` refuses methods without one"
+    return plan.expansion
 
 
 class AddedAttention(nn.Module):
@@ -38,7 +44,7 @@ class AddedAttention(nn.Module):
 
     def __init__(self, spec: HostedSpec, plan: ExpansionPlan, layer: int) -> None:
         super().__init__()
-        added = plan.expansion
+        added = added_widths(plan)
         self.head_dim = spec.head_dim
         streams = (spec.widths.hidden_size, added.hidden_size)
         heads = added.num_attention_heads * spec.head_dim
@@ -72,7 +78,7 @@ class AddedFeedForward(nn.Module):
 
     def __init__(self, spec: HostedSpec, plan: ExpansionPlan, layer: int) -> None:
         super().__init__()
-        added = plan.expansion
+        added = added_widths(plan)
         self.activation = ACTIVATIONS[spec.activation]
         streams = (spec.widths.hidden_size, added.hidden_size)
         inner = added.intermediate_size

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.hosted.added_blocks import AddedLayer
+from pipeline.hosted.added_blocks import AddedLayer, added_widths
 from pipeline.hosted.base_inputs import base_inputs
 from pipeline.hosted.forward_pass import ExpansionHooks, ForwardPass
 from pipeline.hosted.one_document import DocumentRows
@@ -62,7 +62,7 @@ class HostedDecoder(CausalDecoder):
 
     def __init__(self, spec: HostedSpec, plan: ExpansionPlan) -> None:
         super().__init__(spec, plan, SINGLE)
-        expansion_size = plan.expansion.hidden_size
+        expansion_size = added_widths(plan).hidden_size
         # First, so that a weight which `output` shares with it has its name from here.
         self.base = build_base(spec)
         self.embedding = HostedEmbedding(spec.vocab_size, expansion_size)

@@ -37,6 +37,12 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input|laurel_rank|hc_lowrank|gated_norm_rank", 16),
     (r"router_hidden_size", 32),
     (r".*vocab_size.*|vocab_size_per_layer_input|text_vocab", VOCAB_SIZE),
+    # Inner widths, another number than the stream's.
+    (
+        r".*intermediate_size(_mlp)?|.*ffn_dim|d_ff|dff|dim_ff|n_inner|d_inner|ffn_hidden_size"
+        r"|.*_ffn_hidden_size|mlp_dim|feed_forward_size|share_expert_dim",
+        192,
+    ),
     # Width of the residual stream, and of what must fit it.
     (
         r"(.*_)?hidden_(size|dim)(s|_global)?|d_model|n_embd|dim|emb_dim|embed(ding)?_dim"
@@ -46,12 +52,6 @@ _LARGEST: tuple[tuple[str, int], ...] = (
         HIDDEN_SIZE,
     ),
     (r"mamba_d_ssm", 2 * HIDDEN_SIZE),
-    # Inner widths, another number than the stream's.
-    (
-        r".*intermediate_size(_mlp)?|.*ffn_dim|d_ff|dff|dim_ff|n_inner|d_inner|ffn_hidden_size"
-        r"|.*_ffn_hidden_size|mlp_dim|feed_forward_size|share_expert_dim",
-        192,
-    ),
     # State spaces, whose heads times head size are twice the stream's width.
     (r"(n_mamba|mamba_n|mamba_num)_heads", 8),
     (r"mamba_(d_head|head_?dim)", HEAD_DIM),
@@ -63,7 +63,9 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads|linear_num_heads", 4),
     (r"linear_(key_|value_)?head_dim", 16),
-    (r"index_head_dim", 32),
+    (r"index(er)?_head_dim", 32),
+    (r"indexer_budget", 8),
+    (r"indexer_compress_ratio", 4),
     (r"index_n_heads", 4),
     (r"q_lora_rank|o_lora_rank", 48),
     (r"kv_lora_rank", 32),
@@ -77,7 +79,9 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"index_topk|index_topk_blocks", 8),
     (r"index_block_size", 4),
     # Mixtures of experts.
-    (r"(n_routed|num_local|num|moe_num|zero)_experts?(_num)?", 8),
+    (r"(n_routed|num_local|num|moe_num)_experts?", 8),
+    # LongCat's experts that give their input: the probes take them for a residual connection.
+    (r"zero_expert_num", 0),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts|moe_top_k|experts_per_token", 2),
     (r"n_group|num_expert_group", 2),
     (r"topk_group", 1),
@@ -171,7 +175,9 @@ def _cut(values: Mapping[str, Any], special_tokens: dict[int, int]) -> dict[str,
     for name, value in values.items():
         if name in {"quantization_config", "dtype", "torch_dtype", "auto_map"}:
             continue
-        if isinstance(value, Mapping) and name.endswith("_config") and name not in _UNTOUCHED:
+        if name == "per_layer_config" and isinstance(value, Mapping):
+            cut[name] = {layer: _cut(of_layer, special_tokens) for layer, of_layer in value.items()}
+        elif isinstance(value, Mapping) and name.endswith("_config") and name not in _UNTOUCHED:
             cut[name] = _cut(value, special_tokens)
         elif _TOKEN_ID.fullmatch(name):
             cut[name] = _token_ids(value, special_tokens)

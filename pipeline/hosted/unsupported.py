@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import BaseModelError, ConfigError
 from pipeline.hosted.spec import HostedSpec
@@ -19,11 +19,7 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
     """
     hosted = f"a hosted base (model_type {spec.family})"
     parallel = config.parallel
-    if not isinstance(config.method, ScaleMethod):
-        raise ConfigError(
-            f"method.name: expected scale with {hosted}, found {config.method.name}; take scale, "
-            f"{_OR_NATIVE}"
-        )
+    check_hosted_method(config.method, spec)
     if tp_size > 1 or parallel.tp_size > 1:
         raise ConfigError(
             f"parallel.tp_size: expected 1 with {hosted}, found {max(tp_size, parallel.tp_size)}; "
@@ -39,14 +35,38 @@ def check_hosted_run(config: RunConfig, spec: HostedSpec, tp_size: int) -> None:
     if config.vocabulary is not None:
         raise ConfigError(f"vocabulary: {hosted} takes no new tokens yet; remove it, {_OR_NATIVE}")
 
+    if config.recomputation_keeps != "nothing":
+        raise ConfigError(
+            f"recomputation_keeps: expected nothing with {hosted}, found "
+            f"{config.recomputation_keeps}; remove it, {_OR_NATIVE}"
+        )
+    _check_gate(config, hosted)
 
-def check_hosted_method(method: ScaleMethod, spec: HostedSpec) -> None:
+
+def _check_gate(config: RunConfig, hosted: str) -> None:
+    """Raises ConfigError where a gate would read the stream above the first layer with W12."""
+    method = config.method
+    if config.gate is None or not isinstance(method, ScaleMethod) or method.l_fp is None:
+        return
+    if method.l_fp == 0 or (config.gate.layer or 0) > method.l_fp:
+        raise ConfigError(
+            f"gate.layer: expected at most method.l_fp, and that at least 1, with {hosted}, whose "
+            f"layers run once; found l_fp {method.l_fp}, and gate.layer {config.gate.layer}"
+        )
+
+
+def check_hosted_method(method: Method, spec: HostedSpec) -> None:
     """Checks that the method has only settings that a hosted base can have.
 
     Raises:
         ConfigError: it has others.
     """
     hosted = f"a hosted base (model_type {spec.family})"
+    if not isinstance(method, ScaleMethod):
+        raise ConfigError(
+            f"method.name: expected scale with {hosted}, found {method.name}; take scale, "
+            f"{_OR_NATIVE}"
+        )
     if method.variant == "route":
         raise ConfigError(
             f"method.variant: expected preserve or adapt with {hosted}, found route; take adapt, "

@@ -18,6 +18,7 @@ from pipeline.methods.baselines import (
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.scale import Scale
 from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
+from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
 from pipeline.parallel.topology import TensorParallel, check_sequence_length
@@ -30,7 +31,8 @@ def method_for(
     seed: int,
     own_tokens: tuple[int, ...] | None = None,
 ) -> TrainingMethod:
-    """The method of `settings`; SCALE reads its initial expansion from `expansion_folder`.
+    """The method of `settings`; one whose initial values are in a folder reads them from
+    `expansion_folder`.
 
     `seed` determines random initial values. `own_tokens` are the ids that have rows of their own,
     where no expansion folder says so.
@@ -43,7 +45,7 @@ def method_for(
         case Freeze():
             return FreezeMethod(settings)
         case Lora():
-            return LoraMethod(settings, seed)
+            return LoraMethod(settings, expansion_folder, seed, own_tokens)
         case LlamaPro():
             return LlamaProMethod(settings)
 
@@ -58,6 +60,7 @@ def build_model(
     spec: DecoderSpec,
     tp: TensorParallel,
     activation_checkpointing: ActivationCheckpointing | None = None,
+    kept_results: KeptResults | None = None,
 ) -> CausalDecoder:
     """The model that a run trains, with this rank's shards, uninitialised.
 
@@ -70,6 +73,7 @@ def build_model(
         spec: the base's architecture.
         tp: this rank's place in its tensor-parallel group.
         activation_checkpointing: takes the place of the run's setting.
+        kept_results: takes the place of the run's `recomputation_keeps`.
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
@@ -87,6 +91,7 @@ def build_model(
     model = training_method(config).build(
         spec, tp, activation_checkpointing or config.activation_checkpointing
     )
+    model.kept_results = kept_results or config.recomputation_keeps
     model.output.kl_coefficient = config.data.kl_coefficient
     if config.data.kl_fraction > 0 and not model.keeps_base:
         model.add_reference()

@@ -18,6 +18,7 @@ from pipeline.model.chunked_loss import Losses
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.model.output import OutputProjection
 from pipeline.model.paths import TokenGate
+from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import ExpansionPlan
@@ -39,6 +40,7 @@ class CausalDecoder(nn.Module, ABC):
         plan: how SCALE widens the base; None for other models.
         tp: this rank's place in its tensor-parallel group.
         activation_checkpointing: which layers the backward pass recomputes.
+        kept_results: what those layers keep all the same.
         gate: decides per token, on the exact base stream, whether the model may differ from its
             base. It is fitted after training and set for inference in one process only: training,
             and with it tensor parallelism, sequence parallelism and ZeRO, never has one.
@@ -51,6 +53,7 @@ class CausalDecoder(nn.Module, ABC):
         self.plan = plan
         self.tp = tp
         self.activation_checkpointing: ActivationCheckpointing = "none"
+        self.kept_results: KeptResults = "nothing"
         self.gate: TokenGate | None = None
         self.output: OutputProjection
 
@@ -145,5 +148,6 @@ class CausalDecoder(nn.Module, ABC):
         self, gate: TokenGate, x: Tensor, tokens: Tensor, document_ids: Tensor | None
     ) -> Tensor:
         """For which tokens the gate is closed, by the base stream x: [B, S, D]: bool [B, S]. New
-        tokens are open."""
-        return ~gate.is_open(x, document_ids) & (tokens < self.output.base_columns)
+        tokens are open, and ids that old text never has."""
+        is_open = gate.is_open(x, document_ids) | gate.opens_id(tokens)
+        return ~is_open & (tokens < self.output.base_columns)

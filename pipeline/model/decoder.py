@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,14 +32,14 @@ from pipeline.model.paths import (
     run_routed_with_gate,
     run_widened,
 )
+from pipeline.model.recomputation import run_recomputed
 from pipeline.model.reference import run_beside_base
 from pipeline.model.rotary import RotaryEmbedding, RotaryTable
 from pipeline.model.spec import DecoderSpec, LayerKind, RotarySpec, check_base_fits
 from pipeline.parallel.collectives import enter_region
-from pipeline.parallel.linear import LowRankAdapter
 from pipeline.parallel.sharding import full_shape_of
 from pipeline.parallel.topology import SINGLE, TensorParallel
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 from pipeline.scale.widened_embedding import WidenedEmbedding
 from pipeline.scale.widened_linear import Streams
 from pipeline.scale_math import choose_path
@@ -77,11 +78,13 @@ class Decoder(CausalDecoder):
         super().__init__(spec, plan, tp)
         check_base_fits(spec, tp.size)
         self.added_layers = added_layers
+        self._run_recomputed = run_recomputed
         # First, so that a weight which `output` shares with it has its name from here.
         self.register_module("reference", None)
         self.reference: Decoder | None
         hidden_size = spec.widths.hidden_size
-        hidden_up = None if plan is None else plan.expansion.hidden_size
+        added = added_widths(plan)
+        hidden_up = None if added is None else added.hidden_size
         self.rotary = RotaryEmbedding()
         self.embedding = WidenedEmbedding(
             spec.vocab_size, hidden_size, hidden_up, new_tokens=spec.new_tokens, tp=tp
@@ -119,8 +122,7 @@ class Decoder(CausalDecoder):
     def keeps_base(self) -> bool:
         """Whether the base is kept unchanged next to what was added, so that `path="base"` runs
         it."""
-        adapted = any(isinstance(module, LowRankAdapter) for module in self.modules())
-        return self.plan is not None or adapted or bool(self.added_layers)
+        return self.plan is not None or bool(self.added_layers)
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compiles every layer, each as one graph; layers of one kind share it.
@@ -132,6 +134,9 @@ class Decoder(CausalDecoder):
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in self.layers:
             layer.compile(backend=backend, fullgraph=True)
+        if self.kept_results != "nothing":
+            # The compiler must see the recomputation to keep parts of it.
+            self._run_recomputed = torch.compile(run_recomputed, backend=backend, fullgraph=True)
         if self.reference is not None:
             self.reference.compile_layers(backend)
 
@@ -261,7 +266,8 @@ class Decoder(CausalDecoder):
                 tables[kind.rotary] = self.rotary.table(kind.rotary, positions, documents, dtype)
             contexts[kind] = Context(tables[kind.rotary], kernels[window])
         layers = cast(list[DecoderLayer], list(self.layers))
-        return LayerPass(layers, contexts, self.is_checkpointed)
+        recomputed = partial(self._run_recomputed, kept=self.kept_results)
+        return LayerPass(layers, contexts, self.is_checkpointed, recomputed)
 
     def _attention_kernel(
         self, window: int | None, tokens: Tensor, documents: Documents | None, dtype: torch.dtype
@@ -310,10 +316,8 @@ class Decoder(CausalDecoder):
         """The hidden states of each token's path; a closed token's is without W12, and has an x_up
         of zeros."""
         plan = self.plan
-        if plan is None or gate.layer > plan.last_exact_layer or self.tp.size > 1:
-            raise ValueError(
-                "a gate needs the exact base stream of a widened model, whole on one rank"
-            )
+        if plan is None or self.tp.size > 1:
+            raise ValueError("a gate needs a base that something was added to, whole on one rank")
         document_ids: Tensor | None = None
         if batch.documents is not None:
             document_ids = batch.documents.ids

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # noqa: F401  # registers its operations
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from pipeline.config.run import RunConfig
@@ -142,6 +143,55 @@ def count_flops(
     meta_model.output.chunks = every_chunk  # type: ignore[method-assign]
     matrix = sum(counts[operation] for operation in _MATRIX_PRODUCTS)
     return FlopsPerToken(matrix=matrix, attention=sum(counts.values()) - matrix)
+
+
+@dataclass(frozen=True)
+class ServedFlops:
+    """FLOPs per token of a text that a gated model reads; a multiply-add counts as two.
+
+    Attributes:
+        closed: where the gate stays shut, and the base runs alone.
+        open: where it is open. Layers below a gate that run twice count twice.
+    """
+
+    closed: float
+    open: float
+
+
+class _OpenGate:
+    """A gate before layer `layer` that opens for every token, whatever the stream is."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def is_open(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+
+    def opens_id(self, tokens: Tensor) -> Tensor:
+        return torch.ones_like(tokens, dtype=torch.bool)
+
+
+@torch.no_grad()
+def count_served_flops(
+    meta_model: CausalDecoder, sequence_length: int, gate_layer: int
+) -> ServedFlops:
+    """The FLOPs of reading one text at once, with a gate before layer `gate_layer`.
+
+    Args:
+        meta_model: built under `torch.device("meta")`, by a method that a gate may close.
+        sequence_length: tokens of the text.
+        gate_layer: the layer before which the gate reads; the number of layers: after the last.
+    """
+    tokens = torch.zeros(1, sequence_length, dtype=torch.long, device="meta")
+    with _FlopCount() as closed:
+        meta_model.logits(tokens, path="base")
+    meta_model.gate = _OpenGate(gate_layer)
+    with _FlopCount() as opened:
+        meta_model.logits(tokens)
+    meta_model.gate = None
+    return ServedFlops(
+        closed=closed.flops.total() / sequence_length, open=opened.flops.total() / sequence_length
+    )
 
 
 def _one_chunk_of_each_loss(tokens: int, kl_tokens: int = 0) -> Iterator[slice]:

@@ -96,6 +96,7 @@ def derived_perplexities(
         inputs, _ = decoder_inputs(group, config, base)
         stream = base.base_stream(*inputs, layer=gate.layer)
         is_open = gate.is_open(stream, group.document_ids.to(stream.device)).cpu()
+        is_open |= gate.opens_id(group.tokens)
         return torch.where(group.mostly(is_open), nll_of(trained)(group), nll_of(base)(group))
 
     yield BY_DOCUMENT, _perplexities(heldout, config, chosen)

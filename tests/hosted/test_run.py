@@ -56,6 +56,15 @@ def test_the_stages_of_a_run_on_a_base_that_no_family_of_ours_reads(granite, tok
         ({"method": {**ADAPT, "variant": "route"}}, "method.variant: expected preserve or adapt"),
         ({"method": {**ADAPT, "norm": "base"}}, "method.norm: expected separate"),
         ({"base_precision": "nf4"}, "base_precision: expected bf16"),
+        (
+            {"recomputation_keeps": "attention", "activation_checkpointing": "all"},
+            "recomputation_keeps",
+        ),
+        (
+            {"method": {**ADAPT, "l_fp": 0}, "gate": {"tokens": 100}},
+            "gate.layer: expected at most method.l_fp",
+        ),
+        ({"method": {"name": "lora", "rank": 2}}, "method.name: expected scale"),
         ({"compile": True}, "compile: expected false"),
         ({"parallel__tp_size": 2}, "parallel.tp_size: expected 1"),
     ],
@@ -86,7 +95,7 @@ def test_the_base_must_be_one_that_transformers_has(granite, tmp_path):
     for model_type in ("granite2", None, "bert"):
         folder = shutil.copytree(granite, tmp_path / str(model_type))
         change_json(folder / "config.json", model_type=model_type)
-        with pytest.raises(BaseModelError, match="model_type|not causal"):
+        with pytest.raises(BaseModelError, match=r"model_type|not causal"):
             open_base(folder)
 
 

@@ -42,6 +42,8 @@ class HostedScaleConfig(PretrainedConfig):  # type: ignore[misc]
     gate_decay: float = 0.8
     gate_bias: float = 0.0
     gate_threshold: float = 0.0
+    gate_open_ids: bool = False
+    base_vocab_size: int | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         for name in HostedScaleConfig.__annotations__:

@@ -295,6 +295,9 @@ class HostedScaleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[
             _, documents = texts_of(x, mask, positions, cache)
         assert self.token_gate is not None, "a layer is named for it"
         opens = self.token_gate(x, current.inputs.is_text, documents, current.gate_cache())
+        by_id = self.token_gate.opens_id(current.call["input_ids"])
+        if by_id is not None:
+            opens = opens | by_id.to(opens.device)
         current.closed = ~opens
 
     def _keep_input(

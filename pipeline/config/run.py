@@ -27,11 +27,11 @@ HubModels = Literal["whole", "described", "named"]
 
 
 class OpenIdSettings(Section):
-    """Ids that the gate opens whatever the text, because old text never has them."""
+    """Ids that the gate opens whatever their score, because old text hardly ever has them."""
 
     min_count: PositiveInt = 20
-    """how often an id must occur in the corpora of role new; it must also occur there more often
-    than its absence from the old text that was read allows it to occur in old text"""
+    """how often an id must occur in the corpora of role new; its share of them must also be ten
+    times the share that it may have in old text"""
 
 
 class GateSettings(Section):
@@ -62,8 +62,8 @@ class GateSettings(Section):
     """largest share of the tokens that are not new on which the gate may open; sets its
     threshold"""
     open_ids: OpenIdSettings | None = OpenIdSettings()
-    """ids that the gate opens whatever their score, as text that is not new never has them; null:
-    none"""
+    """ids that the gate opens whatever their score, as text that is not new hardly ever has them;
+    null: no ids"""
 
 
 class VocabularySettings(Section):

@@ -16,6 +16,7 @@ from pipeline.config.method import Freeze, FullFineTuning, Lora, Method, ScaleMe
 from pipeline.config.reading import NonNegativeInt, PositiveFloat, PositiveInt, Section, checked
 from pipeline.config.schedule import Schedule
 from pipeline.config.sources import CHECKPOINTS, COMMAND_LINE, read_settings
+from pipeline.config.stages import Stage, check_stages
 from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
@@ -283,6 +284,8 @@ class RunConfig(Section):
     """corpora, their proportions, and their packing"""
     schedule: Schedule
     """steps, batch and learning rate"""
+    stages: list[Stage] = []
+    """stages in which the run trains; default: one, with everything (docs/stages.md)"""
     gate: GateSettings | None = None
     """gate that is fitted after training; default: none"""
     parallel: Parallel = Parallel()
@@ -319,6 +322,12 @@ class RunConfig(Section):
     compile: bool = False
     """whether each layer is compiled with torch.compile (not under ZeRO-3); steps take 9 to 14 %
     less time on an H100"""
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> RunConfig:
+        if self.stages:
+            check_stages(self.stages, self.schedule, self.data)
+        return self
 
     @model_validator(mode="after")
     def _gate_fits(self) -> RunConfig:
@@ -392,6 +401,16 @@ class RunConfig(Section):
         if self.gate is not None and self.gate.negatives:
             return self.gate.negatives
         return by_role["self_generated"] or by_role["replay"]
+
+    @property
+    def trains(self) -> list[str]:
+        """What trains in one of the stages, of all that the method trains; empty: everything."""
+        trained: list[str] = []
+        for stage in self.stages:
+            if not stage.trains:
+                return []
+            trained += stage.trains
+        return list(dict.fromkeys(trained))
 
     @property
     def tokenizer(self) -> Path:

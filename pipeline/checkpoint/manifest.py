@@ -34,7 +34,7 @@ from pipeline.files import (
 from pipeline.hub import source_of
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.topology import Layout
 from pipeline.scale.plan import added_widths
 
@@ -47,7 +47,7 @@ _USE_ANOTHER = (
 )
 # Settings that a checkpoint and the run that uses it must have in common: SAME_MODEL to build its
 # model, SAME_OVER_A_RUN to continue the run.
-SAME_MODEL = ("method", "base_precision")
+SAME_MODEL = ("method", "base_precision", "is_hosted")
 SAME_OVER_A_RUN = (
     *SAME_MODEL,
     "expansion",
@@ -161,6 +161,7 @@ class RunRecord(_ManifestSection):
     """What stays the same over a run.
 
     Attributes:
+        is_hosted: whether transformers computes the base (`base_code`).
         method: the section of the run configuration.
         expansion: the added widths; None if nothing is added.
         data: the section of the run configuration, without paths.
@@ -175,6 +176,7 @@ class RunRecord(_ManifestSection):
     name: str
     base: BaseRecord
     base_precision: BasePrecision = "bf16"
+    is_hosted: bool = False
     method: dict[str, Any]
     expansion: dict[str, int] | None
     data: dict[str, Any]
@@ -223,7 +225,7 @@ class CheckpointManifest(_ManifestSection):
 def describe_run(
     config: RunConfig,
     base: BaseFolder,
-    model: Decoder,
+    model: CausalDecoder,
     tokenizer_fingerprint: str,
     corpora: Mapping[str, str] | None = None,
 ) -> RunRecord:
@@ -250,6 +252,7 @@ def describe_run(
             architecture=architecture_of(base.spec),
         ),
         base_precision=config.base_precision,
+        is_hosted=not base.spec.is_native,
         method=config.method.model_dump(mode="json"),
         expansion=expansion,
         data=config.data.model_dump(mode="json", exclude=PATHS),

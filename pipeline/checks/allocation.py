@@ -142,6 +142,8 @@ class AvailableMemory(NamedTuple):
 
 def check_memory(allocation: Allocation) -> Finding:
     """The estimate fits into every rank's memory; without GPUs all of it is host memory."""
+    if not allocation.inputs.base.spec.is_native:
+        return Finding("memory is not estimated for a hosted base")
     on_gpu = allocation.device.type == "cuda"
 
     def needed() -> tuple[int, int]:

@@ -35,6 +35,7 @@ from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
+from pipeline.hosted.spec import HostedSpec
 from pipeline.methods import build_model
 from pipeline.methods.parameter_groups import group_lines
 from pipeline.model.merged_model import describe_splitting
@@ -131,12 +132,16 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             )
         rows += _checkpoint_rows(estimator, faults)
         rows += _disk_space_rows(estimator, faults)
-        try:
-            estimate = estimator.estimate(estimator.own_choice)
-            rows += _memory_rows(estimate, cluster, faults)
-            figures["layout"] = layout_values(estimate, estimator)
-        except UserError as error:
-            faults.append(error)
+        if isinstance(spec, HostedSpec):
+            rows.append(("base", spec.describe()))
+            rows.append(("memory a rank", "not estimated for a hosted base"))
+        else:
+            try:
+                estimate = estimator.estimate(estimator.own_choice)
+                rows += _memory_rows(estimate, cluster, faults)
+                figures["layout"] = layout_values(estimate, estimator)
+            except UserError as error:
+                faults.append(error)
     groups = inputs.get_or_none("parameter_groups")
     if groups is not None:
         rows += [("groups", line) for line in group_lines(groups)]

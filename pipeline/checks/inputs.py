@@ -38,12 +38,12 @@ from pipeline.errors import (
     DamagedCheckpointError,
     UserError,
 )
+from pipeline.hosted.bases import open_base, read_spec
 from pipeline.methods import build_model, training_method
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.parameter_groups import GroupRow, group_rows
 from pipeline.methods.vocabulary import extended_spec, with_new_tokens
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.from_hf import open_base, read_spec
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.run_folder.attempts import NAME as ATTEMPTS
@@ -132,14 +132,14 @@ class RunInputs:
     @cached_property
     def base(self) -> BaseFolder:
         """The base model's folder; the rows of the run's new tokens count as part of it."""
-        return with_new_tokens(self.config, open_base(self.config.base))
+        return with_new_tokens(self.config, open_base(self.config.base, self.config.base_code))
 
     @cached_property
     def spec(self) -> DecoderSpec:
         """The base's architecture."""
         if self._base_config is None or self.get_or_none("base") is not None:
             return self.base.spec
-        return extended_spec(self.config, read_spec(self._base_config))
+        return extended_spec(self.config, read_spec(self._base_config, self.config.base_code))
 
     @cached_property
     def fitting_spec(self) -> DecoderSpec:

@@ -20,6 +20,7 @@ from pipeline.config.stages import Stage, check_stages
 from pipeline.errors import BaseModelError
 from pipeline.hub import model_folder
 
+BaseCode = Literal["native", "transformers"]
 BasePrecision = Literal["bf16", "fp8", "nf4"]
 GateFeatures = Literal["token", "token+running_mean"]
 HubModels = Literal["whole", "described", "named"]
@@ -27,11 +28,11 @@ HubModels = Literal["whole", "described", "named"]
 
 
 class OpenIdSettings(Section):
-    """Ids that the gate opens whatever the text, because old text never has them."""
+    """Ids that the gate opens whatever their score, because old text hardly ever has them."""
 
     min_count: PositiveInt = 20
-    """how often an id must occur in the corpora of role new; it must also occur there more often
-    than its absence from the old text that was read allows it to occur in old text"""
+    """how often an id must occur in the corpora of role new; its share of them must also be ten
+    times the share that it may have in old text"""
 
 
 class GateSettings(Section):
@@ -62,8 +63,8 @@ class GateSettings(Section):
     """largest share of the tokens that are not new on which the gate may open; sets its
     threshold"""
     open_ids: OpenIdSettings | None = OpenIdSettings()
-    """ids that the gate opens whatever their score, as text that is not new never has them; null:
-    none"""
+    """ids that the gate opens whatever their score, as text that is not new hardly ever has them;
+    null: no ids"""
 
 
 class VocabularySettings(Section):
@@ -265,6 +266,10 @@ class RunConfig(Section):
     base: Path
     """pretrained model: a Hugging Face folder with safetensors, or a model on the hub,
     `meta-llama/Llama-3.2-1B` or `org/name@revision`"""
+    base_code: BaseCode | None = None
+    """whose code computes the base: the package's own (native), or transformers', which knows every
+    model_type but trains with fewer settings (docs/architectures.md); default: native where there
+    is a family for the base's model_type"""
     base_precision: BasePrecision = "bf16"
     """how frozen linear maps are stored: in the type that the deepspeed file sets (bf16), or in 8
     bits (fp8) or 4 (nf4; docs/method.md)"""

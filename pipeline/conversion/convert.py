@@ -42,6 +42,7 @@ from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
 from pipeline.hf.base_card import CARD
 from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.hf.write import code_files, dtype_name, write_hf_folder
 from pipeline.hub import source_of
@@ -190,6 +191,7 @@ def _request(conversion: Conversion) -> dict[str, Any]:
     gate_hash = None
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
+    code = [*code_files(ScaleForCausalLM), *code_files(HostedScaleForCausalLM)]
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": gate_hash,
@@ -197,7 +199,7 @@ def _request(conversion: Conversion) -> dict[str, Any]:
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
         "asked_tp_size": conversion.tp_size,
-        "code": {file.name: file_hash(file) for file in code_files(ScaleForCausalLM)},
+        "code": {file.name: file_hash(file) for file in code},
     }
 
 

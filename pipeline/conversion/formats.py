@@ -14,6 +14,7 @@ from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import Format, Purpose
 from pipeline.conversion.adapter import adapter_export, adapter_unsupported_reason
+from pipeline.conversion.hosted_export import hosted_export
 from pipeline.conversion.merged import merged_export
 from pipeline.conversion.model_card import base_hub_name
 from pipeline.errors import ConversionError
@@ -89,6 +90,8 @@ def choose_export(
         return merged_export(model, dtype, purpose, tp_size)
     if written == "peft":
         return adapter_export(model, dtype, base_hub_name(model))
+    if not model.base.spec.is_native:
+        return hosted_export(model, dtype)
     return scale_export(model, dtype)
 
 

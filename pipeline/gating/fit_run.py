@@ -39,7 +39,7 @@ from pipeline.gating.open_ids import NO_OPEN_IDS, OpenIds, choose_open_ids
 from pipeline.gating.windows import FittingText, Windows, read_fitting_text
 from pipeline.log import progress_bar
 from pipeline.methods.own_tokens import token_counts
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 
 MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
@@ -90,6 +90,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         open_ids = _open_ids(config, config.gate.open_ids, model, fit.old_ids)
     gate = replace(fit.gate, open_ids=open_ids.ids)
     is_new_open = (fit.new > gate.threshold) | gate.opens_id(fit.new_ids)
+    is_negative_open = (fit.negatives > gate.threshold) | gate.opens_id(fit.negative_ids)
     texts, difference = measure(decoder, gate, heldout, config)
     if difference not in (0.0, None):
         raise PreservationError(
@@ -104,7 +105,7 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         open_ids_of_old=open_ids.of_old,
         auc=area_under_roc(fit.new, fit.negatives),
         closed_fraction_of_new=float((~is_new_open).double().mean()),
-        open_fraction_of_negatives=float((fit.negatives > gate.threshold).double().mean()),
+        open_fraction_of_negatives=float(is_negative_open.double().mean()),
         left_out_of_own_text=fit.left_out,
         heldout=texts,
         closed_max_abs_logit_difference=difference,
@@ -189,8 +190,8 @@ def warn_of_cost(record: GateRecord) -> None:
 class BaseStream:
     """The base's stream before `layer` of a decoder, which must have it there exactly."""
 
-    def __init__(self, decoder: Decoder, layer: int) -> None:
-        self.device = decoder.embedding.base.weight.device
+    def __init__(self, decoder: CausalDecoder, layer: int) -> None:
+        self.device = decoder.device
         self.layer = layer
         self.decoder = decoder
 
@@ -238,6 +239,7 @@ class Fit(NamedTuple):
         left_out: the share of the self-generated text that counts as neither, because it is of the
             new text's kind.
         new_ids: [P], the ids of those tokens of new text.
+        negative_ids: [M], the ids of those tokens of other text.
         old_ids: [Q], the ids of all tokens of other text that were read; of what the base wrote,
             without tokens that look new.
     """
@@ -247,6 +249,7 @@ class Fit(NamedTuple):
     negatives: Tensor
     left_out: float
     new_ids: Tensor
+    negative_ids: Tensor
     old_ids: Tensor
 
 
@@ -295,6 +298,7 @@ def fit_on(stream: BaseStream, text: FittingText, settings: GateSettings) -> Fit
         negatives=negatives,
         left_out=left_out,
         new_ids=unused.tokens[unused.present & unused.is_new],
+        negative_ids=unused.tokens[unused.present & ~unused.is_new],
         old_ids=torch.cat([fit.old_ids(is_open), unused.old_ids(scores > 0)]),
     )
 

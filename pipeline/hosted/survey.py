@@ -37,11 +37,27 @@ _DOCUMENTS: dict[DocumentSeparation, str] = {
     "layer_masks": "masks by type of layer",
     "one_document": "one document a row",
 }
-_MROPE = {"rope_type": "default", "rope_theta": 1e6}
-_QWEN_VL = {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [16, 24, 24]}}}
-_GLM_V = {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [8, 12, 12]}}}
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+_QWEN_VL = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]}}}
+_HALF_ROPE = {**_ROPE, "partial_rotary_factor": 0.5}
+_GLM_V = {"text_config": {"rope_parameters": {**_HALF_ROPE, "mrope_section": [8, 12, 12]}}}
+_QWEN4 = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+}
 # What the configurations of these types lack by default, and those of their checkpoints have.
 _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "deepseek_ocr2": {
+        "text_config": {
+            "num_hidden_layers": 12,
+            "mlp_layer_types": ["dense"] + ["sparse"] * 11,
+        }
+    },
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {
         "first_k_dense_replace": 1,
@@ -67,6 +83,8 @@ _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_vl": _QWEN_VL,
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
 }

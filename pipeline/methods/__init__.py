@@ -7,6 +7,8 @@ from pathlib import Path
 from pipeline.config.method import Freeze, FullFineTuning, LlamaPro, Lora, Method, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_run
 from pipeline.methods.baselines import (
     FreezeMethod,
     FullFineTuningMethod,
@@ -16,7 +18,7 @@ from pipeline.methods.baselines import (
 from pipeline.methods.method import TrainingMethod
 from pipeline.methods.parameter_groups import matching
 from pipeline.methods.scale import Scale
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
+from pipeline.model.causal_decoder import ActivationCheckpointing, CausalDecoder
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.quantized import QuantizedPrecision, stored_parameter
@@ -61,7 +63,7 @@ def build_model(
     tp: TensorParallel,
     activation_checkpointing: ActivationCheckpointing | None = None,
     kept_results: KeptResults | None = None,
-) -> Decoder:
+) -> CausalDecoder:
     """The model that a run trains, with this rank's shards, uninitialised.
 
     `requires_grad` is set where parameters train, in any of the stages of `config`. Where the run
@@ -77,9 +79,12 @@ def build_model(
 
     Raises:
         UserError: the model, or its sequences, cannot be split over the ranks.
-        ConfigError: `compile` with a mixture of experts, or a stage's `trains` matches nothing.
+        ConfigError: `compile` with a mixture of experts, a stage's `trains` that matches nothing,
+            or a setting that a hosted base cannot have.
     """
     check_sequence_length(config.data.sequence_length, tp)
+    if isinstance(spec, HostedSpec):
+        check_hosted_run(config, spec, tp.size)
     if config.compile and spec.mixture is not None:
         raise ConfigError(
             "compile: expected false: where tokens go in a mixture of experts is known at run time "
@@ -99,7 +104,7 @@ def build_model(
     return model
 
 
-def rest_all_but_stages(model: Decoder, config: RunConfig) -> None:
+def rest_all_but_stages(model: CausalDecoder, config: RunConfig) -> None:
     """Freezes what the method trains, but none of the stages of `config`.
 
     Their names are then `model.resting`.
@@ -122,7 +127,7 @@ def rest_all_but_stages(model: Decoder, config: RunConfig) -> None:
     model.resting = tuple(resting)
 
 
-def quantize_base(model: Decoder, precision: QuantizedPrecision) -> None:
+def quantize_base(model: CausalDecoder, precision: QuantizedPrecision) -> None:
     """Stores the base's linear maps, unset yet, in `precision`.
 
     Embedding, norms and output projection stay.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
@@ -27,12 +28,15 @@ from pipeline.deepspeed_config import (
     zero3_unsupported_reason,
 )
 from pipeline.errors import BaseModelError, UserError
+from pipeline.hosted.bases import read_spec
+from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.unsupported import check_native
 from pipeline.log import counted
 from pipeline.methods import build_model, training_method
 from pipeline.methods.scale import FrozenBaseMethod
 from pipeline.methods.vocabulary import extended_spec
-from pipeline.model.decoder import ActivationCheckpointing, Decoder
-from pipeline.model.from_hf import read_spec
+from pipeline.model.causal_decoder import ActivationCheckpointing
+from pipeline.model.decoder import Decoder
 from pipeline.model.merged_model import describe_serving, merged_unsupported_reason
 from pipeline.model.recomputation import KeptResults
 from pipeline.model.spec import DecoderSpec
@@ -162,7 +166,11 @@ class Estimator:
     def parameters(self) -> Parameters:
         with torch.device("meta"):
             model = training_method(self.config).build(self.spec, SINGLE, "none")
-            base = Decoder(replace(self.spec, new_tokens=0))
+            base: nn.Module
+            if isinstance(model, HostedDecoder):
+                base = model.base
+            else:
+                base = Decoder(replace(self.spec, new_tokens=0))
             return count_parameters(model, base, with_muon=self.config.schedule.optimizer == "muon")
 
     @property
@@ -379,7 +387,9 @@ def open_estimator(
             "name it with --base-config"
         )
     deepspeed = deepspeed_config_of(config, Layout(cluster.gpus, config.parallel.tp_size))
-    return estimator_of(config, extended_spec(config, read_spec(source)), deepspeed, cluster)
+    spec = read_spec(source, config.base_code)
+    check_native(spec, "the estimate of memory and time")
+    return estimator_of(config, extended_spec(config, spec), deepspeed, cluster)
 
 
 def recommend(estimates: Sequence[Estimate], cluster: Cluster) -> tuple[Choice | None, str]:

@@ -7,7 +7,7 @@ means the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -134,6 +134,9 @@ def attach_zero_partitions(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not hasattr(parameter, "ds_tensor"):
             continue
+        if not hasattr(parameter, "full_shape"):
+            # Of a hosted base, whose modules are not ours; ours set it themselves.
+            parameter.full_shape = tuple(parameter.ds_shape)
         values = parameter.ds_tensor
         shard_size = parameter.ds_numel
         zero_rank = dist.get_rank(parameter.ds_process_group)
@@ -141,6 +144,15 @@ def attach_zero_partitions(model: nn.Module) -> None:
         first = min(shard_size, values.ds_numel * zero_rank)
         length = min(values.ds_numel, shard_size - first)
         parameter.zero_partition = ZeroPartition(values, first, length)
+
+
+def gather_whole(modules: Iterable[nn.Module]) -> None:
+    """Makes ZeRO-3 gather each of `modules` with all its parts, before the engine is made.
+
+    Their parameters must all be frozen: the backward pass of such a module fails where some train.
+    """
+    for module in modules:
+        deepspeed.utils.set_z3_leaf_module(module, True)
 
 
 def destroy(engine: Any, model: nn.Module) -> None:

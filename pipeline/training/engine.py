@@ -19,8 +19,9 @@ from pipeline.deepspeed_config import DeepSpeedConfig
 from pipeline.errors import ConfigError, in_one_line
 from pipeline.methods.parameter_groups import stages_of
 from pipeline.model.base_folder import BaseFolder
+from pipeline.model.causal_decoder import CausalDecoder, LogitsPath
 from pipeline.model.chunked_loss import Losses
-from pipeline.model.decoder import REFERENCE, Decoder, LogitsPath
+from pipeline.model.decoder import REFERENCE
 from pipeline.model.hidden_states import HiddenStates
 from pipeline.parallel.ranks import run_on_all_ranks
 from pipeline.parallel.sharding import default_dtype, full_shape_of
@@ -37,7 +38,7 @@ def build_model(
     deepspeed_config: DeepSpeedConfig,
     groups: ProcessGroups,
     device: torch.device | None = None,
-) -> Decoder:
+) -> CausalDecoder:
     """The run's model with unset values; every rank must call it.
 
     A rank holds at most the shard that it will train. Under ZeRO-1 and 2 the model is made on
@@ -65,7 +66,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalDecoder,
         config: RunConfig,
         deepspeed_config: DeepSpeedConfig,
         groups: ProcessGroups,
@@ -115,6 +116,7 @@ class Engine:
         optimizer = make_optimizer(
             model, config.schedule, resting=model.resting, trained_before=trained_before
         )
+        deepspeed_internals.gather_whole(model.modules_gathered_whole())
         values = deepspeed_config.merged(config.schedule, groups.layout)
         try:
             with deepspeed_internals.frozen_kept_as_read(model):
@@ -131,12 +133,16 @@ class Engine:
                 f"{deepspeed_config.path}: DeepSpeed refuses it: {in_one_line(error)}; correct the "
                 "file"
             ) from None
-        self.model: Decoder = self._engine.module
+        self.model: CausalDecoder = self._engine.module
         deepspeed_internals.attach_zero_partitions(self.model)
         deepspeed_internals.attach_muon(self._engine, self.model, groups)
 
     def _rest(
-        self, model: Decoder, groups: ProcessGroups, config: RunConfig, checkpoint: Index | None
+        self,
+        model: CausalDecoder,
+        groups: ProcessGroups,
+        config: RunConfig,
+        checkpoint: Index | None,
     ) -> dict[str, RestingParameter]:
         """What rests in the model, by name; every rank must call it."""
         if not model.resting:

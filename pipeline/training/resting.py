@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.rank_files import CheckpointReader, Kind
 from pipeline.config.schedule import Schedule
-from pipeline.model.decoder import Decoder, is_layer_matrix
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
     Rows,
     fill,
@@ -44,7 +45,7 @@ class RestingParameter:
     adam_step: int
 
 
-def initial_resting(model: Decoder, groups: ProcessGroups) -> dict[str, RestingParameter]:
+def initial_resting(model: CausalDecoder, groups: ProcessGroups) -> dict[str, RestingParameter]:
     """What rests in `model`, which is at the beginning of its run, by name. It is no collective."""
     resting: dict[str, RestingParameter] = {}
     for name, parameter in _resting_parameters(model):
@@ -60,7 +61,7 @@ def initial_resting(model: Decoder, groups: ProcessGroups) -> dict[str, RestingP
 
 
 def restored_resting(
-    model: Decoder, groups: ProcessGroups, schedule: Schedule, reader: CheckpointReader
+    model: CausalDecoder, groups: ProcessGroups, schedule: Schedule, reader: CheckpointReader
 ) -> dict[str, RestingParameter]:
     """What rests in `model`, from a checkpoint of any layout, by name. It is no collective.
 
@@ -87,7 +88,7 @@ def restored_resting(
     return resting
 
 
-def _resting_parameters(model: Decoder) -> list[tuple[str, nn.Parameter]]:
+def _resting_parameters(model: CausalDecoder) -> list[tuple[str, nn.Parameter]]:
     parameters = dict(model.named_parameters())
     return [(name, parameters[name]) for name in model.resting]
 

@@ -22,7 +22,7 @@ from pipeline.config.stage_plan import TrainingStage, stage_after, tokens_after
 from pipeline.errors import UserError
 from pipeline.files import file_hash
 from pipeline.health.liveness import Phases
-from pipeline.model.decoder import Decoder
+from pipeline.model.causal_decoder import CausalDecoder
 from pipeline.parallel.ranks import (
     all_gathered,
     raise_on_all_ranks,
@@ -412,7 +412,7 @@ def hash_base(inputs: RunInputs) -> None:
 
 def load_model(
     inputs: RunInputs, config: RunConfig, groups: ProcessGroups, device: torch.device
-) -> Decoder:
+) -> CausalDecoder:
     """The model before the run's first step; each rank reads only what it will hold.
 
     `config` is that of the run, or of one of its stages. Every rank must call it.

@@ -509,7 +509,7 @@ def report_values(
     values = {
         "run": estimator.config.name,
         "parameters": asdict(estimator.parameters),
-        "flops_per_token": estimator.flops_per_token("none").total,
+        "flops_per_token": estimator.flops_per_token("none", "nothing").total,
         "tokens_per_step": estimator.tokens_per_step,
         "steps": estimator.config.schedule.steps,
         "stage": estimator.stage.name or None,

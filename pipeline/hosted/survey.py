@@ -50,6 +50,7 @@ _QWEN4 = {
 }
 # What the configurations of these types lack by default, and those of their checkpoints have.
 _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": {"hidden_size": 1152, "num_attention_heads": 16}},
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "deepseek_ocr2": {
@@ -140,7 +141,8 @@ def survey(types: Iterable[str]) -> Iterator[BaseType]:
         reason = ""
         try:
             config = _example(name)
-            model_type = config.model_type
+            if name not in tuple(CONFIG_MAPPING):  # a folder
+                model_type = config.model_type
             structure = find_structure(config)
         except UserError as error:
             reason = str(error)
@@ -157,9 +159,9 @@ def _example(model_type: str) -> PretrainedConfig:
         UnsupportedStructureError: transformers has no such type, or its defaults do not fit.
         BaseModelError: the folder has no config.json that can be read.
     """
-    if Path(model_type).exists():
-        return _config_of(Path(model_type))
     if model_type not in tuple(CONFIG_MAPPING):
+        if Path(model_type).exists():
+            return _config_of(Path(model_type))
         raise UnsupportedStructureError(f"model_type {model_type!r:.80}: transformers has none")
     what = f"model_type {model_type!r}: the defaults of its configuration do not fit each other"
     with faults_of_library(what, UnsupportedStructureError):

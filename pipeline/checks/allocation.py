@@ -26,11 +26,11 @@ from pipeline.checks.devices import (
     measure_product,
 )
 from pipeline.checks.inputs import RunInputs
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import starts_from_expansion
 from pipeline.data.corpus.manifest import MANIFEST
 from pipeline.data.corpus.token_corpus import SAMPLED_BYTES
 from pipeline.data.tokenize.corpora import heldout_folder, train_folder
-from pipeline.data.tokenizer.load import tokenizer_file
+from pipeline.data.tokenizer.tokenizer_file import tokenizer_file
 from pipeline.errors import DataError
 from pipeline.expansion_folder import MANIFEST as EXPANSION_MANIFEST
 from pipeline.files import file_hash, free_bytes, held_bytes, sampled_hash, write_text
@@ -77,10 +77,10 @@ class Allocation:
     def estimator(self) -> Estimator:
         """The estimate of the run's own layout."""
         # Its imports take seconds, and every stage imports this module.
-        from pipeline.sizing.estimate import Estimator
+        from pipeline.sizing.estimate import estimator_of
 
         cluster = Cluster(len(self.nodes), gpus_per_node=self.ranks_on_node)
-        return Estimator(
+        return estimator_of(
             self.inputs.config, self.inputs.base.spec, self.inputs.deepspeed_config, cluster
         )
 
@@ -142,6 +142,8 @@ class AvailableMemory(NamedTuple):
 
 def check_memory(allocation: Allocation) -> Finding:
     """The estimate fits into every rank's memory; without GPUs all of it is host memory."""
+    if not allocation.inputs.base.spec.is_native:
+        return Finding("memory is not estimated for a hosted base")
     on_gpu = allocation.device.type == "cuda"
 
     def needed() -> tuple[int, int]:
@@ -350,7 +352,7 @@ def _hashes(inputs: RunInputs) -> dict[str, str]:
     """The hashes of the files on this node, by name."""
     config = inputs.config
     small_files = [config.base / "config.json", tokenizer_file(config.tokenizer)]
-    if isinstance(config.method, ScaleMethod):
+    if starts_from_expansion(config.method):
         small_files.append(config.initial_expansion_folder / EXPANSION_MANIFEST)
     for name in config.data.corpora:
         small_files.append(train_folder(config.data, name) / MANIFEST)

@@ -7,13 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch
 
 from pipeline.checks.checklist import faults_of
 from pipeline.checks.inputs import RunInputs
 from pipeline.config.data import Corpus
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig
+from pipeline.config.stage_plan import tokens_after, training_stages
+from pipeline.config.stages import proportions
 from pipeline.conversion.convert import HF_FOLDER
 from pipeline.conversion.formats import describe_formats, unsupported_reason
 from pipeline.data.corpus.manifest import MANIFEST as CORPUS_MANIFEST
@@ -25,19 +29,28 @@ from pipeline.data.tokenize.corpora import (
     unfinished_corpora,
 )
 from pipeline.data.tokenize.disk_space import corpus_bytes
-from pipeline.data.tokenize.units import is_here
+from pipeline.data.tokenize.input_files import is_here
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST
 from pipeline.files import free_bytes, held_bytes
 from pipeline.hf.served_tokenizer import warn_of_base
-from pipeline.scale.plan import plan_expansion
+from pipeline.hosted.spec import HostedSpec
+from pipeline.methods import build_model
+from pipeline.methods.parameter_groups import group_lines
+from pipeline.model.merged_model import describe_splitting
+from pipeline.model.spec import DecoderSpec
+from pipeline.parallel.sharding import named_trained_parameters
+from pipeline.parallel.topology import SINGLE
+from pipeline.scale.plan import ExpansionPlan, plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
-from pipeline.sizing.estimate import Estimate, Estimator
+from pipeline.sizing.estimate import Estimate, Estimator, estimator_of, layout_values
 from pipeline.sizing.memory import checkpoint_bytes, checkpoints_bytes, most_checkpoints, no_room
 
 _TOKEN_BYTES = 4
 """The bytes of a token, for a vocabulary above 65,536."""
+_SERVED_TP = 2
+"""The tensor-parallel size at which a run's export should be servable."""
 _EXPANSION_BYTES = 4
 """The bytes of an element of the initial expansion, which is stored in fp32."""
 
@@ -53,11 +66,18 @@ class RunPlan:
         rows: Lines of text, each under a name. A name may have several lines.
         to_make: The inputs that earlier stages have not made yet.
         faults: What would stop the run.
+        figures: What programs read of the plan; None where it is not known.
     """
 
     rows: list[Row]
     to_make: list[str]
     faults: list[str]
+    figures: dict[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        """The plan for programs (docs/json.md)."""
+        rows = [{"name": name, "text": text} for name, text in self.rows]
+        return {**self.figures, "rows": rows, "to_make": self.to_make, "errors": self.faults}
 
     def __str__(self) -> str:
         """A few dozen lines, with the faults at the end."""
@@ -91,14 +111,17 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
     processes = "CPU processes" if cluster.on_cpu else "GPUs"
     ranks = f"{cluster.gpus} {processes} on {cluster.nodes} node(s)"
     rows: list[Row] = [("run", f"{config.name}, in {config.folder}")]
+    estimator: Estimator | None = None
     estimate: Estimate | None = None
+    figures = _first_figures(config, cluster)
     if spec is None or deepspeed is None:
         rows.append(("layout", ranks))
     else:
-        estimator = Estimator(config, spec, deepspeed, cluster)
+        estimator = estimator_of(config, spec, deepspeed, cluster)
         dp_size = inputs.layout.dp_size
         rows.append(("layout", f"{ranks}: dp {dp_size}, {estimator.own_choice}"))
         rows.append(("parameters", str(estimator.parameters)))
+        figures["parameters"] = asdict(estimator.parameters)
         if estimator.has_uncounted_rows:
             rows.append(
                 (
@@ -109,22 +132,80 @@ def make_plan(config: RunConfig, cluster: Cluster, base_config: Path | None = No
             )
         rows += _checkpoint_rows(estimator, faults)
         rows += _disk_space_rows(estimator, faults)
-        try:
-            estimate = estimator.estimate(estimator.own_choice)
-            rows += _memory_rows(estimate, cluster, faults)
-        except UserError as error:
-            faults.append(error)
-    rows += _step_rows(config, estimate, cluster)
+        if isinstance(spec, HostedSpec):
+            rows.append(("base", spec.describe()))
+            rows.append(("memory a rank", "not estimated for a hosted base"))
+        else:
+            try:
+                estimate = estimator.estimate(estimator.own_choice)
+                rows += _memory_rows(estimate, cluster, faults)
+                figures["layout"] = layout_values(estimate, estimator)
+            except UserError as error:
+                faults.append(error)
+    groups = inputs.get_or_none("parameter_groups")
+    if groups is not None:
+        rows += [("groups", line) for line in group_lines(groups)]
+        figures["groups"] = [asdict(row) for row in groups]
+    if config.stages:
+        rows += _training_stage_rows(inputs)
+    rows += _step_rows(config, estimator, estimate, cluster)
     rows += _corpus_rows(inputs)
     rows += _tokenizer_rows(inputs)
     rows.append(("stages", ", ".join(_stages(config))))
     if spec is not None:
         expansion = None
-        if isinstance(config.method, ScaleMethod):
+        if isinstance(config.method, (ScaleMethod, Lora)):
             expansion = plan_expansion(config.method, spec.widths, spec.num_layers)
         refused = unsupported_reason(config.method, expansion, spec, gated=config.gate is not None)
         rows.append(("export", describe_formats(refused)))
-    return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults])
+        figures["formats"] = refused
+        rows.append(("serving", _describe_serving(expansion, spec, refused["merged"])))
+    return RunPlan(rows, list(_to_make(config)), [str(fault) for fault in faults], figures)
+
+
+def _first_figures(config: RunConfig, cluster: Cluster) -> dict[str, Any]:
+    """The figures that the configuration alone gives, and places for the others."""
+    stages = training_stages(config)
+    steps = config.schedule.steps
+    of_stages: list[dict[str, Any]] = []
+    if config.stages:
+        for stage in stages:
+            of_stages.append(
+                {
+                    "name": stage.name,
+                    "steps": stage.steps,
+                    "tokens_per_step": stage.tokens_per_step,
+                    "trains": list(stage.config.stages[0].trains),
+                }
+            )
+    return {
+        "run": config.name,
+        "folder": str(config.folder),
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "steps": steps,
+        "tokens_per_step": stages[0].tokens_per_step,
+        "tokens": tokens_after(stages, steps),
+        "training_stages": of_stages,
+        "stages": list(_stages(config)),
+        "parameters": None,
+        "layout": None,
+        "groups": None,
+        "formats": None,
+    }
+
+
+def _describe_serving(
+    expansion: ExpansionPlan | None, spec: DecoderSpec, merged_refused: str | None
+) -> str:
+    """Whether the run's export can be served by two GPUs: its widths are chosen before training."""
+    if merged_refused is not None:
+        return (
+            f"CANNOT BE SERVED AT TP {_SERVED_TP}: vLLM runs format scale on one rank, and a "
+            f"merged export is not possible: {merged_refused}"
+        )
+    added = None if expansion is None else expansion.expansion
+    return describe_splitting(added, spec, _SERVED_TP)
 
 
 def _memory_rows(estimate: Estimate, cluster: Cluster, faults: list[UserError]) -> Iterator[Row]:
@@ -175,7 +256,7 @@ def _disk_space_rows(estimator: Estimator, faults: list[UserError]) -> Iterator[
     folder = config.folder
     checkpoints = _more_checkpoint_bytes(estimator)
     needed_by_kind = {"checkpoints": checkpoints}
-    if isinstance(config.method, ScaleMethod) and config.init_expansion is None:
+    if starts_from_expansion(config.method) and config.init_expansion is None:
         expansion = parameters.expansion * _EXPANSION_BYTES
         held = held_bytes(config.initial_expansion_folder)
         needed_by_kind["expansion"] = max(0, expansion - held)
@@ -244,20 +325,59 @@ def _device_of(folder: Path) -> int:
     return path.stat().st_dev
 
 
-def _step_rows(config: RunConfig, estimate: Estimate | None, cluster: Cluster) -> Iterator[Row]:
+def _training_stage_rows(inputs: RunInputs) -> Iterator[Row]:
+    """What each stage of training does, a row a stage."""
+    spec = inputs.get_or_none("fitting_spec")
+    for stage, settings in zip(inputs.stages, inputs.config.stages, strict=True):
+        schedule = stage.config.schedule
+        parts = [
+            f"{schedule.steps:,} steps of {stage.tokens_per_step:,} tokens",
+            f"learning rate {schedule.learning_rate:g} ({schedule.decay})",
+        ]
+        trains = ", ".join(settings.trains) or "everything"
+        if spec is not None:
+            trains += f": {_trained_elements(stage.config, spec):,} parameters"
+        parts.append(f"trains {trains}")
+        text = f"{stage.number + 1} {stage.name}: {'; '.join(parts)}"
+        weights, fractions = proportions(stage.config.data)
+        read = [f"{name} {weight:g}" for name, weight in weights.items()]
+        for role, fraction in fractions.items():
+            read.append(f"{role} {fraction:.1%} of the samples")
+        text += f"; weights {', '.join(read)}"
+        if stage.passage_steps:
+            text += f", after a passage of {stage.passage_steps:,} steps"
+        yield "training", text
+
+
+def _trained_elements(config: RunConfig, spec: DecoderSpec) -> int:
+    """How many elements train in a run, or in a stage of one."""
+    with torch.device("meta"):
+        model = build_model(config, spec, SINGLE)
+    return sum(parameter.numel() for _, parameter in named_trained_parameters(model))
+
+
+def _step_rows(
+    config: RunConfig, estimator: Estimator | None, estimate: Estimate | None, cluster: Cluster
+) -> Iterator[Row]:
     """The batch, the number of steps, and how long they take."""
     steps = config.schedule.steps
-    tokens_a_step = config.schedule.global_batch_size * config.data.sequence_length
-    micro_batches = "? micro-batches"
-    if estimate is not None:
+    stages = training_stages(config)
+    if estimate is not None and estimator is not None:
         number = estimate.micro_batches
         micro_batches = "1 micro-batch" if number == 1 else f"{number} micro-batches"
-    yield "batch", f"{tokens_a_step:,} tokens a step, {micro_batches} a rank"
-    yield "steps", f"{steps:,}, {steps * tokens_a_step:,} tokens in all"
+        stage = estimator.stage
+    else:
+        micro_batches = "? micro-batches"
+        stage = stages[0]
+    text = f"{stage.tokens_per_step:,} tokens a step, {micro_batches} a rank"
+    if stage.name:
+        text += f", in stage {stage.name}"
+    yield "batch", text
+    yield "steps", f"{steps:,}, {tokens_after(stages, steps):,} tokens in all"
     if cluster.on_cpu:
         yield "duration", "unknown on CPUs; scale-cpt status measures the first steps"
-    elif estimate is not None:
-        duration = timedelta(seconds=round(steps * estimate.step_s))
+    elif estimate is not None and estimator is not None:
+        duration = timedelta(seconds=round(estimator.run_seconds(estimate.choice)))
         speed = f"ranks of {cluster.peak_tflops:g} TFLOP/s at MFU {cluster.mfu:g}"
         yield (
             "duration",
@@ -273,8 +393,10 @@ def _corpus_rows(inputs: RunInputs) -> Iterator[Row]:
     samples = inputs.get_or_none("samples") if is_tokenized(data) else None
     epochs: Mapping[str, float] = {}
     if samples is not None:
-        sequences = config.schedule.steps * config.schedule.global_batch_size
-        epochs = samples.training.epochs_after(sequences)
+        schedule = inputs.stages[-1].config.schedule
+        last = samples.training[-1]
+        stop = last.first + schedule.steps * schedule.global_batch_size
+        epochs = last.samples.epochs_after(stop)
     for name, corpus in data.corpora.items():
         folder = train_folder(data, name)
         text = "not made yet"
@@ -318,7 +440,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
     yield "tokenize"
     if _any_is_sampled(config.data.corpora.values()):
         yield "sample"
-    if isinstance(config.method, ScaleMethod):
+    if starts_from_expansion(config.method):
         yield "upscale"
     yield "train"
     if config.gate is not None:
@@ -341,5 +463,5 @@ def _to_make(config: RunConfig) -> Iterator[str]:
     if _any_is_sampled(unfinished):
         yield f"{data.folder}: the text that the base writes (scale-cpt sample)"
     expansion = config.initial_expansion_folder
-    if isinstance(config.method, ScaleMethod) and not (expansion / MANIFEST).exists():
+    if starts_from_expansion(config.method) and not (expansion / MANIFEST).exists():
         yield f"{expansion}: the initial expansion (scale-cpt upscale)"

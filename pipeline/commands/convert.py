@@ -9,13 +9,15 @@ With a run, its newest checkpoint is converted, into <folder>/hf or --output. Th
 once its logits are verified to be those of the model that trained.
 
 Format `merged` loads anywhere, with no code of ours. Format `scale` carries its code
-(trust_remote_code=True). Format `expansion` holds only what SCALE added. Format `auto` is merged
+(trust_remote_code=True). Format `expansion` holds only what SCALE added. Format `peft` is an
+adapter that PEFT and vLLM load onto the base, of a run of method lora. Format `auto` is merged
 where possible, else scale. A run whose configuration has a section `gate` is converted with its
 gate, into the format `scale`, or --without-gate.
 
 A wider merged model in fp32 is stored for serving: its added channels are too small for other tools
 to train. With `--for training` they can, and its logits differ a little more from the model that
-trained.
+trained. With `--tensor-parallel-size 8` its widths are padded with zeros to what servers split over
+8 GPUs.
 
 Nothing leaves this machine. To publish the folder: `hf upload organisation/model FOLDER`.
 """
@@ -77,6 +79,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Purpose),
         default="serving",
         help="training: other tools can train a wider merged model in fp32 (default: serving)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        help="pad a wider merged model with zeros so that servers can split it over this many GPUs",
     )
     parser.add_argument(
         "--text",
@@ -153,6 +162,7 @@ def _convert(config: RunConfig | None, arguments: argparse.Namespace) -> None:
         vocabulary=arguments.vocabulary or conversion.vocabulary,
         overwrite=arguments.overwrite,
         purpose=arguments.purpose,
+        tp_size=arguments.tensor_parallel_size,
     )
     is_new = convert(conversion, probe_maker(sources, keys), texts_of(sources, keys))
     _logger.info("wrote %s" if is_new else "%s: already converted", conversion.output)

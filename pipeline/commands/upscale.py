@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from pipeline import command_line, log
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import Lora, ScaleMethod, starts_from_expansion
 from pipeline.config.run import RunConfig, load_config
 from pipeline.errors import CheckpointError
 from pipeline.files import read_object
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
 def _upscale(config: RunConfig) -> None:
     output = config.initial_expansion_folder
     method = config.method
-    if not isinstance(method, ScaleMethod):
+    if not starts_from_expansion(method):
         _logger.info("method %s widens nothing: nothing to upscale", method.name)
         return
     # Every restart of a run passes here: it must take no time.
@@ -49,12 +49,13 @@ def _upscale(config: RunConfig) -> None:
         return
     # After the configuration is checked, so that a mistake in it is reported at once.
     from pipeline.data.tokenizer.load import load_tokenizer
+    from pipeline.hosted.bases import open_base
+    from pipeline.hosted.folder import HostedFolder
     from pipeline.methods.own_tokens import own_tokens_of
     from pipeline.methods.scale import made_expansion, upscale
-    from pipeline.model.from_hf import open_base
     from pipeline.scale.plan import plan_expansion
 
-    base = open_base(config.base)
+    base = open_base(config.base, config.base_code)
     expansion = made_expansion(config, base)
     if expansion is not None:
         expansion.check_files()
@@ -64,7 +65,9 @@ def _upscale(config: RunConfig) -> None:
 
     # Faults of the method are found before the slow comparison.
     plan_expansion(method, base.spec.widths, base.spec.num_layers)
-    check_against_transformers(base)
+    if not isinstance(base, HostedFolder):
+        # transformers itself computes a hosted base: there is no second reading of it.
+        check_against_transformers(base)
     own_tokens = own_tokens_of(
         config,
         base.spec.vocab_size,
@@ -74,7 +77,7 @@ def _upscale(config: RunConfig) -> None:
     _logger.info("wrote the initial expansion to %s", output)
 
 
-def _seems_made_for(config: RunConfig, method: ScaleMethod) -> bool:
+def _seems_made_for(config: RunConfig, method: ScaleMethod | Lora) -> bool:
     """Whether the expansion names this base, method and seed, and is newer than the base.
 
     That takes no time and no torch. Only if it does not hold are all weights hashed, as training

@@ -17,12 +17,13 @@ from pipeline.checkpoint.trained_model import TrainedModel, open_trained
 from pipeline.config.method import ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, Purpose
+from pipeline.conversion.adapter import load_with_adapter, write_adapter
 from pipeline.conversion.formats import check_format, choose_export
-from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
-from pipeline.conversion.verify import MakeProbe, describe, verify
+from pipeline.conversion.model_card import model_card, on_stored_scale
+from pipeline.conversion.verify import Loader, MakeProbe, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
-from pipeline.data.tokenize.units import is_text
+from pipeline.data.tokenize.input_files import is_text
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.expansion_folder import EXPANSION, write_expansion
@@ -38,7 +39,10 @@ from pipeline.files import (
     write_text,
 )
 from pipeline.gating.folder import GATE_FOLDER, GATE_RECORD, open_gate
+from pipeline.hf.base_card import CARD
+from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.modeling_scale import ScaleForCausalLM
+from pipeline.hf.remote_code.modeling_scale_hosted import HostedScaleForCausalLM
 from pipeline.hf.served_tokenizer import check_export, texts_of, warn_of_base
 from pipeline.hf.write import code_files, dtype_name, write_hf_folder
 from pipeline.hub import source_of
@@ -73,6 +77,7 @@ class Conversion:
         overwrite: whether anything at `output` may be replaced.
         purpose: what the export is for; it decides the scale at which a merged export stores added
             channels.
+        tp_size: how many GPUs a merged export of a widened model is padded for, with zeros.
     """
 
     checkpoint: Path
@@ -84,6 +89,7 @@ class Conversion:
     vocabulary: Path | None = None
     overwrite: bool = False
     purpose: Purpose = "serving"
+    tp_size: int = 1
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
@@ -185,13 +191,15 @@ def _request(conversion: Conversion) -> dict[str, Any]:
     gate_hash = None
     if conversion.gate is not None:
         gate_hash = file_hash(conversion.gate / GATE_RECORD)
+    code = [*code_files(ScaleForCausalLM), *code_files(HostedScaleForCausalLM)]
     return {
         "checkpoint_manifest": file_hash(conversion.checkpoint / MANIFEST_FILE),
         "gate": gate_hash,
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
-        "code": {file.name: file_hash(file) for file in code_files(ScaleForCausalLM)},
+        "asked_tp_size": conversion.tp_size,
+        "code": {file.name: file_hash(file) for file in code},
     }
 
 
@@ -258,8 +266,10 @@ def _write_export(
             "trained with; put "
             "that one back, or name its folder as --vocabulary"
         )
-    dtype = conversion.dtype or model.base.dtype
-    export = choose_export(model, conversion.format, dtype, conversion.purpose)
+    is_adapter = conversion.format == "peft"
+    # Adapters train, and leave, in fp32; a server casts them to the type of its base.
+    dtype = conversion.dtype or (torch.float32 if is_adapter else model.base.dtype)
+    export = choose_export(model, conversion.format, dtype, conversion.purpose, conversion.tp_size)
     if conversion.purpose == "training" and export.format != "merged":
         _logger.info(
             "--for training is about merged folders: one in the format %s is alike for both",
@@ -267,12 +277,17 @@ def _write_export(
         )
     _logger.info("writing %s, format %s, %s", output, export.format, dtype_name(dtype))
     with published_folder(output, EXPORT, overwrite=conversion.overwrite) as folder:
-        write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
+        load: Loader = load_hf_model
+        if is_adapter:
+            write_adapter(folder, export, model.base.path)
+            load = partial(load_with_adapter, model.base.path)
+        else:
+            write_hf_folder(folder, export, model.base.path, tokenizer=model.tokenizer)
+            check_export(folder, tokenizer, texts)
         warn_of_base(model.tokenizer, tokenizer, texts)
-        check_export(folder, tokenizer, texts)
         residual = export.config.get(RESIDUAL_KEY)
         stored_scale = None if residual is None else residual["scale"]
-        report = verify(model, folder, make_probe(model), dtype, stored_scale)
+        report = verify(model, folder, make_probe(model), dtype, stored_scale, load)
         write_json(folder / VERIFICATION, asdict(report))
         write_text(folder / CARD, model_card(model, export, report))
         written = {

@@ -13,7 +13,10 @@ import torch
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import Method
 from pipeline.conversion import Format, Purpose
+from pipeline.conversion.adapter import adapter_export, adapter_unsupported_reason
+from pipeline.conversion.hosted_export import hosted_export
 from pipeline.conversion.merged import merged_export
+from pipeline.conversion.model_card import base_hub_name
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
 from pipeline.hf.base_files import base_config
@@ -24,24 +27,30 @@ from pipeline.hf.write import Export, PlannedTensor, code_files, dtype_name
 from pipeline.model.merged_model import merged_unsupported_reason
 from pipeline.model.own_weights import OwnRowOfToken
 from pipeline.model.spec import DecoderSpec
-from pipeline.scale.plan import ExpansionPlan
+from pipeline.scale.plan import ExpansionPlan, added_widths
 
 
 def unsupported_reason(
     settings: Method, plan: ExpansionPlan | None, spec: DecoderSpec, *, gated: bool
 ) -> dict[Exported, str | None]:
     """Why a model cannot leave in each format; None where it can."""
-    unwidened = f"method {settings.name} widens nothing" if plan is None else None
+    unwidened = f"method {settings.name} widens nothing" if added_widths(plan) is None else None
     scale = unwidened
-    if plan is not None and plan.own is not None and not gated:
-        scale = (
-            "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this "
-            "model has no gate (leave --without-gate out)"
-        )
+    if plan is not None and plan.own is not None:
+        scale = None
+        is_plain = unwidened is not None and plan.own.tokens is None
+        if not gated and is_plain:
+            scale = f"{unwidened}, and has no gate"
+        elif not gated:
+            scale = (
+                "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and "
+                "this model has no gate (leave --without-gate out)"
+            )
     return {
         "merged": merged_unsupported_reason(plan, spec, gated=gated),
         "scale": scale,
         "expansion": unwidened,
+        "peft": adapter_unsupported_reason(settings, spec, gated=gated),
     }
 
 
@@ -58,15 +67,31 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
 
 
 def choose_export(
-    model: TrainedModel, format: Format, dtype: torch.dtype, purpose: Purpose = "serving"
+    model: TrainedModel,
+    format: Format,
+    dtype: torch.dtype,
+    purpose: Purpose = "serving",
+    tp_size: int = 1,
 ) -> Export:
     """The folder's contents; `auto` is `merged` if that can express the model, else `scale`.
 
+    `tp_size`: how many GPUs a merged model is padded for.
+
     Raises:
-        ConversionError: `format` cannot express the model.
+        ConversionError: `format` cannot express the model, or it is not to be padded.
     """
-    if check_format(model, format) == "merged":
-        return merged_export(model, dtype, purpose)
+    written = check_format(model, format)
+    if tp_size > 1 and (written != "merged" or model.plan is None):
+        raise ConversionError(
+            f"{model.checkpoint}: --tensor-parallel-size {tp_size} pads a merged export of a "
+            f"widened model, found format {written} of method {model.settings.name}; leave it out"
+        )
+    if written == "merged":
+        return merged_export(model, dtype, purpose, tp_size)
+    if written == "peft":
+        return adapter_export(model, dtype, base_hub_name(model))
+    if not model.base.spec.is_native:
+        return hosted_export(model, dtype)
     return scale_export(model, dtype)
 
 
@@ -128,4 +153,10 @@ def scale_export(model: TrainedModel, dtype: torch.dtype) -> Export:
             tensors.append(
                 PlannedTensor(f"token_gate.{name}", tuple(tensor.shape), make, torch.float32)
             )
+        if model.gate.open_ids:
+            is_open_id = torch.zeros(model.base.spec.vocab_size, dtype=torch.bool)
+            is_open_id[list(model.gate.open_ids)] = True
+            make = partial(torch.clone, is_open_id)
+            name = "token_gate.is_open_id"
+            tensors.append(PlannedTensor(name, tuple(is_open_id.shape), make, torch.bool))
     return Export("scale", config, tensors, dtype, code_files(ScaleForCausalLM))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.method import OwnRows, ScaleMethod
+from pipeline.config.data import Role
+from pipeline.config.method import Lora, OwnRows, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.corpora import train_folder
@@ -26,11 +27,11 @@ def own_tokens_of(
             id beyond the base's vocabulary.
     """
     method = config.method
-    if not isinstance(method, ScaleMethod) or method.own_rows is None:
+    if not isinstance(method, (ScaleMethod, Lora)) or method.own_rows is None:
         return None
     if not isinstance(method.own_rows, OwnRows):
         return tuple(range(vocab_size))
-    counts = token_counts(config, vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
+    counts = token_counts(config, "new", vocab_size, tokenizer_fingerprint=tokenizer_fingerprint)
     frequent = np.flatnonzero(counts >= method.own_rows.min_count)
     if not len(frequent):
         raise ConfigError(
@@ -41,16 +42,16 @@ def own_tokens_of(
 
 
 def token_counts(
-    config: RunConfig, vocab_size: int, *, tokenizer_fingerprint: str
+    config: RunConfig, role: Role, vocab_size: int, *, tokenizer_fingerprint: str
 ) -> npt.NDArray[np.int64]:
-    """How often each id occurs in the corpora of role new: [V], exactly.
+    """How often each id occurs in the corpora of a role: [V], exactly.
 
     Raises:
         DataError: as `own_tokens_of`.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for name, corpus in config.data.corpora.items():
-        if corpus.role != "new":
+        if corpus.role != role:
             continue
         folder = train_folder(config.data, name)
         tokens = TokenCorpus(folder, tokenizer_fingerprint=tokenizer_fingerprint)

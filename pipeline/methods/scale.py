@@ -1,39 +1,60 @@
-"""SCALE: the base is frozen and widened; only the expansion trains."""
+"""SCALE: the base is frozen and widened; only the expansion trains.
+
+What SCALE shares with other methods whose initial values are in a folder is here too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from pipeline.config.method import OwnRows, ScaleMethod
+from pipeline.config.method import (
+    Initialisers,
+    Lora,
+    OwnRows,
+    ScaleMethod,
+    starts_from_expansion,
+)
 from pipeline.config.run import RunConfig
 from pipeline.errors import BaseModelError, CheckpointError, ConfigError
 from pipeline.expansion_folder import MANIFEST, ExpansionFolder, open_expansion, write_expansion
+from pipeline.hosted.bases import build_decoder, load_base
+from pipeline.hosted.decoder import HostedDecoder
+from pipeline.hosted.folder import HostedFolder
+from pipeline.hosted.initial_expansion import initial_hosted_expansion
+from pipeline.hosted.spec import HostedSpec
+from pipeline.hosted.unsupported import check_hosted_method
 from pipeline.log import counted, get_logger
 from pipeline.methods.method import TrainingMethod
 from pipeline.model.architecture import architecture_of, changed_entry
 from pipeline.model.base_folder import BaseFolder
-from pipeline.model.decoder import Decoder
-from pipeline.model.from_hf import check_weights, is_base, load_base
+from pipeline.model.causal_decoder import CausalDecoder
+from pipeline.model.from_hf import check_weights, is_base
 from pipeline.model.initial_expansion import initial_expansion
 from pipeline.model.new_tokens import NewTokens, holds_new_tokens
 from pipeline.model.spec import DecoderSpec
 from pipeline.parallel.sharding import fill, full_shape_of, partition_of
-from pipeline.parallel.topology import SINGLE, TensorParallel
+from pipeline.parallel.topology import TensorParallel
 from pipeline.scale.plan import check_tensor_parallel, plan_expansion
 
 _logger = get_logger(__name__)
 
 
-class Scale(TrainingMethod):
-    """Preserve, Adapt or Route, with the initial expansion read from `expansion_folder`."""
+class FrozenBaseMethod(TrainingMethod):
+    """A method that adds trained weights to a frozen base, by its plan (`plan_expansion`).
+
+    Where its initial values, or the ids that have rows of their own, are in a folder, that is
+    `expansion_folder`.
+    """
 
     def __init__(
         self,
-        settings: ScaleMethod,
+        settings: ScaleMethod | Lora,
         expansion_folder: Path,
         seed: int,
         own_tokens: tuple[int, ...] | None = None,
@@ -43,14 +64,14 @@ class Scale(TrainingMethod):
         self.seed = seed
         self._own_tokens = own_tokens
 
-    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> Decoder:
+    def _build(self, spec: DecoderSpec, tp: TensorParallel) -> CausalDecoder:
         check_own_weights(self.settings, spec)
         plan = plan_expansion(
             self.settings, spec.widths, spec.num_layers, self.own_tokens(spec.vocab_size)
         )
         check_tensor_parallel(plan, tp.size)
-        model = Decoder(spec, plan, tp=tp)
-        # Only what SCALE adds trains; the base stays frozen.
+        model = build_decoder(spec, plan, tp)
+        # Only what the method adds trains; the base stays frozen.
         for name, parameter in model.named_parameters():
             # No gradient masks: a frozen block is a parameter of its own, for which autograd
             # computes no gradient, and the optimizer has no state
@@ -75,15 +96,18 @@ class Scale(TrainingMethod):
     def _counted_tokens(self) -> tuple[int, ...] | None:
         """The ids that the initial expansion has rows for; None until it is made."""
         if self._own_tokens is None and (self.expansion_folder / MANIFEST).exists():
-            self._own_tokens = self.expansion.manifest.own_tokens
+            self._own_tokens = open_expansion(self.expansion_folder).manifest.own_tokens
         return self._own_tokens
 
     @cached_property
-    def expansion(self) -> ExpansionFolder:
+    def expansion(self) -> ExpansionFolder | None:
+        if not starts_from_expansion(self.settings):
+            return None
         return open_expansion(self.expansion_folder)
 
-    def _load(self, model: Decoder, base: BaseFolder, tp: TensorParallel) -> None:
+    def _load(self, model: CausalDecoder, base: BaseFolder, tp: TensorParallel) -> None:
         expansion = self.expansion
+        assert expansion is not None, "methods without a folder load in another way"
         _check_origin(expansion, base, self.settings, self.seed)
         _check_new_tokens(expansion, base.new_tokens)
         load_base(model, base, tp)
@@ -98,8 +122,12 @@ class Scale(TrainingMethod):
             fill(parameter, tp, read)
 
 
+class Scale(FrozenBaseMethod):
+    """Preserve, Adapt or Route, with the initial expansion read from `expansion_folder`."""
+
+
 def _check_origin(
-    expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod, seed: int
+    expansion: ExpansionFolder, base: BaseFolder, settings: ScaleMethod | Lora, seed: int
 ) -> None:
     """Raises as `check_origin`, and BaseModelError if the base's config.json has changed since."""
     expansion.check_origin(base.hashes, settings.of_initial_expansion, seed)
@@ -146,7 +174,7 @@ def check_named_expansion(folder: Path | None) -> None:
 
 
 def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | None:
-    """The initial expansion of a run of method scale; None if it is yet to be made.
+    """The initial expansion of a run; None if it has none, or it is yet to be made.
 
     Raises:
         UserError: if it is damaged, of another base or other settings, or missing where a run is to
@@ -154,7 +182,7 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     """
     check_named_expansion(config.init_expansion)
     if (
-        not isinstance(config.method, ScaleMethod)
+        not starts_from_expansion(config.method)
         or not (config.initial_expansion_folder / MANIFEST).exists()
     ):
         return None
@@ -165,9 +193,17 @@ def made_expansion(config: RunConfig, base: BaseFolder) -> ExpansionFolder | Non
     return expansion
 
 
-def check_own_weights(settings: ScaleMethod, spec: DecoderSpec) -> None:
-    """Raises ConfigError where open tokens cannot have weights of their own beside this base."""
-    if settings.low_rank is not None and spec.mixture is not None:
+def check_own_weights(settings: ScaleMethod | Lora, spec: DecoderSpec) -> None:
+    """Checks that the method, and weights of open tokens' own, go with this base.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if isinstance(spec, HostedSpec):
+        check_hosted_method(settings, spec)
+    # LoRA's adapters of a mixture's other maps may be without a gate.
+    low_rank = settings.low_rank if isinstance(settings, ScaleMethod) else None
+    if low_rank is not None and spec.mixture is not None:
         raise ConfigError(
             "method.low_rank: a mixture of experts has its experts in one tensor, which takes no "
             "low-rank difference; remove it"
@@ -180,13 +216,14 @@ def check_own_weights(settings: ScaleMethod, spec: DecoderSpec) -> None:
 
 
 def upscale(
-    settings: ScaleMethod,
+    settings: ScaleMethod | Lora,
     base: BaseFolder,
     output: Path,
     seed: int,
     own_tokens: tuple[int, ...] | None = None,
 ) -> None:
-    """Computes the initial expansion of `base` and writes it to the folder `output`.
+    """Computes the initial values of what is added to `base`, and writes them to the folder
+    `output`.
 
     `own_tokens` are the ids that get rows of their own, where the method has such rows.
     """
@@ -194,19 +231,28 @@ def upscale(
     plan = plan_expansion(settings, base.spec.widths, base.spec.num_layers, own_tokens)
     # Names and shapes alone: `initial_expansion` reads one matrix of the base at a time.
     with torch.device("meta"):
-        model = Decoder(base.spec, plan, tp=SINGLE)
+        model = build_decoder(base.spec, plan)
+    whole_base: nn.Module | None = None
     # Before the decompositions, which take minutes, and would end at a tensor that is missing.
-    check_weights(model, base)
+    if isinstance(base, HostedFolder):
+        whole_base = base.whole(base.dtype)
+    else:
+        check_weights(model, base)
     names = {name for name, _ in model.named_parameters() if not is_base(name)}
-    origin = {
+    origin: dict[str, Any] = {
         "base": str(base.path),
         "base_hashes": base.hashes,
         "base_architecture": architecture_of(base.spec),
         "method": settings.of_initial_expansion,
-        "expansion": asdict(plan.expansion),
+        "expansion": None if plan.expansion is None else asdict(plan.expansion),
         "seed": seed,
     }
     if own_tokens is not None:
         origin["own_tokens"] = list(own_tokens)
-    blocks = initial_expansion(model, names, base.read, settings.initialisers, seed)
+    # LoRA has no block that an initialiser of the paper applies to.
+    initialisers = settings.initialisers if isinstance(settings, ScaleMethod) else Initialisers()
+    if isinstance(model, HostedDecoder) and whole_base is not None:
+        blocks = initial_hosted_expansion(model, whole_base, names, initialisers, seed)
+    else:
+        blocks = initial_expansion(model, names, base.read, initialisers, seed)
     write_expansion(output, counted(blocks, "upscaling", len(names), " blocks"), origin)

@@ -9,7 +9,7 @@ orthogonalises the whole: the result is the same in every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.rank_files import Kind
 from pipeline.config.schedule import Schedule
-from pipeline.methods.parameter_groups import parameter_groups
+from pipeline.methods.parameter_groups import trained_groups
 from pipeline.model.decoder import is_layer_matrix
 from pipeline.parallel.sharding import (
     OptimizerShard,
@@ -45,20 +45,29 @@ is scalable for LLM training").
 """
 
 
-def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module,
+    schedule: Schedule,
+    *,
+    resting: Iterable[str] = (),
+    trained_before: Sequence[Sequence[str]] = (),
+) -> torch.optim.AdamW:
     """The optimizer of the trained parameters alone, in the groups of `schedule`.
 
     A group holds its parameters' names too: ZeRO-1 and 2 replace the parameters by one flat tensor.
+    For `resting` and `trained_before` see `parameter_groups`.
 
     Raises:
         ConfigError: a factor of the schedule is for parameters that are not there.
     """
     trained = dict(named_trained_parameters(model))
-    by_muon: list[str] = []
-    if schedule.optimizer == "muon":
-        by_muon = [name for name in trained if is_layer_matrix(name, trained[name])]
     groups: list[dict[str, Any]] = []
-    for group in parameter_groups(trained, schedule, by_muon=by_muon):
+    has_muon = False
+    groups_of_stage = trained_groups(
+        model, schedule, resting=resting, trained_before=trained_before
+    )
+    for group in groups_of_stage:
+        has_muon = has_muon or group.by_muon
         groups.append(
             {
                 "params": [trained[name] for name in group.names],
@@ -68,7 +77,7 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.AdamW:
                 "muon": group.by_muon,
             }
         )
-    kind = Muon if by_muon else torch.optim.AdamW
+    kind = Muon if has_muon else torch.optim.AdamW
     return kind(groups, lr=schedule.learning_rate, betas=schedule.betas, fused=True)
 
 
@@ -79,6 +88,7 @@ def moments_of(
 
     Muon's momentum has the name of AdamW's first moment.
     """
+    # By class, not by setting: where a stage trains none of Muon's matrices, AdamW is all of it.
     if isinstance(optimizer, Muon) and is_layer_matrix(name, parameter):
         return ("exp_avg",)
     return ("exp_avg", "exp_avg_sq")

@@ -55,6 +55,11 @@ def unsupported_reason(config: ScaleConfig, ranks: int, quantized: bool) -> str 
             "its open tokens' own weights have not been tried under vLLM; serve it with "
             "transformers"
         )
+    if config.runs_twice_below_gate:
+        return (
+            "the layers below its gate run twice, which has not been tried under vLLM; serve it "
+            "with transformers"
+        )
     return config.packing_unsupported_reason()
 
 
@@ -142,8 +147,9 @@ class ScaleForVllm(nn.Module):
         return self.model.output(paths, closed)[0]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fills the parameters; returns their names."""
-        parameters = dict(self.model.named_parameters())
+        """Fills the parameters, and a gate's table of ids; returns their names."""
+        parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+        parameters |= dict(self.model.named_buffers())
         loaded = set()
         for name, tensor in weights:
             parameter = parameters[name]

@@ -29,7 +29,7 @@ from tests.conversion.checkpoints import (
     trained,
     training_decoder,
 )
-from tests.conversion.exports import MORE_METHODS, exported
+from tests.conversion.exports import MORE_METHODS, assert_exported, exported
 from tests.distributed import run_ranks
 from tests.gating.gates import random_gate
 from tests.tolerances import PARITY, assert_near, rounding
@@ -44,8 +44,16 @@ MODELS = [
     ("qwen3", "own preserve"),
     ("gemma2", "own adapt"),
     ("qwen3_moe dense layer", "own gains"),
+    # From the embedding on, with two passes below the gate; LoRA, whose exports are no wider.
+    ("llama", "own adapt from 0"),
+    ("neox", "own lora"),
+    ("gemma2", "own lora"),
+    ("qwen3", "own lora from 1"),
+    ("llama tied", "lora"),
+    ("glm4_moe", "own lora"),
+    ("qwen2_moe", "own lora"),
 ]
-GENERATED = MODELS[:2]
+GENERATED = [*MODELS[:2], ("llama", "own adapt from 0"), ("neox", "own lora")]
 generate = partial(generate_greedily, new_tokens=NEW_TOKENS)
 OWN_PARTS = (".own.", ".adapter.", "own_rows", "own_input.rows")
 
@@ -81,9 +89,14 @@ def test_logits_are_those_of_the_trained_model(name, method, exports):
     assert_near(model(tokens, logits_to_keep=3).logits, expected[:, -3:], PARITY)
     assert_near(model(tokens, output_hidden_states=True).logits, expected, PARITY)
     before = opens.cumsum(1) == 0
-    assert torch.equal(expected[before], of_base[before])
+    # In a mixture, closed tokens share their experts' products with open ones, which may round them
+    # otherwise.
+    bound = PARITY if name.endswith("_moe") else 0.0
+    if before.any():
+        assert_near(expected[before], of_base[before], bound)
     plain = without_own_weights(model)(tokens).logits
-    assert torch.equal(plain[before], found[before])
+    if before.any():
+        assert_near(plain[before], found[before], bound)
     assert ((plain - found).abs().amax(-1)[opens] > 1e-3).all(), "open tokens do not change"
 
 
@@ -274,6 +287,13 @@ def test_what_a_format_cannot_express_is_refused(format, gated, message, models)
     with pytest.raises(ConversionError, match=message) as refused:
         choose_export(model, format, torch.float32)
     assert "\n" not in str(refused.value)
+
+
+def test_adapters_and_gains_without_a_gate_are_merged(models, tmp_path):
+    """Every token of an ordinary model reads them, as in training."""
+    model = models("qwen3", "own lora from 1")
+    assert_exported(model, exported(model, "auto", tmp_path / "hf"))
+    assert not (tmp_path / "hf" / "modeling_scale.py").exists()
 
 
 def test_an_expansion_carries_them(models, tmp_path):

@@ -148,8 +148,10 @@ class CombinedForCausalLM(ScaleForCausalLM):
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             for key, tensor in load_file(file).items():
-                # A gate stays in fp32: 16 bits would change decisions.
-                dtype = torch.float32 if key.startswith("token_gate.") else self.dtype
+                dtype = self.dtype
+                if not tensor.is_floating_point() or key.startswith("token_gate."):
+                    # A gate stays in fp32: 16 bits would change decisions. Tables of ids stay too.
+                    dtype = tensor.dtype
                 tensors[key] = tensor.to(self.device, dtype)
         new_rows = [tensors.pop(key) for key in NEW_ROWS if key in tensors]
         model.load_state_dict(tensors, strict=False, assign=True)
@@ -168,13 +170,13 @@ class CombinedForCausalLM(ScaleForCausalLM):
         """
         count = len(embedding_rows)
         first = self.config.vocab_size
+        columns = model.embedding.expansion
+        assert columns is not None, "an expansion widens its base"
         # The expansion knows nothing of the tokens of expansions before it: its rows for them are
         # zeros.
-        old_up, new_up = model.embedding.expansion.weight.split(
-            [model.config.base_vocab_size, count]
-        )
+        old_up, new_up = columns.weight.split([model.config.base_vocab_size, count])
         of_others = old_up.new_zeros(first - len(old_up), old_up.shape[1])
-        model.embedding.expansion.weight = _frozen(torch.cat([old_up, of_others, new_up]))
+        columns.weight = _frozen(torch.cat([old_up, of_others, new_up]))
         if self.config.base_vocab_size is None:
             self.config.base_vocab_size = first
         self.config.vocab_size += count
@@ -351,7 +353,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
                 is_used = used_kept[rows].eq(index).unsqueeze(-1)
                 x[rows] = torch.where(is_used, path_x, x[rows])
                 x_up = x_up.masked_fill(winner_kept[rows].ne(index).unsqueeze(-1), 0)
-                logits = F.linear(x_up, model.output.expansion).float()
+                weight = model.output.expansion
+                assert weight is not None, "an expansion widens its base"
+                logits = F.linear(x_up, weight).float()
                 added.append(AddedLogits(rows, self.new_tokens[index - 1], logits))
         return self._with_added(x, added, winner_kept)
 
@@ -470,6 +474,9 @@ class CombinedForCausalLM(ScaleForCausalLM):
             assert gate is not None, "an expansion without one is not added"
             scores = gate.scores(read[model.config.gate_layer], is_text, documents, stored)
             margin = scores - gate.threshold
+            by_id = gate.opens_id(tokens)
+            if by_id is not None:
+                margin = torch.where(by_id, opened_margin(margin), margin)
             if is_text is not None:
                 margin = margin.masked_fill(~is_text.unsqueeze(-1), -torch.inf)
             is_own = (tokens >= own.start) & (tokens < own.stop)
@@ -492,7 +499,7 @@ class CombinedForCausalLM(ScaleForCausalLM):
         part = inputs.of(rows, cache)
         start = model._start(model.embedding(part.tokens))
         if index == BASE:
-            start = start._replace(x_up=None)
+            start = start._replace(x_up=None, masked=True)
         [path], _ = model._run([start], part, recorded, opens[rows])
         return path
 
@@ -506,6 +513,16 @@ class CombinedForCausalLM(ScaleForCausalLM):
         raise ValueError(
             "continuous batching cannot run this model: it has a cache for each expansion"
         )
+
+
+def opened_margin(margin: Tensor) -> Tensor:
+    """The margin of a token that a gate opens by its id: above 0, and in the order of the scores.
+
+    So of several expansions that claim an id, the one whose score is highest has it. A large margin
+    stays as it is.
+    """
+    # exp(-64) is still far above the least fp32 number: no margin becomes 0, which would be closed.
+    return F.softplus(margin.clamp(min=-LARGEST_MARGIN))
 
 
 def is_of_base(name: str) -> bool:

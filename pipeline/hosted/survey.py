@@ -48,6 +48,10 @@ _QWEN4 = {
     "indexer_budget": 2048,
     "indexer_compress_ratio": 16,
 }
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
 # What the configurations of these types lack by default, and those of their checkpoints have.
 _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"hidden_size": 1152, "num_attention_heads": 16}},
@@ -74,10 +78,9 @@ _CHECKPOINT_ENTRIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
-    "lfm2_moe": {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-    },
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "lfm2_vl": {"text_config": _LFM2},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8, "head_dim": 128},
     "paddleocr_vl": _QWEN_VL,

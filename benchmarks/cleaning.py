@@ -50,7 +50,8 @@ from pipeline.cleaning.blocks import Words
 from pipeline.cleaning.clean import clean
 from pipeline.cleaning.stages import CleaningJob, is_written_in
 from pipeline.config.data import Corpus
-from pipeline.data.tokenize.units import default_unit_bytes, texts
+from pipeline.data.tokenize.documents import texts
+from pipeline.data.tokenize.units import default_unit_bytes
 
 _LINES_A_PAGE = 12
 _COPIES = 0.1

@@ -31,7 +31,7 @@ from pipeline.config.run import GateFeatures, GateSettings
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.packing import PackedCorpus, pack
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.units import good_documents
+from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import ConfigError, DataError

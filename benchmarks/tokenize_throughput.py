@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from benchmarks.results import ROOT, Row, in_turns, make_parser, print_rows, write_rows
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.files import write_json
 
 DATA = ROOT / "examples" / "data"

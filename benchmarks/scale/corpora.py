@@ -32,22 +32,10 @@ from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.samples import TrainingSamples
 from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize.corpora import Job
-from pipeline.data.tokenize.job import (
-    File,
-    FileRecord,
-    plan_of,
-    preprocess,
-    split_units,
-    tokenize_unit,
-)
-from pipeline.data.tokenize.queue import (
-    STATE,
-    CorpusPlan,
-    UnitOutcome,
-    UnitPart,
-    check_finished,
-    manifest_of,
-)
+from pipeline.data.tokenize.corpus_folder import CorpusPlan, check_finished, manifest_of
+from pipeline.data.tokenize.job import File, FileRecord, plan_of, preprocess, split_units
+from pipeline.data.tokenize.tokenize_unit import tokenize_unit
+from pipeline.data.tokenize.unit_records import STATE, UnitOutcome, UnitPart
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.files import file_hash, json_hash, write_record

@@ -25,7 +25,7 @@ from pipeline.data.tokenize.corpora import (
     unfinished_corpora,
 )
 from pipeline.data.tokenize.disk_space import corpus_bytes
-from pipeline.data.tokenize.units import is_here
+from pipeline.data.tokenize.input_files import is_here
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import LayoutError, PreflightError, UserError
 from pipeline.expansion_folder import MANIFEST

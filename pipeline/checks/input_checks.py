@@ -14,8 +14,8 @@ from pipeline.config.method import ScaleMethod
 from pipeline.conversion.formats import unsupported_reason
 from pipeline.data.tokenize import job as tokenize_job
 from pipeline.data.tokenize.corpora import check_heldout, corpus_jobs, is_tokenized, named_inputs
-from pipeline.data.tokenize.queue import finished
-from pipeline.data.tokenize.units import input_files, is_here
+from pipeline.data.tokenize.corpus_folder import finished
+from pipeline.data.tokenize.input_files import input_files, is_here
 from pipeline.errors import ConfigError, MissingPackageError, UserError
 from pipeline.hf.base_files import base_config
 from pipeline.hf.remote_code.configuration_scale import ScaleConfig

@@ -30,8 +30,9 @@ from pipeline.data.corpus.indexed_dataset import FileContent, check_file, conten
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.streams import likely_encoding
 from pipeline.data.tokenize.corpora import text_keys_of
+from pipeline.data.tokenize.documents import sampled_documents
+from pipeline.data.tokenize.input_files import input_files, named_files
 from pipeline.data.tokenize.queue import warn_of_repeats
-from pipeline.data.tokenize.units import input_files, named_files, sampled_documents
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.errors import DataError, UserError, faults_of_library, in_one_line, printable
 from pipeline.files import (

@@ -54,13 +54,8 @@ from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import likely_encoding
 from pipeline.data.tokenize.corpora import cleaned_folder, heldout_source, source_of, text_keys_of
-from pipeline.data.tokenize.units import (
-    Unit,
-    default_unit_bytes,
-    input_files,
-    named_files,
-    split_file,
-)
+from pipeline.data.tokenize.input_files import input_files, named_files
+from pipeline.data.tokenize.units import Unit, default_unit_bytes, split_file
 
 DROPPED = "dropped"
 """What each step dropped, in a folder of cleaned text."""

@@ -19,7 +19,7 @@ import os
 from pipeline.command_line import add_run, positive
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.tokenize.corpora import cleaned_folder, named_inputs
-from pipeline.data.tokenize.units import named_files
+from pipeline.data.tokenize.input_files import named_files
 from pipeline.errors import MissingPackageError
 from pipeline.run_folder.attempts import stage_of
 

@@ -30,7 +30,7 @@ from pipeline.command_line import (
 )
 from pipeline.config.run import load_config
 from pipeline.data.sources.records import Keys, SpecialTokens
-from pipeline.data.tokenize.units import good_documents
+from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import ConfigError
 from pipeline.run_folder.attempts import stage_of
 

@@ -16,7 +16,8 @@ from pipeline.command_line import folder_or_hub
 from pipeline.data.corpus.manifest import MANIFEST, Manifest, load_manifest
 from pipeline.data.corpus.token_corpus import SAMPLED_BYTES, TokenCorpus
 from pipeline.data.dataset.blend import Permutation
-from pipeline.data.tokenize.queue import QUARANTINE, STATE, check_finished
+from pipeline.data.tokenize.corpus_folder import check_finished
+from pipeline.data.tokenize.unit_records import QUARANTINE, STATE
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.errors import DataError, printable
 from pipeline.evaluation.table import table

@@ -32,8 +32,8 @@ from pipeline.config.reading import checked
 from pipeline.config.run import RunConfig, load_config
 from pipeline.data.sources.records import DocumentUnit, Normalization, Quoting, SpecialTokens
 from pipeline.data.tokenize.corpora import Job, cleaned_folder, corpus_jobs, is_tokenized
+from pipeline.data.tokenize.input_files import TOKENS, named_files
 from pipeline.data.tokenize.job import preprocess, remarks
-from pipeline.data.tokenize.units import TOKENS, named_files
 from pipeline.data.tokenize.workers import local_workers, mpi_share
 from pipeline.errors import ConfigError, DataError
 from pipeline.run_folder.attempts import begin_run, stage_of

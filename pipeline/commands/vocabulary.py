@@ -25,7 +25,7 @@ from pipeline.command_line import (
     positive,
 )
 from pipeline.data.tokenize.corpora import is_heldout
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.extension.merges import ROW_BITS
 from pipeline.data.tokenizer.extension.vocabulary import (
     VOCABULARY,

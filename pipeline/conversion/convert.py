@@ -22,7 +22,7 @@ from pipeline.conversion.model_card import CARD, model_card, on_stored_scale
 from pipeline.conversion.verify import MakeProbe, describe, verify
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import heldout_source, keys_of
-from pipeline.data.tokenize.units import is_text
+from pipeline.data.tokenize.input_files import is_text
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import CheckpointError, ConversionError
 from pipeline.expansion_folder import EXPANSION, write_expansion

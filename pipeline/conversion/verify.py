@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.units import good_documents
+from pipeline.data.tokenize.documents import good_documents
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import ConversionError
 from pipeline.gating.gate import FittedGate

@@ -13,7 +13,7 @@ from pipeline.conversion.convert import EXPORT, HF_FOLDER, VERIFICATION
 from pipeline.conversion.model_card import add_to_card, markdown_table
 from pipeline.data.sources.object_stores import RemoteFile
 from pipeline.data.tokenize.corpora import check_heldout, heldout_corpora
-from pipeline.data.tokenize.units import input_files
+from pipeline.data.tokenize.input_files import input_files
 from pipeline.errors import CheckpointError, ConversionError, UserError
 from pipeline.evaluation.chats import DEFAULT_ANSWER_TOKENS, chat_rows, read_chats, score_chats
 from pipeline.evaluation.perplexity import DEFAULT_BYTES, Prefix, Score, score_folder

@@ -22,7 +22,8 @@ from transformers import AutoTokenizer
 from pipeline import log
 from pipeline.data.sources.records import Keys
 from pipeline.data.sources.streams import COMPRESSIONS
-from pipeline.data.tokenize.units import good_documents, input_files, is_here
+from pipeline.data.tokenize.documents import good_documents
+from pipeline.data.tokenize.input_files import input_files, is_here
 from pipeline.data.tokenizer.load import SentencePieceEncoder, Tokenizer, json_beside, spelling_of
 from pipeline.errors import ConversionError, DataError, faults_of_library
 from pipeline.files import read_object, write_json

@@ -34,20 +34,10 @@ from pipeline.data.dataset.blend import mix
 from pipeline.data.sources.object_stores import RemoteFile, input_path
 from pipeline.data.sources.records import Keys
 from pipeline.data.tokenize.corpora import train_folder
-from pipeline.data.tokenize.queue import (
-    STATE,
-    CorpusPlan,
-    JobShare,
-    UnitOutcome,
-    UnitPart,
-    UnitRecord,
-    WorkUnit,
-    begun,
-    complete,
-    manifest_of,
-    run_units,
-)
-from pipeline.data.tokenize.units import input_files
+from pipeline.data.tokenize.corpus_folder import CorpusPlan, begun, complete, manifest_of
+from pipeline.data.tokenize.input_files import input_files
+from pipeline.data.tokenize.queue import JobShare, run_units
+from pipeline.data.tokenize.unit_records import STATE, UnitOutcome, UnitPart, UnitRecord, WorkUnit
 from pipeline.data.tokenize.workers import Workers, worker_number
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer

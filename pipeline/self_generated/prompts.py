@@ -20,7 +20,8 @@ from pipeline.data.corpus.indexed_dataset import (
 )
 from pipeline.data.dataset.blend import Permutation
 from pipeline.data.sources.records import Document, Keys
-from pipeline.data.tokenize.units import good_documents, input_files
+from pipeline.data.tokenize.documents import good_documents
+from pipeline.data.tokenize.input_files import input_files
 from pipeline.data.tokenizer.chats import ChatTemplate
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer.spelling import ids_of

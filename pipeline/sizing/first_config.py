@@ -13,7 +13,7 @@ import yaml
 from pipeline.config.run import GateSettings, RunConfig, parse_config
 from pipeline.config.sources import merged
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.units import sampled_documents
+from pipeline.data.tokenize.documents import sampled_documents
 from pipeline.data.tokenizer.load import Tokenizer, fertility, load_tokenizer
 from pipeline.errors import LayoutError
 from pipeline.files import with_pages_found

@@ -30,7 +30,7 @@ from typing import Any
 from tokenizers import AddedToken, normalizers
 
 from pipeline import command_line
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.errors import DataError
 from pipeline.files import published_folder, read_object, write_json
 from studies.harness import random_base

@@ -24,7 +24,7 @@ from pipeline.conversion.convert import VERIFICATION, convert, latest_conversion
 from pipeline.conversion.model_card import markdown_table
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.units import good_documents
+from pipeline.data.tokenize.documents import good_documents
 from pipeline.errors import RunFolderError
 from pipeline.evaluation.chats import Chat, read_chats, score_chats
 from pipeline.evaluation.perplexity import score_folder

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from pipeline import log
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.load import TOKENIZER_FILE, json_file, load_tokenizer
 from pipeline.data.tokenizer.sentencepiece_model import (
     ModelType,

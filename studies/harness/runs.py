@@ -23,7 +23,7 @@ from pipeline.data.tokenize.corpora import (
     named_inputs,
     unfinished_corpora,
 )
-from pipeline.data.tokenize.units import input_files
+from pipeline.data.tokenize.input_files import input_files
 from pipeline.errors import CONFIG_ERROR, CheckpointError, ConfigError, StudyError
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.hub import source_of

@@ -15,7 +15,7 @@ from pipeline.cleaning.clean import CleanedText
 from pipeline.cleaning.stages import CleaningJob
 from pipeline.config.data import Corpus
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.units import good_documents
+from pipeline.data.tokenize.documents import good_documents
 from tests.texts import DATA
 
 EDITS = (0, 1, 2, 5, 10)

@@ -14,7 +14,7 @@ from pipeline.cleaning.stages import CleaningJob
 from pipeline.cleaning.text import with_fixed_encoding, without_boilerplate_lines, without_personal
 from pipeline.config.data import Corpus
 from pipeline.data.tokenize.corpora import source_of
-from pipeline.data.tokenize.units import input_files
+from pipeline.data.tokenize.input_files import input_files
 from tests.data.helpers import write_jsonl
 
 CASES = Path(__file__).parents[1] / "cases"

@@ -24,8 +24,10 @@ from pipeline.data.corpus.manifest import Manifest
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.sources.records import Keys, Record, Rejected
 from pipeline.data.tokenize.corpora import Job
+from pipeline.data.tokenize.documents import texts
+from pipeline.data.tokenize.input_files import input_files
 from pipeline.data.tokenize.job import preprocess
-from pipeline.data.tokenize.units import input_files, split_file, texts, unit_records
+from pipeline.data.tokenize.units import split_file, unit_records
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 from tests.texts import DATA, REVIEWS_HELDOUT, STORIES_HELDOUT

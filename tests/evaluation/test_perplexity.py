@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.data.dataset.packing import IGNORED, pack
 from pipeline.data.sources.records import Document
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import BaseModelError, ConfigError, DataError, UserError
 from pipeline.evaluation import perplexity

@@ -23,7 +23,7 @@ from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.dataset.packing import PackedCorpus
 from pipeline.data.tokenize.corpora import Job
 from pipeline.data.tokenize.job import preprocess
-from pipeline.data.tokenize.queue import STATE
+from pipeline.data.tokenize.unit_records import STATE
 from pipeline.data.tokenize.workers import Workers, local_workers
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.deepspeed_config import load_deepspeed_config

@@ -18,7 +18,7 @@ from pipeline.combination.combine import combine
 from pipeline.config.run import load_config
 from pipeline.conversion.convert import convert, latest_conversion, run_sources
 from pipeline.conversion.verify import probe_maker
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.extension.vocabulary import EXPORTED, learn_extension, write_extension
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.evaluation.benchmarks import benchmark_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from tests.data.helpers import write_jsonl
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ON_THE_CPU, PROJECT

@@ -38,8 +38,8 @@ from pipeline.conversion.convert import Conversion, convert
 from pipeline.conversion.formats import scale_export
 from pipeline.conversion.verify import probe_maker
 from pipeline.data.tokenize.corpora import corpus_jobs
+from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenize.job import preprocess
-from pipeline.data.tokenize.units import texts
 from pipeline.data.tokenize.workers import local_workers
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension, write_extension
 from pipeline.errors import RESUME_LATER, CheckpointError, ConversionError, DataError

@@ -24,15 +24,9 @@ import numpy.typing as npt
 from pipeline.data.corpus.indexed_dataset import Shard
 from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.tokenize.corpora import Job
-from pipeline.data.tokenize.queue import (
-    STATE,
-    JobShare,
-    UnitOutcome,
-    WorkUnit,
-    letters_of,
-    run_units,
-)
+from pipeline.data.tokenize.queue import JobShare, run_units
 from pipeline.data.tokenize.text_hashes import hash_of_letters
+from pipeline.data.tokenize.unit_records import STATE, UnitOutcome, WorkUnit, letters_of
 from pipeline.data.tokenize.workers import Workers
 from pipeline.data.tokenizer.load import cached_tokenizer
 from pipeline.errors import DataError

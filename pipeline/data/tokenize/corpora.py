@@ -15,8 +15,9 @@ from pipeline.config.data import CHAT_DATE, Corpus, Data
 from pipeline.config.run import RunConfig
 from pipeline.data.corpus.manifest import MANIFEST, load_manifest
 from pipeline.data.sources.records import Document, HeldoutBy, Keys
+from pipeline.data.tokenize.documents import good_documents
+from pipeline.data.tokenize.input_files import is_text
 from pipeline.data.tokenize.text_hashes import hash_of_words
-from pipeline.data.tokenize.units import good_documents, is_text
 from pipeline.data.tokenizer.chats import chat_template
 from pipeline.errors import DataError
 

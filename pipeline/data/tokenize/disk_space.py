@@ -7,7 +7,8 @@ from pipeline.data.corpus.indexed_dataset import token_dtype
 from pipeline.data.sources.object_stores import InputPath
 from pipeline.data.sources.records import Document, Keys
 from pipeline.data.tokenize.corpora import Job
-from pipeline.data.tokenize.units import Unit, beginning_of, input_files, is_text, unit_records
+from pipeline.data.tokenize.input_files import input_files, is_text
+from pipeline.data.tokenize.units import Unit, beginning_of, unit_records
 from pipeline.data.tokenizer.load import Tokenizer, load_tokenizer
 
 _SAMPLED_FILES = 3

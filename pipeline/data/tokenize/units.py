@@ -1,4 +1,4 @@
-"""Input files, their split into units of work, and the records in them.
+"""The split of input files into units of work, and the records in a unit.
 
 A unit is a range of one file, small enough that little is lost when a worker dies. The units follow
 from the files and the unit size alone, never from the workers.
@@ -7,77 +7,35 @@ from the files and the unit size alone, never from the workers.
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 from pipeline.data.corpus.indexed_dataset import Shard
-from pipeline.data.sources import hub_datasets
 from pipeline.data.sources.columns import (
     arrow_ranges,
     arrow_records,
     parquet_ranges,
     parquet_records,
 )
-from pipeline.data.sources.file_names import (
-    check_named_once,
-    check_spelling,
-    matching,
-    saved_dataset,
-)
 from pipeline.data.sources.json_records import begins_array, begins_objects
 from pipeline.data.sources.lines import line_end
-from pipeline.data.sources.object_stores import (
-    InputPath,
-    RemoteFile,
-    input_path,
-    is_remote,
-    is_url,
-    matching_urls,
-)
+from pipeline.data.sources.object_stores import InputPath, input_path
 from pipeline.data.sources.readers import text_records
-from pipeline.data.sources.records import Document, Keys, Record, Rejected, composed
-from pipeline.data.sources.streams import (
-    COMPRESSIONS,
-    Stream,
-    encoding_advice,
-    open_stream,
-    text_length,
-    text_per_byte,
-)
-from pipeline.data.tokenize.queue import WorkUnit
+from pipeline.data.sources.records import Document, Keys, Record, composed
+from pipeline.data.sources.streams import Stream, open_stream, text_length, text_per_byte
+from pipeline.data.tokenize.input_files import TABLES, Kind, kind_of
+from pipeline.data.tokenize.unit_records import WorkUnit
 from pipeline.errors import DataError
-from pipeline.files import in_threads
 
-Kind = Literal[
-    "jsonl", "json_array", "json_objects", "text", "text_cr", "csv", "tsv", "parquet", "arrow",
-    "tokens",
-]  # fmt: skip
-
-_KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-    ".txt": "text", ".csv": "csv", ".tsv": "tsv",
-    ".parquet": "parquet", ".arrow": "arrow", ".bin": "tokens",
-}  # fmt: skip
-_TABLES = ("parquet", "arrow")
-TOKENS = ".bin"
-"""Of tokens that Megatron-LM made, with an index beside them."""
-_BY_LINES = ("jsonl", "text", "text_cr")
 # Kinds that only make sense from their beginning.
 _READ_WHOLE = ("json_array", "json_objects", "csv", "tsv")
 _FAULTS = {"truncated_file": "is truncated", "corrupt_file": "is damaged"}
 _UNITS_PER_CORPUS = 64
 _MIN_UNIT_BYTES = 4 * 2**20
 _MAX_UNIT_BYTES = 64 * 2**20
-# The most files that a sample comes from.
-_SAMPLED_FILES = 16
-# The fewest bytes that a sample reads at a place.
-_SAMPLED_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -88,108 +46,6 @@ class Unit(WorkUnit):
     kind: Kind
     start: int
     stop: int
-
-
-def input_files(inputs: Sequence[str]) -> dict[InputPath, int]:
-    """The files that `inputs` name, with their sizes in bytes.
-
-    Inputs are files, patterns (`data/*.jsonl.zst`, sorted), folders that `datasets` saved, URLs of
-    object stores and their patterns (`s3://bucket/*.parquet`), and datasets on the hub
-    (`hf://org/name`), which are downloaded first where they are not here.
-
-    Raises:
-        DataError: a file is missing, empty, named twice, or of an unknown format.
-    """
-    files = named_files(inputs)
-    sizes: dict[InputPath, int] = {}
-    # In threads, because each size of a remote file is a request.
-    for file, size in zip(files, in_threads(_size_of, files), strict=True):
-        sizes[file] = size
-    for file, size in sizes.items():
-        if size == 0:
-            raise DataError(f"{file}: is empty; leave it out or put documents in it")
-    return sizes
-
-
-def _size_of(file: InputPath) -> int:
-    return int(file.stat().st_size)
-
-
-def named_files(inputs: Sequence[str]) -> list[InputPath]:
-    """The files that `inputs` name, without reading their documents.
-
-    Raises:
-        DataError: where a file is missing, a folder, named twice, or not on this machine.
-    """
-    found: list[Path] = []
-    downloaded: list[Path] = []
-    remote: list[RemoteFile] = []
-    for name in inputs:
-        if name.startswith(hub_datasets.PREFIX):
-            downloaded += hub_datasets.dataset_files(name)
-        elif is_remote(name):
-            remote += matching_urls(name)
-        else:
-            found += _local_files(name)
-    for file in [*found, *downloaded]:
-        _check_local(file)
-    for url in remote:
-        if _kind(url) == "tokens":
-            raise DataError(
-                f"{url}: tokens of Megatron-LM are read from this machine; download them"
-            )
-    # Downloaded files are compared by name: files of equal content are one in the hub's cache.
-    check_named_once(found)
-    for name, times in Counter(map(str, [*downloaded, *remote])).items():
-        if times > 1:
-            raise DataError(f"{name}: is named twice among the inputs")
-    return [*found, *remote, *downloaded]
-
-
-def _local_files(name: str) -> list[Path]:
-    """The files of this machine that a name, a pattern or a URL `file://` leads to."""
-    files: list[Path] = []
-    if is_url(name):
-        name = str(input_path(name))
-    for path in matching(name):
-        check_spelling(path)
-        saved = saved_dataset(path) if path.is_dir() else None
-        if saved is None:
-            files.append(path)
-        else:
-            files += saved
-    return files
-
-
-def _check_local(file: Path) -> None:
-    """Makes sure that a name leads to a file of a known format.
-
-    Raises:
-        DataError: it leads to nothing, to a folder, or to a file of another format.
-    """
-    if not file.exists():
-        raise DataError(f"{file}: no such file, or a link to none; put it back, or leave it out")
-    if file.is_dir():
-        raise DataError(
-            f"{file}: is a folder; name its files by a pattern, such as '{file}/*.jsonl'"
-        )
-    _kind(file)
-
-
-def is_text(inputs: Sequence[str]) -> bool:
-    """Whether `inputs` are documents, not the tokens that another program made of them."""
-    return not any(name.endswith(TOKENS) for name in inputs)
-
-
-def is_here(inputs: Sequence[str]) -> bool:
-    """Whether all `inputs` are on this machine; False where one is read, or would be downloaded,
-    over the network."""
-    for name in inputs:
-        if is_remote(name):
-            return False
-        if name.startswith(hub_datasets.PREFIX) and hub_datasets.downloaded_files(name) is None:
-            return False
-    return True
 
 
 def default_unit_bytes(total: int) -> int:
@@ -204,7 +60,7 @@ def split_file(path: InputPath, file_index: int, keys: Keys, unit_bytes: int) ->
     Raises:
         DataError: a table or an index is damaged, or `keys` ask for what such a file does not have.
     """
-    kind = _kind(path)
+    kind = kind_of(path)
     _check_keys(path, kind, keys)
     if kind == "tokens":
         ranges = _token_ranges(Path(str(path)), unit_bytes)
@@ -236,11 +92,11 @@ def _check_keys(path: InputPath, kind: Kind, keys: Keys) -> None:
         raise DataError(
             f"{path}: document {keys.document} is for .txt files; here each record is a document"
         )
-    if keys.chat is not None and kind not in ("jsonl", *_TABLES):
+    if keys.chat is not None and kind not in ("jsonl", *TABLES):
         raise DataError(
             f"{path}: chats are read from JSON or Parquet; write them as JSONL, a chat a line"
         )
-    if keys.encoding is not None and kind in (*_TABLES, "tokens"):
+    if keys.encoding is not None and kind in (*TABLES, "tokens"):
         raise DataError(f"{path}: encoding is for text files; Parquet and Arrow are UTF-8")
     if keys.prompt is not None and kind in ("text", "tokens"):
         raise DataError(
@@ -295,8 +151,8 @@ def beginning_of(path: InputPath, keys: Keys, most_bytes: int) -> tuple[Unit, fl
     That is about `most_bytes` of lines; tables and arrays have no parts, so the unit is all of
     them. No compressed file is read to its end. Raises as `split_file`.
     """
-    kind = _kind(path)
-    if kind in _TABLES:
+    kind = kind_of(path)
+    if kind in TABLES:
         ranges_of = parquet_ranges if kind == "parquet" else arrow_ranges
         ranges = ranges_of(path, keys, most_bytes)
         if not ranges:
@@ -359,166 +215,6 @@ def _with_control(record: Record) -> Record:
     if isinstance(record, Document):
         return record._replace(has_control=True)
     return record
-
-
-def good_documents(
-    inputs: Sequence[str], keys: Keys, *, max_bytes: int | None = None
-) -> Iterator[Document]:
-    """Streams the usable documents of the inputs; with `max_bytes`, about equally much of the
-    beginning of each file.
-
-    Raises:
-        DataError: there is none, or an input cannot be read.
-    """
-    files = input_files(inputs)
-    most = math.inf if max_bytes is None else max_bytes // len(files)
-    is_empty = True
-    first_bad = ""
-    for file, size in files.items():
-        taken = 0
-        units = split_file(file, 0, keys, default_unit_bytes(size))
-        # One chain over the file's units, so that a break ends the file.
-        for record in chain.from_iterable(unit_records(unit, keys) for unit in units):
-            if isinstance(record, Rejected):
-                first_bad = first_bad or f": {record}"
-                continue
-            is_empty = False
-            yield record
-            taken += record.utf8_bytes
-            if taken >= most:
-                break
-    if is_empty:
-        fault = _no_document(inputs, keys, first_bad)
-        raise fault
-
-
-def texts(
-    inputs: Sequence[str],
-    *,
-    text_key: str = "text",
-    max_bytes: int | None = None,
-    seed: int | None = None,
-) -> Iterator[str]:
-    """Streams the texts of the usable documents of the inputs, about `max_bytes` of them.
-
-    That is the beginning of each file, or with `seed` random places in some of the files.
-    """
-    keys = Keys(text_key)
-    documents: Iterable[Document]
-    if seed is not None and max_bytes is not None:
-        documents, _ = sampled_documents(inputs, keys, max_bytes, seed=seed)
-    else:
-        documents = good_documents(inputs, keys, max_bytes=max_bytes)
-    return (document.text for document in documents)
-
-
-def sampled_documents(
-    inputs: Sequence[str], keys: Keys, max_bytes: int, *, seed: int = 0
-) -> tuple[list[Document], float]:
-    """Usable documents from random places all over the inputs, and how many times as much the
-    inputs hold.
-
-    Raises:
-        DataError: there is none, or an input cannot be read.
-    """  # noqa: DOC501
-    files = input_files(inputs)
-    draw = random.Random(seed)
-    opened = draw.sample([*files], min(_SAMPLED_FILES, len(files)))
-    units: list[Unit] = []
-    for number, file in enumerate(opened):
-        unit_bytes = max(_SAMPLED_BYTES, files[file] // 1024)
-        units += split_file(file, number, keys, unit_bytes)
-
-    documents: list[Document] = []
-    first_bad = ""
-    read = 0
-    for place, size in _sampled_places(units, keys, max_bytes, draw):
-        taken = 0
-        for record in unit_records(place, keys):
-            if isinstance(record, Rejected):
-                first_bad = first_bad or f": {record}"
-                continue
-            documents.append(record)
-            taken += record.utf8_bytes
-            if taken >= size and place.kind not in _BY_LINES:
-                break
-        else:
-            # All of the place was read, keys and brackets of JSON included.
-            taken = place.size
-        read += min(taken, place.size)
-    if not documents:
-        raise _no_document(inputs, keys, first_bad)
-    # First from what was read to the files that were opened, then to all files.
-    scale_of_opened = max(1.0, sum(unit.size for unit in units) / max(1, read))
-    scale = sum(files.values()) / sum(files[file] for file in opened)
-    return documents, scale * scale_of_opened
-
-
-def _sampled_places(
-    units: Sequence[Unit], keys: Keys, max_bytes: int, draw: random.Random
-) -> list[tuple[Unit, int]]:
-    """Randomly drawn units, each with the bytes to read there, `max_bytes` together.
-
-    They come in the order of their files, so that a compressed file is read forwards.
-    """
-    share = _share_of_each([unit.size for unit in units], max_bytes)
-    places: list[tuple[Unit, int]] = []
-    wanted = max_bytes
-    # Every unit once, in random order.
-    for unit in draw.sample(units, len(units)):
-        if wanted <= 0:
-            break
-        size = min(unit.size, share)
-        place = unit
-        if unit.kind in _BY_LINES and keys.document != "file":
-            # A unit of lines can end anywhere, so no more is read than is wanted.
-            place = replace(unit, stop=unit.start + size, size=size)
-        places.append((place, size))
-        wanted -= size
-    return sorted(places, key=lambda drawn: (drawn[0].path, drawn[0].start))
-
-
-def _share_of_each(sizes: Sequence[int], wanted: int) -> int:
-    """How much to read of each of several units, of these sizes, so that they give `wanted` bytes
-    together."""
-    # From the smallest on: what a small unit lacks of its share, the larger ones give.
-    left = wanted
-    for number, size in enumerate(sorted(sizes)):
-        share = -(-left // (len(sizes) - number))  # rounded up
-        if size >= share:
-            return max(_SAMPLED_BYTES, share)
-        left -= size
-    return max([_SAMPLED_BYTES, *sizes])
-
-
-def _no_document(inputs: Sequence[str], keys: Keys, first_bad: str = "") -> DataError:
-    advice = encoding_advice(named_files(inputs)) if keys.encoding is None else None
-    if advice is None:
-        advice = "give records a string under that key, or set text_key, or messages_key for chats"
-    return DataError(
-        f"{', '.join(inputs)}: no usable document under the text_key {keys.text!r}{first_bad}; "
-        f"{advice}"
-    )
-
-
-def _kind(path: InputPath) -> Kind:
-    """The kind of a file by its name.
-
-    Raises:
-        DataError: the name says no known format.
-    """
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
-    if is_compressed:
-        suffixes.pop()
-    kind = _KINDS.get(suffixes[-1]) if suffixes else None
-    # Readers of tables and of tokens go to places in the stored file.
-    if kind is None or (is_compressed and kind in (*_TABLES, "tokens")):
-        raise DataError(
-            f"{path}: unknown format; expected a name ending in {', '.join(_KINDS)}; text formats "
-            "may also end in .gz, .zst or .xz"
-        )
-    return kind
 
 
 @lru_cache(maxsize=1)

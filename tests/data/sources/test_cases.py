@@ -18,17 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.sources.records import Keys, Rejected
-from pipeline.data.tokenize.units import input_files
+from pipeline.data.tokenize.input_files import input_files
 from pipeline.errors import DataError
-from tests.data.helpers import (
-    CASES,
-    Expected,
-    documents,
-    read,
-    texts_of,
-    tokenize,
-    write_jsonl,
-)
+from tests.data.helpers import CASES, Expected, documents, read, texts_of, tokenize, write_jsonl
 from tests.programs import scale_cpt
 
 DOCUMENT = Keys("document")

@@ -18,8 +18,8 @@ import pytest
 from pipeline.data.corpus.manifest import load_manifest
 from pipeline.data.sources import object_stores
 from pipeline.data.sources.object_stores import RemoteFile, matching_urls
-from pipeline.data.tokenize.queue import STATE
-from pipeline.data.tokenize.units import input_files, is_here, named_files
+from pipeline.data.tokenize.input_files import input_files, is_here, named_files
+from pipeline.data.tokenize.unit_records import STATE
 from pipeline.errors import DataError, MissingPackageError
 from tests.data.helpers import (
     PROJECT,

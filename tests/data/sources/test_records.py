@@ -11,8 +11,9 @@ import pytest
 
 from pipeline.data.sources import records
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.queue import QUARANTINE
-from pipeline.data.tokenize.units import good_documents, input_files
+from pipeline.data.tokenize.documents import good_documents
+from pipeline.data.tokenize.input_files import input_files
+from pipeline.data.tokenize.unit_records import QUARANTINE
 from pipeline.errors import DataError
 from tests.data.helpers import COMPRESS, documents, jsonl, read, texts_in, tokenize
 from tests.files import read_jsonl

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from pipeline.data.corpus.manifest import load_manifest
-from pipeline.data.tokenize import job as preprocessing
+from pipeline.data.tokenize import unit_documents
 from pipeline.data.tokenize.corpora import is_heldout
 from pipeline.data.tokenize.job import preprocess
 from pipeline.data.tokenize.workers import Workers, local_workers
@@ -310,7 +310,7 @@ def test_a_wrong_fast_encoder_is_named_and_the_reference_makes_the_corpus(
         return Encoded(encoded.ids + any("거짓" in text for text in texts), encoded.lengths)
 
     monkeypatch.setattr(GigatokenEncoder, "encode", erring)
-    monkeypatch.setattr(preprocessing, "_BATCH_BYTES", 1)  # each document is compared
+    monkeypatch.setattr(unit_documents, "_BATCH_BYTES", 1)  # each document is compared
     output = tmp_path / "corpus"
     with pytest.raises(
         DataError,

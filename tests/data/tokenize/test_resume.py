@@ -18,7 +18,7 @@ import pytest
 
 from pipeline.data.tokenize import job as preprocessing
 from pipeline.data.tokenize import queue as jobs
-from pipeline.data.tokenize.queue import QUARANTINE, STATE, UnitRecord, WorkUnit, heldout_of
+from pipeline.data.tokenize.unit_records import QUARANTINE, STATE, UnitRecord, WorkUnit, heldout_of
 from pipeline.errors import DataError
 from pipeline.files import file_hash
 from tests.data.helpers import PROJECT, STORIES260K, contents, documents, tokenize, write_jsonl

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.sources.records import Keys
-from pipeline.data.tokenize.units import beginning_of, sampled_documents
+from pipeline.data.tokenize.documents import sampled_documents
+from pipeline.data.tokenize.units import beginning_of
 
 
 def test_a_table_without_rows_is_the_beginning_of_nothing(tmp_path: Path):

@@ -14,18 +14,11 @@ from transformers import AutoTokenizer
 
 from pipeline.data.corpus.token_corpus import TokenCorpus
 from pipeline.data.tokenize.corpora import is_heldout
-from pipeline.data.tokenize.queue import QUARANTINE
+from pipeline.data.tokenize.unit_records import QUARANTINE
 from pipeline.data.tokenizer.chats import ChatTemplate, chat_template
 from pipeline.data.tokenizer.load import load_tokenizer
 from pipeline.errors import DataError
-from tests.data.helpers import (
-    CASES,
-    STORIES260K,
-    Expected,
-    pair_ids,
-    stored_pairs,
-    tokenize,
-)
+from tests.data.helpers import CASES, STORIES260K, Expected, pair_ids, stored_pairs, tokenize
 from tests.files import read_jsonl
 from tests.texts import chat, write_chats
 

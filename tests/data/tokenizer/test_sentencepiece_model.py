@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 
 from pipeline.data.corpus.token_corpus import TokenCorpus
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.chats import ChatTemplate
 from pipeline.data.tokenizer.extension.bpe import read_bpe_tokens
 from pipeline.data.tokenizer.extension.vocabulary import learn_extension

@@ -15,7 +15,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.tokenize.units import texts
+from pipeline.data.tokenize.documents import texts
 from pipeline.data.tokenizer.extension.merges import (
     ROW_BITS,
     foreign_character_rows,

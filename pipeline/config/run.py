@@ -26,7 +26,8 @@ HubModels = Literal["whole", "described", "named"]
 
 
 class GateSettings(Section):
-    """The gate, which decides per token whether the text is new (docs/gate.md). Method scale only.
+    """The gate, which decides per token whether the text is new (docs/gate.md). Methods scale and
+    fft.
 
     It is fitted after training.
     """
@@ -37,7 +38,7 @@ class GateSettings(Section):
     layer: NonNegativeInt | None = None
     """layer before which the gate reads the stream; default: the last place where the stream is
     exactly the base's, which is after the last layer for preserve and route, and before layer l_fp
-    for adapt"""
+    for adapt; for fft layer 2, as open text pays for the base's layers below it"""
     negatives: list[CorpusName] = []
     """names of the corpora of text that is not new, from which the gate learns to stay closed;
     default: the corpora of role self_generated, or the corpora of role replay if there are none"""
@@ -303,11 +304,15 @@ class RunConfig(Section):
     def _gate_fits(self) -> RunConfig:
         if self.gate is None:
             return self
+        layer = self.gate.layer
+        if isinstance(self.method, FullFineTuning):
+            self._check_gate_of_difference(layer)
+            self._check_negatives(self.gate)
+            return self
         if not isinstance(self.method, ScaleMethod):
             raise ValueError(
                 f"gate: method {self.method.name} adds no blocks that it could close; remove it"
             )
-        layer = self.gate.layer
         # Only adapt, and weights of open tokens' own, change the base's stream: preserve and route
         # keep it exact in every layer.
         last_exact = self.method.own_first_layer
@@ -321,7 +326,24 @@ class RunConfig(Section):
                 f"gate.layer: {layer} is above method.{setting} {last_exact}, "
                 "from where on the base's stream changes"
             )
-        for name in self.gate.negatives:
+        self._check_negatives(self.gate)
+        return self
+
+    def _check_gate_of_difference(self, layer: int | None) -> None:
+        """The gate of full fine-tuning, whose export is the base and a difference."""
+        if layer == 0:
+            raise ValueError(
+                "gate.layer: with method fft at least 1, as before layer 0 there is the token "
+                "alone, found 0"
+            )
+        if self.vocabulary is not None:
+            raise ValueError(
+                "gate: not with method fft beside an extended vocabulary, for whose tokens the "
+                "base has no rows; remove gate or vocabulary"
+            )
+
+    def _check_negatives(self, gate: GateSettings) -> None:
+        for name in gate.negatives:
             if name not in self.data.corpora or self.data.corpora[name].role == "new":
                 raise ValueError(
                     f"gate.negatives: {name} is no corpus of role self_generated or replay"
@@ -330,7 +352,6 @@ class RunConfig(Section):
             raise ValueError(
                 "gate: needs text that is not new; add a corpus of role self_generated or replay"
             )
-        return self
 
     @model_validator(mode="after")
     def _own_weights_have_a_gate(self) -> RunConfig:

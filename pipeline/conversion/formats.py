@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.trained_model import TrainedModel
-from pipeline.config.method import Method
+from pipeline.config.method import FullFineTuning, Method
 from pipeline.conversion import Format, Purpose
+from pipeline.conversion.difference import Packing, difference_export
 from pipeline.conversion.merged import merged_export
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
@@ -38,11 +39,32 @@ def unsupported_reason(
             "method.own_rows, own_gains, low_rank: tokens read them where a gate opens, and this "
             "model has no gate (leave --without-gate out)"
         )
+    merged = merged_unsupported_reason(plan, spec, gated=gated)
+    if plan is None and gated:
+        merged = "a gate decides for each token (--without-gate leaves it out)"
     return {
-        "merged": merged_unsupported_reason(plan, spec, gated=gated),
+        "merged": merged,
         "scale": scale,
+        "difference": _difference_unsupported_reason(settings, spec, gated=gated),
         "expansion": unwidened,
     }
+
+
+def _difference_unsupported_reason(
+    settings: Method, spec: DecoderSpec, *, gated: bool
+) -> str | None:
+    """Why a model cannot leave as its base and a difference of all parameters; None if it can."""
+    if not isinstance(settings, FullFineTuning):
+        return f"method {settings.name} does not train every parameter of the base"
+    if not gated:
+        return "tokens read the difference where a gate opens, and this model has no gate"
+    if spec.mixture is not None:
+        return "a mixture of experts: transformers holds the experts in other tensors than its base"
+    if spec.new_tokens:
+        return "an extended vocabulary: the base has no rows for its new tokens"
+    if spec.residual is not None:
+        return "a base that was widened before"
+    return None
 
 
 def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
@@ -58,20 +80,28 @@ def describe_formats(reasons: Mapping[Exported, str | None]) -> str:
 
 
 def choose_export(
-    model: TrainedModel, format: Format, dtype: torch.dtype, purpose: Purpose = "serving"
+    model: TrainedModel,
+    format: Format,
+    dtype: torch.dtype,
+    purpose: Purpose = "serving",
+    packing: Packing = Packing(),
 ) -> Export:
-    """The folder's contents; `auto` is `merged` if that can express the model, else `scale`.
+    """The folder's contents; see `check_format`. `packing` is of the format `difference`.
 
     Raises:
         ConversionError: `format` cannot express the model.
     """
-    if check_format(model, format) == "merged":
+    chosen = check_format(model, format)
+    if chosen == "merged":
         return merged_export(model, dtype, purpose)
+    if chosen == "difference":
+        return difference_export(model, dtype, packing)
     return scale_export(model, dtype)
 
 
 def check_format(model: TrainedModel, format: Format) -> Exported:
-    """The format in which the model leaves, if `format` is asked for.
+    """The format in which the model leaves, if `format` is asked for: `auto` is `merged` if that
+    can express the model, else `difference`, else `scale`.
 
     Raises:
         ConversionError: the model cannot leave in that format.
@@ -80,7 +110,10 @@ def check_format(model: TrainedModel, format: Format) -> Exported:
         model.settings, model.plan, model.stored.spec, gated=model.gate is not None
     )
     if format == "auto":
-        format = "merged" if reasons["merged"] is None else "scale"
+        format = "scale"
+        for supported in ("difference", "merged"):
+            if reasons[supported] is None:
+                format = supported
     if reasons[format] is not None:
         raise ConversionError(
             f"{model.checkpoint}: cannot leave as --format {format}, but as "

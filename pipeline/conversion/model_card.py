@@ -42,7 +42,7 @@ def model_card(model: TrainedModel, export: Export, report: Report) -> str:
     run = model.manifest.run
     position = model.manifest.position
     base_name = _hub_name(model)
-    options = ", trust_remote_code=True" if export.format == "scale" else ""
+    options = ", trust_remote_code=True" if export.code else ""
     corpora, _ = _corpora(run.data)
     figures = []
     for name, text in report.texts.items():
@@ -124,6 +124,9 @@ def _settings(model: TrainedModel, export: Export) -> dict[str, Any]:
     trained, total = model.counts
     settings["trained parameters"] = f"{trained:,} of {total:,}"
     settings["format"] = f"{export.format}, {dtype_name(export.dtype)}"
+    if export.format == "difference":
+        settings["difference"] = f"{export.config['bits']} bits an element of a matrix"
+        settings["rows of embedding and output"] = f"{export.config['own_rows']:,}"
     if model.plan is not None:
         base = asdict(model.spec.widths)
         added = asdict(model.plan.expansion)
@@ -144,6 +147,13 @@ def _on_further_training(model: TrainedModel, export: Export) -> list[str]:
         ]
     if model.gate is None:
         return []
+    if export.format == "difference":
+        return [
+            heading,
+            "This folder is for inference. Closed text is the base's to the last bit, and open "
+            f"text that of the trained weights, of whose difference {export.config['bits']} bits "
+            "an element are stored. Train the run further, and convert it again.",
+        ]
     targets = ", ".join(f'"{name}"' for name in LORA_TARGETS)
     return [
         heading,

@@ -42,6 +42,9 @@ MOST_LEFT_OUT = 0.5
 """The largest share of self-generated text that may be of the new text's kind."""
 MOST_COST = 0.02
 """The largest relative growth of new text's perplexity by the gate without a warning."""
+DIFFERENCE_LAYER = 2
+"""The layer before which the gate of full fine-tuning reads, unless gate.layer says so. Open text
+pays for the base's layers below it."""
 _logger = log.get_logger(__name__)
 
 
@@ -81,8 +84,12 @@ def fit_gate(config: RunConfig) -> tuple[GateRecord, bool]:
         )
 
     decoder = loaded(model)
-    gate, new, negatives, left_out = fit_on(BaseStream(decoder, layer), text, config.gate)
-    texts, difference = measure(decoder, gate, heldout, config)
+    base = decoder
+    if not decoder.keeps_base:
+        # Full fine-tuning: the base is a model of its own.
+        base = loaded(replace(model, untrained=True))
+    gate, new, negatives, left_out = fit_on(BaseStream(base, layer), text, config.gate)
+    texts, difference = measure(decoder, base, gate, heldout, config)
     if difference not in (0.0, None):
         raise PreservationError(
             f"{folder}: where the gate never opens, logits differ from the base's by up to "
@@ -276,10 +283,14 @@ def gate_layer(settings: GateSettings, model: TrainedModel) -> int:
     Raises:
         ConfigError: gate.layer is not a layer before which the model has that stream.
     """
-    assert model.plan is not None, "RunConfig allows a gate with method scale alone"
-    deepest = model.plan.last_exact_layer
+    if model.plan is None:
+        # The base runs beside the trained model, so that it is exact in every layer.
+        deepest = model.spec.num_layers
+        default = min(DIFFERENCE_LAYER, deepest)
+    else:
+        deepest = default = model.plan.last_exact_layer
     if settings.layer is None:
-        return deepest
+        return default
     if settings.layer > deepest:
         raise ConfigError(
             f"gate.layer: {settings.layer} is beyond {deepest}, the last place where this model "

@@ -49,7 +49,9 @@ class DifferenceForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[m
 
     def __init__(self, config: DifferenceConfig) -> None:
         super().__init__(config)
-        self.base: Any = AutoModelForCausalLM.from_config(config.text_config)
+        # In the type in which this model is made, whatever the configuration says of its files.
+        dtype = torch.get_default_dtype()
+        self.base: Any = AutoModelForCausalLM.from_config(config.text_config, dtype=dtype)
         self.difference = packed_modules(self.base, config)
         self.token_gate = ScaleGate(config)
         self._made: list[Any] = []
@@ -241,13 +243,14 @@ def packed_modules(base: Any, config: DifferenceConfig) -> nn.ModuleDict:
         owner, _, _ = path.rpartition(".")
         if config.tie_word_embeddings and base.get_submodule(owner) is output:
             continue  # it is the embedding, which may not be tied yet
-        shape = tuple(parameter.shape)
         packed: nn.Module
-        if len(shape) == 1:
-            packed = PackedVector(*shape)
+        if parameter.dim() == 1:
+            packed = PackedVector(len(parameter))
         elif path.startswith(layers):
-            packed = PackedMatrix(*shape, config.bits)
+            rows, columns = parameter.shape
+            packed = PackedMatrix(rows, columns, config.bits)
         else:
-            packed = PackedRows(config.own_rows, shape[1], shape[0])
+            vocab_size, columns = parameter.shape
+            packed = PackedRows(config.own_rows, columns, vocab_size)
         modules[escaped(path)] = packed
     return modules

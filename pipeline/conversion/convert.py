@@ -18,6 +18,7 @@ from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.conversion import Format, Precision, Purpose
 from pipeline.conversion.difference import (
+    FOUR_BITS,
     DifferenceReport,
     Packing,
     describe_difference,
@@ -97,7 +98,7 @@ class Conversion:
     vocabulary: Path | None = None
     overwrite: bool = False
     purpose: Purpose = "serving"
-    packing: Packing = Packing()
+    packing: Packing = FOUR_BITS
 
 
 def latest_conversion(config: RunConfig) -> Conversion:
@@ -137,7 +138,7 @@ def packing_of(
         ConfigError: no token is as frequent.
         DataError: a corpus is not tokenized, or not by the run's tokenizer.
     """
-    packing = Packing() if bits is None else Packing(bits)
+    packing = FOUR_BITS if bits is None else Packing(bits)
     min_count = MIN_COUNT if min_count is None else min_count
     is_gated = config is not None and config.gate is not None
     if config is None or not is_gated or not isinstance(config.method, FullFineTuning):
@@ -310,9 +311,7 @@ def _write_export(
             "that one back, or name its folder as --vocabulary"
         )
     dtype = conversion.dtype or model.base.dtype
-    export = choose_export(
-        model, conversion.format, dtype, conversion.purpose, conversion.packing
-    )
+    export = choose_export(model, conversion.format, dtype, conversion.purpose, conversion.packing)
     if conversion.purpose == "training" and export.format != "merged":
         _logger.info(
             "--for training is about merged folders: one in the format %s is alike for both",

@@ -72,6 +72,10 @@ class Packing:
     own_tokens: tuple[int, ...] | None = None
 
 
+FOUR_BITS = Packing()
+"""The default: 4 bits, and the rows of all tokens."""
+
+
 @dataclass(frozen=True)
 class DifferenceReport(Report):
     """The contents of verification.json for a difference; the comparisons are of open text.

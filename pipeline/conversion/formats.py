@@ -13,7 +13,7 @@ import torch
 from pipeline.checkpoint.trained_model import TrainedModel
 from pipeline.config.method import FullFineTuning, Method
 from pipeline.conversion import Format, Purpose
-from pipeline.conversion.difference import Packing, difference_export
+from pipeline.conversion.difference import FOUR_BITS, Packing, difference_export
 from pipeline.conversion.merged import merged_export
 from pipeline.errors import ConversionError
 from pipeline.hf import Exported
@@ -84,7 +84,7 @@ def choose_export(
     format: Format,
     dtype: torch.dtype,
     purpose: Purpose = "serving",
-    packing: Packing = Packing(),
+    packing: Packing = FOUR_BITS,
 ) -> Export:
     """The folder's contents; see `check_format`. `packing` is of the format `difference`.
 

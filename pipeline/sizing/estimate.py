@@ -37,7 +37,13 @@ from pipeline.parallel.topology import SINGLE, Layout
 from pipeline.scale.plan import plan_expansion
 from pipeline.sizing.cluster import GIB, MEMORY_ERROR, Cluster
 from pipeline.sizing.flops import FlopsPerToken, count_flops
-from pipeline.sizing.memory import Memory, Parameters, count_parameters, estimate_memory
+from pipeline.sizing.memory import (
+    Memory,
+    Parameters,
+    count_parameters,
+    estimate_memory,
+    training_state_bytes,
+)
 from pipeline.sizing.micro_batch import MicroBatchCosts, measure_micro_batch
 from pipeline.sizing.traffic import GATHER, MUON, REDUCE, TENSOR_PARALLEL, Traffic, estimate_traffic
 
@@ -412,6 +418,7 @@ def _model_section(estimator: Estimator) -> str:
     flops = estimator.flops_per_token("none")
     lines = [
         ("parameters", str(estimator.parameters)),
+        ("state", _training_state(estimator)),
         (
             "FLOPs",
             f"{flops.total / 1e9:.2f} G a token ({flops.matrix / 1e9:.2f} matrix products, "
@@ -435,6 +442,17 @@ def _model_section(estimator: Estimator) -> str:
             serving = describe_serving(plan.expansion, spec)
             lines.append(("serving", f"a merged export: {serving}"))
     return "\n".join(_wrapped(f"{label:<10}  {text}") for label, text in lines)
+
+
+def _training_state(estimator: Estimator) -> str:
+    """What training holds of each trained parameter, which is the price of a method."""
+    parameters = estimator.parameters
+    size = training_state_bytes(parameters, estimator.deepspeed.dtype)
+    each = size / max(1, parameters.trained)
+    return (
+        f"{size / GIB:.2f} GiB over all ranks, {each:.1f} bytes a trained parameter: weight, "
+        "gradient, fp32 copy and moments"
+    )
 
 
 _LAYOUT_COLUMNS = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .scale_gate import GateCache, TextCache, layer_of
+from .scale_gate import GateCache, TextCache, empty_like, layer_of
 
 Kept = int | Tensor
 """Of which new tokens logits are wanted: the last so many, at least one, or those at some
@@ -79,7 +79,7 @@ class Readers:
         if not cache.layers:
             cache.layers = DynamicCache(config=config).layers
         if len(cache.layers) == config.num_hidden_layers:
-            cache.layers += DynamicCache(config=config).layers
+            cache.layers += empty_like(cache, config).layers
 
     def remember(self, opens: Tensor) -> None:
         """Keeps the new tokens, and for which of them the gate opens: bool [B, S, 1]."""

@@ -142,11 +142,7 @@ def models(
         if isinstance(model, DifferenceForCausalLM):
             model.base = of_base
         if isinstance(model, ScaleForCausalLM):
-            for layer, same in zip(model.layers, of_base.model.layers, strict=True):
-                for name, matrix in MATRICES.items():
-                    widened: Any = layer.get_submodule(name)
-                    widened.base.weight = same.get_submodule(matrix).weight
-            model.output.base = of_base.lm_head.weight
+            _share_matrices(model, of_base)
             model.embedding.base.weight.data[OPENING, 0] = 1e3
     several.share_base()
     made |= {
@@ -155,6 +151,14 @@ def models(
         for state in THRESHOLDS
     }
     return dict(sorted(made.items(), key=lambda pair: pair[0], reverse=True))
+
+
+def _share_matrices(model: Any, base: Any) -> None:
+    """Gives a widened model the matrices of its base, in one memory."""
+    for layer, same in zip(model.layers, base.model.layers, strict=True):
+        for name, matrix in MATRICES.items():
+            layer.get_submodule(name).base.weight = same.get_submodule(matrix).weight
+    model.output.base = base.lm_head.weight
 
 
 def _differences(base: dict[str, Any], layers: int, features: str) -> dict[str, PreTrainedModel]:

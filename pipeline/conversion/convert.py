@@ -242,7 +242,7 @@ def _request(conversion: Conversion) -> dict[str, Any]:
         "asked_format": conversion.format,
         "asked_dtype": str(conversion.dtype),
         "asked_purpose": conversion.purpose,
-        "asked_packing": asdict(conversion.packing),
+        "asked_packing": conversion.packing.identity,
         "code": code,
     }
 

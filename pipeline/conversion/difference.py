@@ -9,6 +9,7 @@ the code that adds the two, for `transformers`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -70,6 +71,12 @@ class Packing:
 
     bits: int = 4
     own_tokens: tuple[int, ...] | None = None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from another one: there may be a hundred thousand ids."""
+        ids = hashlib.sha256(str(self.own_tokens).encode()).hexdigest()
+        return {"bits": self.bits, "own_tokens": ids}
 
 
 FOUR_BITS = Packing()

@@ -85,6 +85,22 @@ def test_weights_of_open_tokens_own_that_do_not_fit_are_a_fault(method, changes,
     load_config(write_config(tmp_path, tmp_path, method=ADAPT_OWN, gate={}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"gate": {"layer": 0}}, "gate.layer: with method fft at least 1, .*, found 0"),
+        ({"vocabulary": {"folder": "words"}}, "gate: not with method fft beside an extended voc"),
+        ({"gate": {"negatives": ["korean"]}}, "gate.negatives: korean is no corpus of role"),
+    ],
+)
+def test_a_gate_of_full_fine_tuning_that_does_not_fit_is_a_fault(changes, fault, tmp_path):
+    settings = {"method": {"name": "fft"}, "gate": {"layer": 3}}
+    load_config(write_config(tmp_path, tmp_path, **settings))
+    with pytest.raises(ConfigError, match=fault) as error:
+        load_config(write_config(tmp_path, tmp_path, **{**settings, **changes}))
+    assert "\n" not in str(error.value)
+
+
 def test_a_key_that_is_given_twice_is_a_fault_but_not_one_that_was_merged(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n")

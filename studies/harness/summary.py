@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from pipeline.config.method import ScaleMethod
+from pipeline.config.method import FullFineTuning, ScaleMethod
 from pipeline.config.run import RunConfig
 from pipeline.evaluation.table import readable, table
 from pipeline.files import write_json
+from pipeline.gating.fit_run import DIFFERENCE_LAYER
 from pipeline.gating.folder import GATE_FOLDER, open_record
 from pipeline.methods import training_method
 from pipeline.methods.vocabulary import extended_spec
@@ -162,4 +163,8 @@ def _inference_cost(config: RunConfig) -> float:
     with torch.device("meta"), torch.no_grad():
         own = training_method(config).build(extended_spec(config, spec), SINGLE, "none")
         base = Decoder(spec)
-        return count_flops(own, length).total / count_flops(base, length).total
+        cost = count_flops(own, length).total / count_flops(base, length).total
+    if config.gate is not None and isinstance(config.method, FullFineTuning):
+        # Of open text: the gate reads the base's lower layers beside the trained model.
+        cost += min(config.gate.layer or DIFFERENCE_LAYER, spec.num_layers) / spec.num_layers
+    return cost

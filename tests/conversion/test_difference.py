@@ -3,6 +3,7 @@ the trained weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,7 @@ from pipeline.hf.load import load_hf_model
 from pipeline.hf.remote_code.packed_difference import GROUP, PackedMatrix, packed
 from pipeline.hf.write import write_hf_folder
 from tests.bases import reference
-from tests.conversion.checkpoints import generate_greedily
+from tests.conversion.checkpoints import generate_greedily, without_this_project
 from tests.files import change_json
 from tests.tolerances import PARITY, assert_near
 from tests.widened import some_tokens
@@ -246,6 +247,45 @@ def test_it_is_saved_loaded_and_unpacked_by_layer(differences, tmp_path):
     assert shared == [name for name in held if ".layers." in name], "W + D of a layer stayed"
     # Moved or cast, it is made again.
     assert again.to(torch.float64)(tokens).logits.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_in_16_bits_the_gate_stays_in_fp32(differences, base):
+    folder, trained = differences("llama")
+    model = load_hf_model(folder, torch.bfloat16)
+    original = load_hf_model(base("llama").path, torch.bfloat16)
+    tokens = some_tokens(trained.spec, 3, LENGTH, seed=5)
+    opens = opens_of(model, tokens)
+    assert opens.any() and not opens.all()
+    assert {parameter.dtype for parameter in model.base.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.token_gate.parameters()} == {torch.float32}
+    assert torch.equal(model(tokens).logits[~opens], original(tokens).logits[~opens])
+
+
+@torch.no_grad()
+def test_tokens_that_were_guessed_wrongly_are_taken_back(differences):
+    """Prompt lookup: several tokens are read at once, and the caches cropped."""
+    folder, trained = differences("llama")
+    model = load_hf_model(folder)
+    tokens = some_tokens(trained.spec, 1, 6).repeat(1, 3)
+    expected = generate(model, tokens)
+    assert torch.equal(generate(model, tokens, prompt_lookup_num_tokens=3), expected)
+
+
+_SCRIPT = """
+from transformers import AutoModelForCausalLM
+import torch
+tokens = torch.arange(3, 13).view(1, -1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, unpacked="by_layer")
+print(model.config.unpacked, model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=10, eos_token_id=None)[0].tolist())
+"""
+
+
+def test_it_runs_without_this_project_and_its_dependencies(differences, tmp_path):
+    folder, _ = differences("llama", packing=Packing(4))
+    unpacked, tokens = without_this_project(_SCRIPT, folder, tmp_path).stdout.split(maxsplit=1)
+    here = generate(load_hf_model(folder), torch.arange(3, 13).view(1, -1))
+    assert unpacked == "by_layer" and json.loads(tokens) == here[0].tolist()
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
